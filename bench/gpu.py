@@ -352,11 +352,14 @@ def main() -> int:
     for timing in timed:
         mfu = "" if timing.mfu is None else f"   MFU {timing.mfu:.1%}"
         print(f"{timing.name:<44}{timing.tokens_per_s:12.0f} tokens/s{mfu}")
+    free_bytes, all_bytes = torch.cuda.mem_get_info(CUDA)
     result = {
         "device": torch.cuda.get_device_name(CUDA),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(CUDA),
+        "context_bytes": all_bytes - free_bytes - torch.cuda.memory_reserved(CUDA),
+        "fragmentation": 1 - torch.cuda.max_memory_allocated(CUDA) / torch.cuda.max_memory_reserved(CUDA),
         "checks": [check._asdict() for check in checked],
         "timings": [{**timing._asdict(), "tokens_per_s": timing.tokens_per_s} for timing in timed],
     }

@@ -117,9 +117,9 @@ def refuse_other_devices(
                 f"{where} has a {there.name}, but the plan was made for {assumed.name}, this machine's device. Set "
                 f"planning.device={name}."
             )
-        if needed_bytes > there.memory_bytes:
+        if needed_bytes > (room := there.room_bytes(len(ranks))):
             raise ClusterError(
-                f"{where} has {there.memory_bytes} bytes for tensors, but the plan, made for the memory of this "
+                f"{where} has {room} bytes for tensors, but the plan, made for the memory of this "
                 f"machine, needs {needed_bytes:.0f} there. Set planning.device to a YAML file with "
                 f"{{like: {there.name}, memory_bytes: {there.memory_bytes}}}."
             )

@@ -32,6 +32,7 @@ from flows.cluster.checks import (
     refuse_unsafe,
 )
 from flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
+from flows.cluster.this_machine import THREADS, threads_environment
 from flows.cluster.workers import ClusterError, Member, members, whole_hosts
 from planner.pricing.devices import DeviceProfile
 from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
@@ -57,8 +58,6 @@ SETTINGS = {
     "distributed.worker.http.routes": [],
 }
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""torch takes the lesser of the first two. A nanny sets those of the three to 1 that its process lacks."""
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
 NANNIES_EVERY_S = 2.0
@@ -179,21 +178,6 @@ def _worker_spec(
     }
     controller = worker(1, CONTROLLER_RESOURCE, **dict.fromkeys(THREADS, "1"), CUDA_VISIBLE_DEVICES="")
     return {**ranks, "controller": controller}
-
-
-def threads_environment(n_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that give each of `n_ranks` ranks on this machine an equal share of its cores.
-
-    environment  of this process: a user's OMP_NUM_THREADS counts instead of the share, and a user's OMP_WAIT_POLICY
-                 is left alone. Without one, threads that wait for each other sleep: those that spin would take the
-                 cores from the controller, the server and other ranks
-    """
-    share = max(1, len(os.sched_getaffinity(0)) // n_ranks)
-    threads = environment.get("OMP_NUM_THREADS", str(share))
-    return {
-        **dict.fromkeys(THREADS, threads),
-        "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE"),
-    }
 
 
 def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:

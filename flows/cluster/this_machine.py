@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from math import inf
 from pathlib import Path
 
 from flows.cluster import cuda_driver
@@ -20,6 +21,8 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of a container: version 2, version 1
 CPU_SLOT = "cpu-slot"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""torch takes the lesser of the first two. A nanny sets those of the three to 1 that its process lacks."""
 DRIVER_S = 60.0  # that CUDA's driver may take to describe the GPUs; mostly it takes one
 
 
@@ -109,6 +112,45 @@ def _alike(gpus: Sequence[Gpu]) -> DeviceProfile:
             f"kind by {VISIBLE}."
         )
     return min(devices, key=lambda device: device.memory_bytes)
+
+
+def cores_here() -> int:
+    """CPU cores that this process may use: those of its affinity mask, or as many as its container has time for."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), _quota())))
+
+
+def _quota() -> float:
+    """Cores whose time a container may use; infinite where there is no limit."""
+    with suppress(OSError, ValueError):  # version 2: "200000 100000", or "max 100000"
+        limit, period = (CONTROL_GROUPS / "cpu.max").read_text().split()
+        return int(limit) / int(period)
+    with suppress(OSError, ValueError):  # version 1: -1 without a limit
+        limit, period = (
+            int((CONTROL_GROUPS / "cpu" / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period")
+        )
+        if limit > 0:
+            return limit / period
+    return inf
+
+
+def threads_environment(n_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that give each of `n_ranks` ranks on this machine an equal share of its cores.
+
+    environment  of this process: a user's OMP_NUM_THREADS counts instead of the share, and a user's OMP_WAIT_POLICY
+                 is left alone. Without one, threads that wait for each other sleep: those that spin would take the
+                 cores from the controller, the server and other ranks
+    """
+    threads = environment.get("OMP_NUM_THREADS", str(max(1, cores_here() // n_ranks)))
+    return {
+        **dict.fromkeys(THREADS, threads),
+        "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
+
+
+def threads_of_ranks(n_ranks: int) -> int:
+    """Threads of each of `n_ranks` ranks of a cluster of our own on this machine."""
+    stated = re.match(r"\d+", threads_environment(n_ranks, os.environ)[THREADS[0]])
+    return 1 if stated is None else int(stated[0])
 
 
 def memory_bytes() -> int:

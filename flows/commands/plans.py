@@ -15,6 +15,7 @@ from rich.markup import escape
 from flows.cluster.shutdown import beside
 from flows.commands.numbers import whole, whole_seed
 from flows.run.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
+from flows.run.ranks import Ranks, fastest, rank_choices
 from flows.view.plan_view import (
     show_alternatives,
     show_calls,
@@ -92,12 +93,22 @@ def plan(
     stated_seed = None if seed is None else whole_seed(seed)
     check_writable(json_file, out)
     settings = load_config(config, overrides)
-    hardware = hardware_of(settings, cluster)
-    problem = problem_of(settings, hardware, profile)
-    show_warnings((*hardware.warnings, *problem.warnings))
+    if cluster is None and evaluate is None and mode == "search":
+        choices = rank_choices(settings, profile=profile)
+    else:
+        hardware = hardware_of(settings, cluster)
+        choices = [Ranks(settings, hardware, problem_of(settings, hardware, profile))]
+    show_warnings((*choices[0].hardware.warnings, *choices[0].problem.warnings))
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     used_seed = settings.seed if stated_seed is None else stated_seed
-    result = _found(problem, mode, evaluate, limit_s, used_seed)
+    chosen, result, told = fastest(
+        choices,
+        lambda ranks: _found(ranks.problem, mode, evaluate, limit_s, used_seed),
+        lambda _, found: found.iteration_time_s,
+    )
+    problem = chosen.problem
+    if told is not None:
+        console.print(told, highlight=False, soft_wrap=True)
     _write(result, json_file, out)
     _show(result, problem)
     if comparison:

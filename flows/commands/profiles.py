@@ -25,7 +25,8 @@ def profile(
     """Time layers and collectives on the run's cluster: prefect-rlhf profile --config FILE [key.sub=value ...].
 
     Takes minutes. Writes the profiles to <output_dir>/profiles/, from where plans for the same models, devices and
-    cluster use them.
+    cluster use them. With plan: auto and CPU ranks on this machine, measure fewer ranks too, which have more threads
+    each (cluster.devices_per_host=1): the plan then takes the faster.
 
     With --analytic nothing is measured: times of the same layers and collectives are computed from the device's
     figures and written in the same format. That takes a second, needs no cluster, GPU or weights, and works for

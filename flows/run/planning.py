@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from flows.cluster.this_machine import device_here
+from flows.cluster.this_machine import CPU_SLOT, device_here, threads_of_ranks
 from planner.deadline import never
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
@@ -90,7 +90,10 @@ def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, worklo
             found = tuple(one for one in stated if one.device == device.name)
         else:
             own = classes.part(number)
-            found, refused = cached(profile_folder(config), device.name, own, models, workload.itemsize)
+            threads = _threads(config, hardware)
+            found, refused = cached(
+                profile_folder(config), device.name, own, models, workload.itemsize, threads
+            )
             warnings += refused
         if found:
             profiles = list(classes.profiles)
@@ -109,6 +112,13 @@ def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, worklo
 
     model, refused = read_kept(figures_of(config, uncorrected), corrected, uncorrected.model)
     return Problem(graph, model, warnings=(*warnings, *refused))
+
+
+def _threads(config: RunConfig, hardware: Hardware) -> int:
+    """Threads of each rank; 0 where they are not for us to say, or do not matter."""
+    here = config.cluster.address is None and hardware.cluster.n_devices == config.cluster.n_devices
+    slots = hardware.classes.profile(0).name == CPU_SLOT
+    return threads_of_ranks(config.cluster.n_devices) if here and slots else 0
 
 
 def _refuse_absurd(path: Path, model: CostModel, calls: Iterable[ModelFunctionCall]) -> None:
@@ -130,15 +140,19 @@ def _refuse_absurd(path: Path, model: CostModel, calls: Iterable[ModelFunctionCa
 
 
 def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfile, ...]:
-    """The profiles in a file. Raises ProfileError for one of other devices than the cluster has, or of a smaller or
-    larger cluster: it lacks figures of collectives, or has them of other links."""
+    """The profiles in a file that are of the cluster, or of all hosts of one of its classes.
+
+    Others in the file are left out: it may have profiles of several numbers of CPU ranks. Raises ProfileError
+    where there is none: one of a smaller or larger cluster lacks figures of collectives, or has them of other links.
+    """
     profiles = read_profiles(path)
     if not profiles:
         raise ProfileError(
             f"{path} has no profile in it. Measure again with prefect-rlhf profile --out FILE."
         )
     parts = {device.name: classes.part(number) for number, device in enumerate(classes.profiles)}
-    for profile in profiles:
+    fitting = tuple(p for p in profiles if parts.get(p.device) == Cluster(p.n_hosts, p.devices_per_host))
+    for profile in () if fitting else profiles:
         its_cluster = Cluster(profile.n_hosts, profile.devices_per_host)
         if profile.device not in parts:
             raise ProfileError(
@@ -150,7 +164,7 @@ def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfil
                 f"{path} is of {its_cluster} {profile.device}; the cluster has {parts[profile.device]} of "
                 "them. Measure on a cluster of that size with prefect-rlhf profile."
             )
-    return profiles
+    return fitting
 
 
 def figures_of(config: RunConfig, problem: Problem) -> Path:

@@ -1,21 +1,21 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.cluster.shutdown import beside
-from flows.cluster.this_machine import gpus_here
+from flows.cluster.this_machine import cores_here, gpus_here
 from flows.rewards.find import check_rewards
 from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.examination import refuse_unexamined
-from flows.run.planning import ITEMSIZES, hardware_of, problem_of, shapes_of
+from flows.run.planning import ITEMSIZES, shapes_of
+from flows.run.ranks import fastest, rank_choices
 from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.pricing.plans import lack_of_memory, plan_memory
+from planner.pricing.plans import lack_of_memory, plan_memory, price_plan
 from planner.pricing.problem import Problem, ProblemError
 from planner.pricing.provenance import extrapolation
 from planner.search.balance import balanced
@@ -41,18 +41,21 @@ from rlhf_tasks.parallel.layout.weight_files import check_weights
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
+PLAN_REMEDY = "Remove it, and the run is planned anew."
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A configuration that was found fit, with its plan.
 
+    config       of `plan: auto` with the number of ranks that it chose (flows/run/ranks.py)
     plan         that the run begins by; changes: the later ones that are decided
     problem      what the configuration asks of the planner
     rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest
     held_out     file in the run folder -> the tokenised rows of its evaluation, likewise
     warnings     a sentence for each figure of planning.device that is implausible, for each file of kept figures that
-                 was put aside, for prices by extrapolation, for ranks that crowd this machine, and for held-out rows
-                 that are among the data
+                 was put aside, for a number of ranks other than the stated one, for prices by extrapolation, for
+                 ranks that crowd this machine, and for held-out rows that are among the data
     disk         what the run writes
     """
 
@@ -125,12 +128,16 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
     refuse_full_disk(need, folder or Path(config.output_dir))
-    hardware = hardware_of(config)
-    problem = problem_of(config, hardware, prompt_tokens=rows.tokens)
-    plan = make_plan(config, problem, folder)
+    chosen, plan, of_ranks = fastest(
+        rank_choices(config, rows.tokens, kept=_kept_ranks(config, folder)),
+        lambda ranks: make_plan(ranks.config, ranks.problem, folder),
+        lambda ranks, plan: price_plan(plan, ranks.problem.model).iteration_time_s,
+    )
+    config, hardware, problem = chosen
     of_plan = (
         *hardware.warnings,
         *problem.warnings,
+        of_ranks,
         extrapolation(plan, problem.model),
         crowding(config),
         config.warning,
@@ -184,7 +191,7 @@ def _skipped(rows: TokenFile) -> list[str]:
 
 def crowding(config: RunConfig) -> str | None:
     """A warning where ranks of our own cluster share the cores of this machine."""
-    ranks, cores = config.cluster.n_devices, len(os.sched_getaffinity(0))
+    ranks, cores = config.cluster.n_devices, cores_here()
     if config.cluster.address is not None or gpus_here() or ranks <= 2 * cores:
         return None
     return (
@@ -237,9 +244,16 @@ def _evaluation(role: str, at_start: bool) -> str:
     return f"evaluation of {role}{' at the start' if at_start else ''}"
 
 
+def _kept_ranks(config: RunConfig, folder: Path | None) -> int | None:
+    """Ranks of a host in the plan that was once searched for a run; None where there is none yet."""
+    if config.plan != "auto" or folder is None or not (folder / PLAN).exists():
+        return None
+    return read_plan(folder / PLAN, PLAN_REMEDY).devices_per_host
+
+
 def _kept_plan(path: Path, graph: DataflowGraph, cluster: Cluster) -> ExecutionPlan:
     """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
-    plan = read_plan(path, "Remove it, and the run is planned anew.")
+    plan = read_plan(path, PLAN_REMEDY)
     planned = [
         *(call for call, nodes in plan.calls.items() for _ in nodes),
         *(_evaluation(node.role, node.at_start) for node in plan.nodes if isinstance(node, EvaluateNode)),

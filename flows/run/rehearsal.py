@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flows.run.planning import hardware_of, problem_of
 from flows.run.prepare import make_plan
+from flows.run.ranks import Ranks, fastest, rank_choices
 from flows.run.users_seconds import users_seconds
 from planner.plan.workload import Evaluation
 from planner.pricing.cluster_file import Hardware
@@ -48,14 +49,22 @@ def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | 
             f"a run of type {config.type!r} makes no commits: there is nothing to rehearse. Name a configuration "
             "that trains."
         )
-    hardware = hardware_of(config, cluster)
-    problem = problem_of(config, hardware, profile)
+    if cluster is None:
+        choices = rank_choices(config, profile=profile)
+    else:
+        hardware = hardware_of(config, cluster)
+        choices = [Ranks(config, hardware, problem_of(config, hardware, profile))]
+
+    def plan_of(ranks: Ranks) -> tuple[ExecutionPlan, PlanPrice]:
+        plan = make_plan(ranks.config, ranks.problem)
+        return plan, price_plan(plan, ranks.problem.model)
+
     try:
-        plan = make_plan(config, problem)
-        price = price_plan(plan, problem.model)
+        chosen, (plan, price), _ = fastest(choices, plan_of, lambda _, found: found[1].iteration_time_s)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return priced(config, hardware, problem, plan, price)
+    assert isinstance(chosen.config, TrainingConfig), "the number of ranks is all that is chosen"
+    return priced(chosen.config, chosen.hardware, chosen.problem, plan, price)
 
 
 def priced(

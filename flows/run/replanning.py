@@ -15,6 +15,7 @@ from typing import Any
 
 from flows.run.planned_and_measured import ENOUGH, Planned, keep_drift, planned, planned_and_measured
 from flows.run.planning import hardware_of, problem_of
+from flows.run.ranks import on_ranks
 from flows.run.run_folder import existing_run_folder
 from flows.run.training import RunControl
 from planner.pricing.plans import price_plan
@@ -77,6 +78,7 @@ def answer(folder: str, iteration: str) -> None:
     os.nice(NICE)
     path, config = existing_run_folder(folder)
     first = read_plan(path / PLAN, "Put it back.")
+    config = on_ranks(config, first.devices_per_host)
     plans = (ScheduledPlan(iteration=0, plan=first), *logged_changes(path))
     print(propose(config, plan_at(plans, int(iteration)).plan).model_dump_json())
 

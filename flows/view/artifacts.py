@@ -30,6 +30,7 @@ from planner.report.report import (
     call_rows,
     mode_rows,
     proof_sentence,
+    reserve_sentences,
     told_limits,
 )
 from planner.report.text import format_devices, node_detail, node_devices, short_names
@@ -153,7 +154,8 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
     title = f"one iteration on {model.classes}, by devices"
     warned = "".join(f"> **Warning:** {warning}\n\n" for warning in warnings)
     await acreate_markdown_artifact(
-        f"# {proof_sentence(result)}\n\n{result.proof_class}\n\nPriced by: {figures_source(model)}.\n\n"
+        f"# {proof_sentence(result)}\n\n{result.proof_class}\n\nPriced by: {figures_source(model)}."
+        f"{''.join(f' {sentence}' for sentence in reserve_sentences(model.classes))}\n\n"
         f"{warned}{picture(timeline(spans, title, labels), title)}\n",
         key="plan-timeline",
         description="Predicted seconds per iteration, the proof, and when each device works.",

@@ -19,6 +19,7 @@ from planner.report.report import (
     corrections,
     mode_rows,
     proof_sentence,
+    reserve_sentences,
     told_limits,
 )
 from planner.report.timeline import draw_bars, steady_bars
@@ -59,6 +60,8 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
         table.add_row(*where, *how, "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
     console.print(f"[bold]Calls[/] on {model.classes}; memory: peak of the fullest device")
     console.print(table)
+    for sentence in reserve_sentences(model.classes):
+        console.print(sentence, highlight=False, soft_wrap=True)
     moves = {name: price.duration_s[name] for name in price.moved_bytes}
     console.print(
         f"{len(moves)} transfers and reallocations move {sum(price.moved_bytes.values()) / 1e9:.3g} GB in "

@@ -4,7 +4,7 @@ The search's proofs assume this price of a mesh with several classes:
 - Each operation of a call (a layer's pass, an update, a collective) is priced by the mesh's slowest class
   (planner/pricing/rooflines.py, `Slowest`): ranks wait for each other at every collective, and work is split as if
   all devices were alike. A save is priced likewise.
-- Memory is each device's own.
+- Memory is each device's own, without what its context, communicators and allocator keep.
 - A move is priced by the larger latency and the smaller bandwidth of its two meshes' links.
 - The dispatch of a node, and a move's work besides its messages, are priced by the slowest class of the cluster.
 """
@@ -108,6 +108,15 @@ class DeviceClasses:
     def profile(self, device: int) -> DeviceProfile:
         """The profile of a device."""
         return self.profiles[self.of_host[self.cluster.host(device)]]
+
+    @cached_property
+    def rooms(self) -> tuple[int, ...]:
+        """[classes] bytes for tensors on a device: its memory less what is kept of it."""
+        return tuple(profile.room_bytes(self.cluster.n_devices) for profile in self.profiles)
+
+    def room_bytes(self, device: int) -> int:
+        """Bytes for tensors on a device."""
+        return self.rooms[self.of_host[self.cluster.host(device)]]
 
     @property
     def dispatch_s(self) -> float:

@@ -4,11 +4,11 @@ Peaks come from data sheets (planner/pricing/data_sheets.py). Efficiencies and h
 has, are given here with their source, so that the cost model has no constants of its own.
 """
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field
 
-from planner.pricing.data_sheets import ESTIMATE, SHEETS, DataSheet, Gpu, estimated_sheet, sheet_of
+from planner.pricing.data_sheets import ESTIMATE, PCIE_5, SHEETS, DataSheet, Gpu, estimated_sheet, sheet_of
 from rlhf_tasks.profiling.measurements import MOST_BYTES, MOST_S
 from rlhf_tasks.spec import Frozen
 from rlhf_tasks.system.reading import shown
@@ -29,6 +29,27 @@ class Link(Frozen):
     latency_s: Seconds
 
 
+GROUPS = 10
+"""Process groups that memory is kept for on a device of several. In the plans found for PPO and GRPO of 7B to 72B a
+device is in 5 to 10 (rlhf_tasks/rank/plan_nodes.py, `plan_device_sets`)."""
+
+
+class Reserve(NamedTuple):
+    """Bytes of a device's memory that no tensor can have."""
+
+    context: float
+    communicators: float
+    fragmentation: float
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self)
+
+    def __str__(self) -> str:
+        """As in `context 0.5 GB, communicators 6.9 GB, fragmentation 2.4 GB`."""
+        return ", ".join(f"{name} {size / 1e9:.2g} GB" for name, size in self._asdict().items())
+
+
 class DeviceProfile(Frozen):
     """One kind of device.
 
@@ -45,6 +66,9 @@ class DeviceProfile(Frozen):
     transfer_overhead_s  time per sample and key of a transfer besides its messages: ranks tell what they hold
     dispatch_s          seconds of a plan node besides its work
     process_bytes       memory of a rank's process besides tensors; not part of memory_bytes
+    context_bytes       memory_bytes that CUDA's context and libraries take
+    communicator_bytes  memory_bytes that NCCL takes for one process group
+    fragmentation       share of memory_bytes that torch's allocator cannot use
     has_bfloat16        whether it multiplies bfloat16
     sources             where the figures come from
     """
@@ -68,8 +92,22 @@ class DeviceProfile(Frozen):
     transfer_overhead_s: Seconds = 0.0
     dispatch_s: Seconds
     process_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
+    context_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
+    communicator_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
+    fragmentation: float = Field(default=0.0, ge=0, le=0.5)
     has_bfloat16: bool = True
     sources: tuple[str, ...] = ()
+
+    def reserve(self, n_devices: int) -> Reserve:
+        """What is kept of a device's memory in a cluster of n_devices devices."""
+        groups = GROUPS if n_devices > 1 else 0
+        return Reserve(
+            self.context_bytes, groups * self.communicator_bytes, self.fragmentation * self.memory_bytes
+        )
+
+    def room_bytes(self, n_devices: int) -> int:
+        """Bytes for tensors on a device in a cluster of n_devices devices, at least one."""
+        return max(1, int(self.memory_bytes - self.reserve(n_devices).total_bytes))
 
     def compute_s(self, flops: float, traffic_bytes: float) -> float:
         """Seconds of an operation by the roofline: the longer of arithmetic (FLOPs) and memory traffic (bytes)."""
@@ -104,6 +142,9 @@ _EFFICIENCIES = (
     "matmul_efficiency: model FLOP utilisation that Megatron-LM reports (arXiv:2104.04473)",
     "memory_efficiency, link_efficiency: estimates, about what STREAM and NCCL tests reach",
     "layer_overhead_s, optimizer_overhead_s: estimates for eager kernels; decode_overhead_s: for CUDA graphs",
+    "communicator_bytes: 688 MB on four A100s with NVLink (github.com/NVIDIA/nccl/issues/964); an estimate on PCIe, "
+    "where NCCL has fewer channels",
+    "context_bytes, fragmentation: estimates; bench/gpu.py measures them",
 )
 _STATED = (
     "peaks: NVIDIA data sheets (dense bf16, memory); NVLink per direction; one NIC per GPU as in DGX systems",
@@ -131,6 +172,9 @@ def _gpu(sheet: DataSheet, sources: tuple[str, ...]) -> DeviceProfile:
         decode_overhead_s=2e-5,
         optimizer_overhead_s=2e-3,
         dispatch_s=5e-3,
+        context_bytes=500_000_000,
+        communicator_bytes=690_000_000 if sheet.inside > PCIE_5 else 200_000_000,
+        fragmentation=0.03,
         sources=sources,
     )
 

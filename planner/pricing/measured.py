@@ -45,6 +45,7 @@ class MeasuredProfile(Frozen):
     operations     seconds of layers, model ends and updates; exchanges: of collectives and messages
     dispatch_s     seconds between two nodes of a plan on a rank
     process_bytes  memory of a rank's process besides tensors
+    threads        of each rank on a CPU; 0: unknown
     computed_from  source of a computed profile's figures, as in `preset of h100-sxm`; None for a measured profile
     Raises ValueError when a figure is missing or impossible.
     """
@@ -58,6 +59,7 @@ class MeasuredProfile(Frozen):
     exchanges: tuple[TimedExchange, ...] = ()
     dispatch_s: float = Field(default=0.0, ge=0, le=MOST_S, allow_inf_nan=False)
     process_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
+    threads: int = Field(default=0, ge=0, le=MOST_BYTES)
     computed_from: str | None = None
 
     @model_validator(mode="after")
@@ -110,6 +112,7 @@ class MeasuredProfile(Frozen):
             ),
             dispatch_s=dispatch_s,
             process_bytes=max(found.process_bytes for found in measured),
+            threads=max(found.threads for found in measured),
         )
 
     @property

@@ -154,7 +154,7 @@ def all_options(
     found = [
         call_options(problem, call, deadline, among[call.name] if among else None) for call in graph.calls
     ]
-    smallest = min(profile.memory_bytes for profile in problem.model.classes.profiles)
+    smallest = min(problem.model.classes.rooms)
     if sum(map(_most_needed, found)) <= smallest:
         return tuple(found)
     roles = [call.role for call in graph.calls]
@@ -274,10 +274,7 @@ def _rooms(strategy: ParallelStrategy, first: int, classes: DeviceClasses) -> li
     """
     width = strategy.dp * strategy.tp
     return [
-        min(
-            (classes.profiles[number].memory_bytes, start + offset)
-            for offset, number in classes.layout(start, width)
-        )
+        min((classes.rooms[number], start + offset) for offset, number in classes.layout(start, width))
         for start in range(first, first + strategy.size, width)
     ]
 

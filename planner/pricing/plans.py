@@ -350,22 +350,22 @@ def shortfall(price: PlanPrice, model: CostModel) -> str | None:
 def lack_of_memory(peaks: Mapping[int, MemoryPeak], model: CostModel) -> str | None:
     """`shortfall`, from device -> peak."""
     device = scarcest_device(peaks, model)
-    peak, profile = peaks[device], model.classes.profile(device)
-    missing = peak.total_bytes - profile.memory_bytes
+    peak, profile, room = peaks[device], model.classes.profile(device), model.classes.room_bytes(device)
+    missing = peak.total_bytes - room
     if missing <= 0:
         return None
     largest, size_bytes = max(peak.parts.items(), key=lambda item: item[1])
+    reserve = profile.reserve(model.cluster.n_devices)
+    kept = f" of its {profile.memory_bytes} ({reserve})" if reserve.total_bytes else ""
     return (
         f"Device {device} ({profile.name}) lacks {missing:.0f} bytes: it needs {peak.total_bytes:.0f} during "
-        f"{peak.node} and has {profile.memory_bytes}. Most of it, {size_bytes:.0f}, is {largest}. {remedy(largest)}"
+        f"{peak.node} and has {room}{kept}. Most of it, {size_bytes:.0f}, is {largest}. {remedy(largest)}"
     )
 
 
 def scarcest_device(peaks: Mapping[int, MemoryPeak], model: CostModel) -> int:
     """The device that lacks the most memory, or has the least left."""
-    return max(
-        peaks, key=lambda device: peaks[device].total_bytes - model.classes.profile(device).memory_bytes
-    )
+    return max(peaks, key=lambda device: peaks[device].total_bytes - model.classes.room_bytes(device))
 
 
 def active_part(call: ModelFunctionCall) -> str:

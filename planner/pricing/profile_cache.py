@@ -38,12 +38,20 @@ def store(profile: MeasuredProfile, folder: Path) -> Path:
 
 
 def cached(
-    folder: Path, device: str, cluster: Cluster, models: Mapping[str, RoleModel], itemsize: int
+    folder: Path,
+    device: str,
+    cluster: Cluster,
+    models: Mapping[str, RoleModel],
+    itemsize: int,
+    threads: int = 0,
 ) -> tuple[tuple[MeasuredProfile, ...], tuple[str, ...]]:
-    """The cached profiles of a run's models, one for each shape, and a warning for each file that was put aside.
+    """The cached profiles of a run's models, one for each shape, and a warning for each file that was put aside or
+    left out.
 
-    A file is put aside when its profile is incomplete or is not the one that its name says.
+    A file is put aside when its profile is incomplete or is not the one that its name says. It is left out when its
+    ranks computed with another number of threads.
     itemsize  bytes of a parameter
+    threads   of the run's ranks; 0: any
     """
     profiles: list[MeasuredProfile] = []
     warnings: list[str] = []
@@ -63,8 +71,15 @@ def cached(
         path = cache_file(folder, device, cluster, shape, itemsize)
         if path.exists():
             found, refused = read_kept(path, read, ())
-            profiles += found
             warnings += refused
+            other = next((p.threads for p in found if threads and p.threads not in (0, threads)), 0)
+            if other:
+                warnings.append(
+                    f"{path} is not used: its ranks computed with {other} threads, those of this run have {threads}. "
+                    "Measure again with prefect-rlhf profile."
+                )
+            else:
+                profiles += found
     return tuple(profiles), tuple(warnings)
 
 

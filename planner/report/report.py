@@ -83,7 +83,7 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[C
     """A row for each call, in the plan's order."""
 
     def missing_bytes(device: int) -> float:
-        return price.peaks[device].total_bytes - model.classes.profile(device).memory_bytes
+        return price.peaks[device].total_bytes - model.classes.room_bytes(device)
 
     return [
         CallRow(
@@ -101,6 +101,16 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[C
         )
         for node in plan.nodes
         if isinstance(node, CallNode)
+    ]
+
+
+def reserve_sentences(classes: DeviceClasses) -> list[str]:
+    """What is kept of the memory of a device of each class; nothing for a class that keeps none."""
+    reserves = [(profile, profile.reserve(classes.cluster.n_devices)) for profile in classes.profiles]
+    return [
+        f"Of the {profile.memory_bytes / 1e9:.3g} GB of a {profile.name} tensors do not have {kept}."
+        for profile, kept in reserves
+        if kept.total_bytes
     ]
 
 
@@ -214,6 +224,7 @@ def _device_classes(classes: DeviceClasses) -> dict[str, dict[str, Any]]:
         profile.name: {
             "nodes": [host for host, number in enumerate(classes.of_host) if number == i],
             "memory_bytes": profile.memory_bytes,
+            "reserved_bytes": profile.reserve(classes.cluster.n_devices)._asdict(),
         }
         for i, profile in enumerate(classes.profiles)
     }

@@ -65,13 +65,14 @@ class ProfileExecutor:
         )
 
     def measure(self, piece: Piece) -> Measurements:
-        """The figures of a piece, and the process's bytes of memory after it, with the libraries then loaded."""
+        """The figures of a piece, the threads, and the process's bytes of memory with the libraries then loaded."""
         assert self._groups is not None
         if piece.kind == "idle":
             return Measurements()
         measured = self._measure(piece, self._groups)
         give_back()
-        return measured.model_copy(update={"process_bytes": process_bytes(self._groups.device)})
+        held, threads = process_bytes(self._groups.device), torch.get_num_threads()
+        return measured.model_copy(update={"process_bytes": held, "threads": threads})
 
     def _measure(self, piece: Piece, groups: ProcessGroups) -> Measurements:
         assert self._spec is not None

@@ -68,11 +68,13 @@ class Measurements(Frozen):
     """One rank's figures of one piece (see `Piece`).
 
     process_bytes  anonymous memory of the rank's process without tensors
+    threads        that the rank computes with on a CPU; 0: unknown
     """
 
     operations: tuple[Timed, ...] = ()
     exchanges: tuple[TimedExchange, ...] = ()
     process_bytes: int = 0
+    threads: int = 0
 
 
 class Grid(NamedTuple):

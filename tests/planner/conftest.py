@@ -21,7 +21,7 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
-from tests.planner.sampled import as_measured
+from tests.planner.sampled import ALL_FOR_TENSORS, as_measured
 
 DEMO_PLAN = Path(__file__).parents[2] / "deployments/demo_plan.yaml"
 
@@ -171,7 +171,9 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
             intermediate_size=2048,
             vocab_size=8192,
         )
-        device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(memory), "dispatch_s": 1e-4})
+        device = preset("a100-80g-sxm").model_copy(
+            update={"memory_bytes": int(memory), "dispatch_s": 1e-4, **ALL_FOR_TENSORS}
+        )
         links = {
             name: link.model_copy(update={"bytes_per_s": link.bytes_per_s / links_slower})
             for name, link in (("inside_host", device.inside_host), ("between_hosts", device.between_hosts))

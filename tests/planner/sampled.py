@@ -7,6 +7,9 @@ from planner.pricing.measured import MeasuredProfile
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling.measurements import Grid
 
+ALL_FOR_TENSORS = {"context_bytes": 0, "communicator_bytes": 0, "fragmentation": 0.0}
+"""Figures of a device that keeps nothing of its memory."""
+
 
 def as_measured(shape: ModelShape, cluster: Cluster, slower: float = 1.0) -> MeasuredProfile:
     """A profile of slots so many times slower than by their figures, for 64 sequences of 32 + 32 tokens."""

@@ -129,8 +129,8 @@ class Models(NamedTuple):
 class Arrays(NamedTuple):
     """Everything that the price of a choice needs.
 
-    memory_bytes  bytes of memory of the smallest device
-    memories    [runs] MEMORY_ROW: the memory of all devices, ascending
+    memory_bytes  bytes for tensors on the smallest device
+    memories    [runs] MEMORY_ROW: those of all devices, ascending
     per_host    devices of a host
     dispatch_s  seconds of a node besides its work
     sync_share  of all iterations, those in which a role that follows another is blended
@@ -180,8 +180,7 @@ def make_arrays(
     roles = [graph.roles.index(call.role) for call in graph.calls]
     rows, stages, sides, wires = _option_rows(problem, options)
     weights = _Numbers()
-    profiles = model.classes.profiles
-    memories = [(first, float(profiles[number].memory_bytes)) for first, number in model.classes.runs]
+    memories = [(first, float(model.classes.rooms[number])) for first, number in model.classes.runs]
     start = np.cumsum([0, *map(len, options)])
     resident = [sum(not option.offload for option in of_call) for of_call in options]
     offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}

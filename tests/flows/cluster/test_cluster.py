@@ -15,7 +15,8 @@ from distributed import Client, rpc
 from distributed.comm import CommClosedError
 from prefect import flow
 
-from flows.cluster.cluster import form_cluster, found_cluster, local_cluster, threads_environment
+from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
+from flows.cluster.this_machine import threads_environment
 from flows.cluster.workers import ClusterError, Member, members, whole_hosts
 from flows.run.training import run_training
 from rlhf_tasks.spec import SaveNode

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from flows.cluster import this_machine
-from flows.cluster.this_machine import described_gpus, device_here, gpus_here, memory_bytes, visible_gpus
+from flows.cluster.this_machine import (
+    cores_here,
+    described_gpus,
+    device_here,
+    gpus_here,
+    memory_bytes,
+    threads_environment,
+    threads_of_ranks,
+    visible_gpus,
+)
 from rlhf_tasks.system.reading import ConfigError
 
 # A library with the driver's interface. It shows as many GPUs as SHOWN says, the first under the name in FIRST.
@@ -141,6 +150,29 @@ def test_without_a_gpu_cpu_slots_share_the_memory(gpus, monkeypatch):
     slot = device_here(4)
     assert slot.name == "cpu-slot"
     assert slot.memory_bytes + slot.process_bytes == 10**10 // 4
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "20000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ],
+)
+def test_ranks_share_the_cores_that_a_container_has_time_for(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(this_machine, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert cores_here() == cores
+    assert threads_environment(1, {})["OMP_NUM_THREADS"] == str(cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_of_ranks(2) == max(1, cores // 2)
 
 
 @pytest.mark.parametrize(("limit", "bounds"), [("1000000\n", True), ("max\n", False), (None, False)])

@@ -190,19 +190,19 @@ def test_too_many_stages(ppo_cost, assign, llama, make_graph):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_plausible(name):
-    """Faster inside a host than between hosts, and figures in bytes and seconds."""
+    """Between hosts nothing is faster than inside one, and figures are in bytes and seconds."""
     device = preset(name)
-    assert device.inside_host.bytes_per_s > device.between_hosts.bytes_per_s
+    assert device.inside_host.bytes_per_s >= device.between_hosts.bytes_per_s
     assert 1e9 < device.memory_bytes < 1e12
     assert device.sources
 
 
 def test_unknown_preset():
-    with pytest.raises(ValueError, match="no device preset 'a100'; known are a100-80g-sxm"):
+    with pytest.raises(ValueError, match="no device preset 'a100'; known are a100-40g-sxm"):
         preset("a100")
     with pytest.raises(ValueError, match="no device preset 'h100h100") as error:
         preset("h100" * 1000)
-    assert len(str(error.value)) < 300
+    assert len(str(error.value)) < 400
 
 
 def test_ring_collectives():

@@ -17,6 +17,7 @@ from planner.pricing.problem import Problem, ProblemError
 from planner.search.baselines import heuristic_plan
 from planner.search.compiled.tables import Tables
 from planner.search.search import bound_of, find_plan
+from tests.planner.sampled import ALL_FOR_TENSORS
 from tests.planner.search.test_branch_and_bound import enumerated, proved
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
@@ -142,7 +143,7 @@ def test_a_save_is_as_slow_as_the_slowest_host():
 
 
 def test_options_fit_the_memory_of_their_own_class(problem_on):
-    small = renamed(A100, "small", memory_bytes=400_000_000)
+    small = renamed(A100, "small", memory_bytes=400_000_000, **ALL_FOR_TENSORS)
     asked = problem_on([A100, small])
     options = call_options(asked, asked.graph.call("actor_train"))
     alone = [o for o in options if o.size == 1]
@@ -151,7 +152,7 @@ def test_options_fit_the_memory_of_their_own_class(problem_on):
 
 
 def test_a_plan_that_lacks_memory_names_the_device_and_its_class(problem_on):
-    tiny = renamed(H100, "tiny", memory_bytes=10_000_000)
+    tiny = renamed(H100, "tiny", memory_bytes=10_000_000, **ALL_FOR_TENSORS)
     asked = problem_on([tiny, tiny])
     with pytest.raises(ProblemError, match=r"device \d \(tiny\) lacks \d+ of \d+ bytes"):
         find_plan(asked, "heuristic", 60.0)
@@ -208,7 +209,7 @@ def test_exchanging_the_classes_mirrors_the_options_and_the_optimum(problem_on):
     ],
 )
 def test_search_equals_enumeration_on_two_classes(problem_on, calls, max_tp, memory):
-    devices = [H100, renamed(A100, "small", memory_bytes=int(memory))]
+    devices = [H100, renamed(A100, "small", memory_bytes=int(memory), **ALL_FOR_TENSORS)]
     tables = Tables(problem_on(devices, calls=calls, max_tp=max_tp))
     state, lower_bound_s = proved(tables)
     best = enumerated(tables)

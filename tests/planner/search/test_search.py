@@ -22,6 +22,7 @@ from planner.search.compiled.tables import Tables
 from planner.search.disjoint import side_by_side
 from planner.search.search import MODES, find_plan, priced_choice, proof_class
 from rlhf_tasks.spec import ModelFunctionCall
+from tests.planner.sampled import ALL_FOR_TENSORS
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 TO_THE_END_S = 600.0  # a time limit that does not cut
@@ -91,7 +92,7 @@ def test_a_role_whose_calls_share_no_size_of_mesh_is_planned(llama):
         vocab_size=8192,
         max_position_embeddings=32768,
     )
-    device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(2e9)})
+    device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(2e9), **ALL_FOR_TENSORS})
     workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(20_000), itemsize=2, recompute=True)
     model = CostModel(Cluster(16, 1), device, {"actor": RoleModel(shape=shape)}, workload)
     problem = Problem(DataflowGraph(calls, ["x"], name="small"), model, max_tp=1)
@@ -140,7 +141,7 @@ def test_micro_batches_that_grew_stay_within_the_share_of_a_larger_replica(make_
     """Memory asks for twice the micro-batches, then for a replica of two stages, whose rule has more by itself."""
     layers = {"num_hidden_layers": 4, "hidden_size": 768, "intermediate_size": 2048}
     shape = llama(**layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=8192)
-    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(0.8e9)})
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(0.8e9), **ALL_FOR_TENSORS})
     model = ppo_cost(Cluster(4, 1), shape, small, new_tokens=Lengths.fixed(3000))
     found = assignments_of(
         find_plan(Problem(make_graph(n_seqs=8, mini_batches=1), model), "heuristic", TO_THE_END_S).plan
@@ -152,7 +153,7 @@ def test_micro_batches_that_grew_stay_within_the_share_of_a_larger_replica(make_
 
 @pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
 def test_what_fits_nowhere_is_refused_with_device_bytes_and_field(make_graph, ppo_cost, mode):
-    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9})
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9, **ALL_FOR_TENSORS})
     problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
     with pytest.raises(PlanError, match=r"Device \d \(a100-80g-sxm\) lacks \d+ bytes: .* would lower it\."):
         find_plan(problem, mode, TO_THE_END_S)
@@ -267,7 +268,7 @@ def test_a_plan_by_hand_needs_no_options(problem, monkeypatch):
 def test_where_options_take_longer_than_the_limit_and_no_rule_has_a_plan_the_limit_is_named(
     make_graph, ppo_cost
 ):
-    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9})
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9, **ALL_FOR_TENSORS})
     problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
     with pytest.raises(
         ProblemError, match=r"options of call 'actor_generate' .* 1x8 takes longer than the time limit"

@@ -20,9 +20,9 @@ from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import algorithm, in_parts
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 from tests.planner.ahead import drawn_ahead_by
+from tests.planner.sampled import ALL_FOR_TENSORS
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
-
 
 SMALL = ModelShape.from_config(
     {
@@ -114,7 +114,12 @@ def make_tables(
         sync_every=sync_every or 1,
     )
     device = preset("a100-80g-sxm").model_copy(
-        update={"memory_bytes": memory_bytes, "host_copy_bytes_per_s": host_copy_bytes_per_s}
+        update={
+            **ALL_FOR_TENSORS,
+            "memory_bytes": memory_bytes + 10**9,
+            "context_bytes": 10**9,
+            "host_copy_bytes_per_s": host_copy_bytes_per_s,
+        }
     )
     device = slow_down(device, slower)
     devices = [device] * (cluster.n_hosts - 1) + [last_host or device]
@@ -147,7 +152,7 @@ def tables_of(name: str) -> Tables:
         "2x2, two classes, little memory": lambda: make_tables(
             Cluster(2, 2),
             memory_bytes=10**9,
-            last_host=preset("h100-sxm").model_copy(update={"memory_bytes": 150 * 10**6}),
+            last_host=preset("h100-sxm").model_copy(update={"memory_bytes": 150 * 10**6, **ALL_FOR_TENSORS}),
         ),
         "2x2, slow host links": lambda: make_tables(
             Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8
@@ -227,9 +232,7 @@ def _alike(a, b) -> bool:
 
 def lacking(price: PlanPrice, classes: DeviceClasses) -> float:
     """Bytes that the device lacks which lacks most."""
-    missing = (
-        peak.total_bytes - classes.profile(device).memory_bytes for device, peak in price.peaks.items()
-    )
+    missing = (peak.total_bytes - classes.room_bytes(device) for device, peak in price.peaks.items())
     return max(0.0, *missing)
 
 

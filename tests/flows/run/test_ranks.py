@@ -1,0 +1,104 @@
+"""How many CPU ranks `plan: auto` takes."""
+
+import pytest
+
+from flows.run.planning import profile_folder
+from flows.run.ranks import Ranks, fastest, rank_choices, rank_counts
+from planner.plan.build import PlanError
+from planner.plan.mesh import Cluster
+from planner.pricing.profile_cache import store
+from planner.search.search import SearchResult, find_plan
+from rlhf_tasks.algorithms.configurations import RunConfig, make_config
+from tests.flows.plan_documents import SHAPE, ppo
+from tests.planner.sampled import as_measured
+
+
+@pytest.fixture
+def auto(tmp_path, monkeypatch) -> RunConfig:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("flows.run.ranks.gpus_here", tuple)
+    return make_config(ppo(plan="auto", output_dir=str(tmp_path)))
+
+
+def searched(ranks: Ranks) -> SearchResult:
+    return find_plan(ranks.problem, "search", 5.0)
+
+
+def seconds(_: Ranks, found: SearchResult) -> float:
+    return found.iteration_time_s
+
+
+def test_a_searched_plan_may_have_the_stated_ranks_or_fewer_that_divide_them(auto, monkeypatch):
+    def counts(config=auto, **cluster):
+        return rank_counts(config.model_copy(update={"cluster": auto.cluster.model_copy(update=cluster)}))
+
+    assert counts(devices_per_host=4) == [4, 2, 1]
+    assert counts(devices_per_host=1) == [1]
+    assert counts(devices_per_host=4, address="tcp://127.0.0.1:1") == [4]
+    assert counts(devices_per_host=4, n_hosts=2) == [4]
+    assert counts(auto.model_copy(update={"plan": "heuristic"}), devices_per_host=4) == [4]
+    monkeypatch.setattr("flows.run.ranks.gpus_here", lambda: ("0", "1", "2", "3"))
+    assert counts(devices_per_host=4) == [4]
+
+
+@pytest.mark.parametrize(("one_rank", "taken"), [(0.4, 1), (1.0, 2)])
+def test_the_number_of_ranks_follows_the_measured_figures(auto, one_rank, taken):
+    """Two threads make one rank much faster, or not at all."""
+    store(as_measured(SHAPE, Cluster(1, 2), 20.0), profile_folder(auto))
+    store(as_measured(SHAPE, Cluster(1, 1), 20.0 * one_rank), profile_folder(auto))
+    choices = rank_choices(auto)
+    assert [choice.number for choice in choices] == [2, 1]
+    chosen, found, told = fastest(choices, searched, seconds)
+    assert chosen.number == found.plan.n_devices == taken
+    assert chosen.config.cluster.devices_per_host == taken
+    if taken == 1:
+        assert told is not None
+        assert told.startswith("plan: auto takes 1 rank of ")
+        assert " s on 2 ranks of " in told
+    else:
+        assert told is None
+
+
+def test_numbers_of_ranks_that_were_not_measured_are_not_compared(auto):
+    assert [choice.number for choice in rank_choices(auto)] == [2]
+    store(as_measured(SHAPE, Cluster(1, 1)), profile_folder(auto))
+    assert [choice.number for choice in rank_choices(auto)] == [2], "the stated number has no profile"
+
+
+def test_a_run_keeps_the_number_of_ranks_of_its_plan(auto):
+    assert [choice.number for choice in rank_choices(auto, kept=1)] == [1]
+    assert [choice.number for choice in rank_choices(auto, kept=8)] == [2], (
+        "which the plan's check then refuses"
+    )
+
+
+def test_a_number_of_ranks_without_a_plan_is_passed_over(auto):
+    store(as_measured(SHAPE, Cluster(1, 2)), profile_folder(auto))
+    store(as_measured(SHAPE, Cluster(1, 1), 1e-3), profile_folder(auto))
+
+    def lacking(*numbers: int):
+        def plan(ranks: Ranks) -> SearchResult:
+            if ranks.number in numbers:
+                raise PlanError(f"no memory on {ranks.number}")
+            return searched(ranks)
+
+        return plan
+
+    chosen, _, told = fastest(rank_choices(auto), lacking(1), seconds)
+    assert (chosen.number, told) == (2, None)
+    chosen, _, told = fastest(rank_choices(auto), lacking(2), seconds)
+    assert chosen.number == 1
+    assert told is not None
+    with pytest.raises(PlanError, match="no memory on 2"):
+        fastest(rank_choices(auto), lacking(1, 2), seconds)
+
+
+def test_a_profile_of_another_number_of_threads_is_not_used(auto, monkeypatch):
+    profile = as_measured(SHAPE, Cluster(1, 2)).model_copy(update={"threads": 7})
+    store(profile, profile_folder(auto))
+    (stated,) = rank_choices(auto)
+    assert not stated.measured
+    (warning,) = stated.problem.warnings
+    assert "computed with 7 threads, those of this run have" in warning
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert rank_choices(auto)[0].measured
