@@ -11,6 +11,8 @@ at its last token, and never before.
     rows     tokens that were computed in all steps, divided by the tokens of the responses
     seconds  of process CPU time, medians over the rounds; the bound is what the same slots take for as many tokens of
              responses that all have the mean length, prompts included
+
+Then as many short responses to prompts of their own, and to a prompt for each eight.
 """
 
 import argparse
@@ -134,6 +136,14 @@ def tails(engine: Engine, sequences: int, median: int, rounds: int) -> None:
         )
 
 
+def shared(engine: Engine, sequences: int, rounds: int, group: int = 8) -> None:
+    """Groups that share a prompt beside as many prompts, with short responses."""
+    lengths = [8] * sequences
+    for name, size in (("prompts of their own", 1), (f"a prompt for {group}", group)):
+        took = [Work(engine, prompts_of(sequences, size), lengths, 1).seconds for _ in range(rounds)]
+        print(f"{sequences} responses of 8 tokens, {name}: {statistics.median(took):.2f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sequences", type=int, default=256)
@@ -145,6 +155,7 @@ def main() -> None:
     groups: Any = Alone()
     engine = build_engine(LlamaForCausalLM(CONFIG), ParallelStrategy(), groups, torch.float32)
     tails(engine, options.sequences, options.median, options.rounds)
+    shared(engine, options.sequences, options.rounds)
 
 
 if __name__ == "__main__":

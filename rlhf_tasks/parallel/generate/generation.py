@@ -16,7 +16,7 @@ from rlhf_tasks.parallel.batch.micro_batch import balance
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.packed_weights import PackedWeights, can_pack
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.generate.slots import Drawing, Group
+from rlhf_tasks.parallel.generate.slots import Drawing, Group, same_prompts
 from rlhf_tasks.parallel.layout.flops import generation_flops
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.system.failpoints import Point, reach
@@ -69,7 +69,7 @@ def generate(
     with _multiplication(engine, params):
         prompts = SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"].to(engine.device)})
         drawing = Drawing(params, seed, purpose, iteration, record_kept, micro_batches, prefill_tokens)
-        parts = balance(prompts["input_ids"].lengths, groups_in_flight or engine.placement.strategy.pp)
+        parts = _dealt(batch["prompt_ids"], groups_in_flight or engine.placement.strategy.pp)
         groups = [Group(engine, prompts.take(part), drawing) for part in parts]
         _decode(groups)
     if not engine.is_head:
@@ -86,6 +86,15 @@ def _multiplication(engine: Engine, params: SamplingParams) -> AbstractContextMa
     stage = engine.stage
     pays = params.max_new_tokens >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
     return PackedWeights() if pays else nullcontext()
+
+
+def _dealt(prompts: Packed, groups: int) -> list[list[int]]:
+    """The places of the sequences of each group: those with the same prompt together, unless groups stayed empty."""
+    together = same_prompts(prompts)
+    if len(together) < groups:
+        together = [[place] for place in range(len(prompts.lengths))]
+    loads = [sum(prompts.lengths[place] for place in places) for places in together]
+    return [[place for number in part for place in together[number]] for part in balance(loads, groups)]
 
 
 def _decode(groups: Sequence[Group]) -> None:

@@ -109,7 +109,8 @@ class KVCache:
     # For the decode loop
 
     def enter(self, lengths: Sequence[int]) -> None:
-        """Give sequences the next rows. `fill` writes their first tokens, this many, before the next `advance`."""
+        """Give sequences the next rows. Before the next `advance`, `fill` writes their first tokens, this many, or
+        `share` copies them."""
         first = self.rows
         self._lengths += lengths
         assert self.rows <= self._slots, f"the cache has {self._slots} slots only"
@@ -125,6 +126,13 @@ class KVCache:
         self._places = (torch.cat(rows).to(self._device), torch.cat(columns).to(self._device))
         row, _, stop = pieces[0]
         self._attend(slice(row, row + 1), stop, self._places[1][None])
+
+    def share(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy what the second row of each pair entered with from the first row, whose sequence begins alike."""
+        source, target = torch.tensor(pairs, device=self._device).T
+        longest = max(self._lengths[row] for _, row in pairs)
+        for stored in (tensor for pair in self._layers.values() for tensor in pair):
+            stored[target, :, :longest] = stored[source, :, :longest]
 
     def advance(self) -> None:
         """Open a column: the next micro-batch holds one new token for every row.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.decode_graph import DecodeGraphs
 from rlhf_tasks.parallel.generate.kv_cache import KVCache, Piece, vacate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
@@ -60,7 +60,8 @@ class Group:
 
     A *place* is the number of a sequence in the group, a *row* the index of a slot that is in use: `_places[row]` is
     the place of the sequence in it. A prompt is filled into the cache but for its last token, with which the first
-    decode step of its sequence begins. What happens follows from the tokens alone, so it is the same on all ranks.
+    decode step of its sequence begins; where a sequence with the same prompt is in a slot, it is copied from there.
+    What happens follows from the tokens alone, so it is the same on all ranks.
 
     begun  whether a step was computed
     done   whether all sequences have finished
@@ -79,6 +80,7 @@ class Group:
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
         self._strings = params.stop_strings and params.stop_strings.to(device)
         self._step = -1  # number of the last step
+        self._prompt_of = {place: alike[0] for alike in same_prompts(packed) for place in alike}
         self._waiting = deque(range(n))
         self._entering = [self._waiting.popleft() for _ in range(self._slots)]
         self._unsound = torch.zeros(
@@ -132,13 +134,19 @@ class Group:
         self._relay.share_tokens(drawn.tokens)
 
     def _enter(self) -> None:
-        """Fill the prompts of the sequences that enter into the next rows."""
+        """Fill the prompts of the sequences that enter into the next rows, each prompt once."""
         entering, first = self._entering, self._cache.rows
         lengths = [len(self._prompts[place]) - 1 for place in entering]
         self._cache.enter(lengths)
-        for pieces in passes(lengths, first, self._prefill_tokens):
-            self._fill(pieces, [entering[piece.row - first] for piece in pieces])
         self._places += entering
+        filled = {}  # prompt -> the first row with it
+        sources = [filled.setdefault(self._prompt_of[place], row) for row, place in enumerate(self._places)]
+        entered = [(sources[row], row) for row in range(first, len(sources))]
+        own = [length * (source == row) for length, (source, row) in zip(lengths, entered, strict=True)]
+        for pieces in passes(own, first, self._prefill_tokens):
+            self._fill(pieces, [self._places[piece.row] for piece in pieces])
+        if shared := [(source, row) for source, row in entered if source != row]:
+            self._cache.share(shared)
         self._started += [self._step + 1] * len(entering)
         new = torch.tensor(entering, device=self._device)
         self._order = torch.cat([self._order, new])
@@ -262,6 +270,14 @@ class Group:
                 found[sample_id]["kept_counts"] = torch.tensor(counts, dtype=torch.int32)
                 found[sample_id]["kept_tokens"] = torch.cat(kept)
         return found
+
+
+def same_prompts(prompts: Packed) -> list[list[int]]:
+    """The places of the sequences with each prompt, in the order in which prompts come first."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for place, prompt in enumerate(prompts.to(torch.device("cpu")).split()):
+        found.setdefault(tuple(prompt.tolist()), []).append(place)
+    return list(found.values())
 
 
 def passes(lengths: Sequence[int], first_row: int, most: int) -> Iterator[list[Piece]]:

@@ -357,6 +357,46 @@ def test_prompts_in_passes_of_few_tokens_give_the_tokens_of_one_pass(prefill_tok
     assert sum(passed) == sum(MANY) - len(MANY)
 
 
+def repeated(group: int, lengths=LENGTHS) -> SampleBatch:
+    """Each of the prompts `group` times, as the samples of a group."""
+    once = prompts(lengths)
+    again = once.take([place for place in range(len(once)) for _ in range(group)])
+    return SampleBatch(tuple(range(10, 10 + len(again))), again.data)
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"micro_batches": 5}, {"prefill_tokens": 3}, {"groups_in_flight": 3}], ids=str
+)
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_shared_prompt_gives_the_tokens_of_a_repeated_one(limits: dict[str, int], window: int | None):
+    engine, batch = build("mistral", torch.float64, sliding_window=window), repeated(4)
+    options = {"max_new_tokens": 16, "stop_ids": STOPS}
+    shared = draw(engine, batch, **options, **limits)
+    assert shared.ids == batch.ids
+    assert len(set(map(tuple, responses(shared).values()))) > len(LENGTHS), "samples of a prompt differ"
+    for sample_id, logprobs in zip(shared.ids, shared["old_logprobs"].split(), strict=True):
+        alone = draw(engine, batch.select([sample_id]), **options)
+        assert responses(alone) == {sample_id: responses(shared)[sample_id]}
+        torch.testing.assert_close(logprobs, alone["old_logprobs"].values)
+
+
+@pytest.mark.parametrize(("micro_batches", "times"), [(1, 1), (4, 2), (14, 2)])
+def test_a_prompt_is_read_once_while_a_sample_of_it_is_in_a_slot(micro_batches: int, times: int):
+    engine, passed = build("llama", torch.float32), []
+    forward = engine.stage.forward
+    engine.stage.forward = lambda x, *args: (
+        (  # type: ignore[method-assign]
+            passed.append(len(x)) if len(args) == 3 else None
+        )
+        or forward(x, *args)
+    )
+    # 28 samples that all end after 4 tokens: at once, or in slots for 7 or 2. Then some of a prompt enter when
+    # the others have left.
+    draw(engine, repeated(4), max_new_tokens=4, micro_batches=micro_batches)
+    once = sum(LENGTHS) - len(LENGTHS)
+    assert once <= sum(passed) <= times * once
+
+
 # Several ranks
 
 Model = tuple[str, dict[str, Any]]
@@ -371,13 +411,19 @@ OTHERS: list[Model] = [
 
 
 def _generate_on(
-    rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype, params: dict, model: Model = LLAMA
+    rank: int,
+    world: int,
+    strategy: ParallelStrategy,
+    dtype: torch.dtype,
+    params: dict,
+    model: Model = LLAMA,
+    shared: bool = False,
 ) -> Any:
     placement = Placement(tuple(range(world)), strategy)
     groups = ProcessGroups(device_sets(placement), 240.0, CPU)
     member = build(model[0], dtype, strategy, groups, **model[1])
-    batch = prompts()
-    mine = [i for n, i in enumerate(batch.ids) if n % strategy.dp == placement.coordinate(rank).dp]
+    batch = repeated(2) if shared else prompts()
+    mine = [i for n, i in enumerate(batch.ids) if n // 2 % strategy.dp == placement.coordinate(rank).dp]
     record = "top_p" in params
     limits = {name: params.pop(name) for name in ("micro_batches", "prefill_tokens") if name in params}
     drawn = SamplingParams(**params)
@@ -399,7 +445,7 @@ def kept_of(samples: SampleBatch) -> dict[int, list[int]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus", "strings", "slots"])
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus", "strings", "slots", "shared"])
 def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, mode: str):
     params: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": STOPS}
     dtype = torch.float64
@@ -409,10 +455,12 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, m
         params["temperature"], dtype = 0.0, torch.float32
     if mode == "nucleus":
         params["top_p"] = 0.7
-    alone = draw(build("llama", dtype), prompts(), record_kept=mode == "nucleus", **params)
-    if mode == "slots":
+    batch = repeated(2) if mode == "shared" else prompts()
+    alone = draw(build("llama", dtype), batch, record_kept=mode == "nucleus", **params)
+    if mode in ("slots", "shared"):
         params |= {"micro_batches": 2, "prefill_tokens": 4}
-    heads = [r for r in ranks.run(strategy.size, _generate_on, strategy, dtype, params) if r is not None]
+    given = (strategy, dtype, params, LLAMA, mode == "shared")
+    heads = [r for r in ranks.run(strategy.size, _generate_on, *given) if r is not None]
     assert len(heads) == strategy.dp
     tokens = {i: t for found, _, _ in heads for i, t in found.items()}
     logprobs: dict[int, Tensor] = {i: p for _, found, _ in heads for i, p in found.items()}
