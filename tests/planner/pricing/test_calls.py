@@ -5,7 +5,7 @@ import pytest
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.calls import CallCost
-from planner.pricing.devices import PRESETS, preset
+from planner.pricing.devices import PRESETS, Link, preset
 
 CLUSTER = Cluster(2, 8)
 
@@ -46,6 +46,32 @@ def test_training_is_four_forward_passes_with_recomputation(seconds):
     assert 4 * forward < with_recompute < 4.8 * forward
 
 
+@pytest.mark.parametrize(("call", "passes"), [("ref_inference", 1), ("actor_train", 3)])
+def test_a_language_models_head_computes_only_tokens_that_count(seconds, active, llama, call, passes):
+    """By hand: 2 FLOPs x hidden x vocabulary for each of the 128 prompt tokens, and two passes more back."""
+    all_s, counted_s = (seconds(call, dp=8, counted_tokens=n) for n in (None, 128))
+    by_hand = passes * 2 * 4096 * 32000 * 512 * 128 / (0.5 * 312e12) / 8
+    assert all_s - counted_s == pytest.approx(by_hand, rel=0.05)
+    many = {"prompt_tokens": 1920, "n_seqs": 64, "shape": llama(vocab_size=256_000)}
+    assert max(active(call, **many)) > 1.5 * max(active(call, **many, counted_tokens=128))
+
+
+def test_a_scalar_head_computes_every_token(seconds):
+    for call in ("critic_inference", "critic_train", "reward_inference"):
+        assert seconds(call, dp=8, counted_tokens=128) == seconds(call, dp=8)
+
+
+@pytest.mark.parametrize("call", ["ref_inference", "actor_train"])
+def test_micro_batches_of_few_tokens_are_priced_as_that_many(seconds, active, call):
+    """512 sequences of 256 tokens in 4 mini-batches (inference: in one) on 8 ranks; micro-batches of 1,100 tokens."""
+    count = 16 if call == "ref_inference" else 4
+    for price in (seconds, active):
+        cut = price(call, dp=8, micro_batch_tokens=1100)
+        assert cut == price(call, dp=8, micro_batches=count)
+        assert cut == price(call, dp=8, micro_batches=2, micro_batch_tokens=1100)
+        assert cut != price(call, dp=8)
+
+
 def test_epochs_repeat_the_training(seconds):
     assert seconds("actor_train", dp=8, epochs=3) == pytest.approx(3 * seconds("actor_train", dp=8))
 
@@ -62,8 +88,12 @@ def test_tensor_parallelism_costs_communication(seconds, call):
 
 
 def test_data_parallel_training_pays_for_its_gradients(seconds):
-    """The same load per device, but gradients to reduce."""
-    assert seconds("actor_train", dp=8, n_seqs=512) > seconds("actor_train", dp=1, n_seqs=64)
+    """The same load per device, but gradients to reduce: in float32, once in each of four steps."""
+    slow = Link(bytes_per_s=1e9, latency_s=0.0)
+    device = preset("a100-80g-sxm").model_copy(update={"inside_host": slow, "exchange_overlap": 0.0})
+    reduced_s = 4 * (4 + 2) * 6.7e9 * 7 / 8 / (0.8 * 1e9)
+    more_s = seconds("actor_train", dp=8, n_seqs=512, device=device) - seconds("actor_train", n_seqs=64)
+    assert more_s == pytest.approx(reduced_s, rel=0.05)
 
 
 def test_links_between_hosts_are_slower(seconds):
@@ -162,12 +192,43 @@ def test_the_first_stage_keeps_most_micro_batches(active):
     assert stages[0] > stages[1] > stages[2]
 
 
-def test_zero_1_shards_the_optimizer_alone(ppo_cost, assign):
+def test_gradients_and_optimizer_are_shared_out_but_for_two_layers(ppo_cost, assign):
     model = ppo_cost(CLUSTER)
     one, eight = (model.training_bytes("actor", assign(list(range(dp)), dp).placement)[0] for dp in (1, 8))
     parameters = model.parameter_bytes("actor", assign([0]).placement)[0] / 2
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
     assert one == parameters * (2 + 4 + 12)
-    assert eight == parameters * (2 + 4 + 12 / 8)
+    assert eight == parameters * (2 + (4 + 12) / 8) + 2 * layer * 4
+
+
+def test_rows_that_several_ranks_hold_have_whole_gradients(ppo_cost, assign, llama):
+    """One KV head on four tp ranks: keys and values; and tied embeddings on both ends of a pipeline."""
+    placement = assign(list(range(8)), dp=2, tp=4).placement
+    many, one = (
+        ppo_cost(CLUSTER, shape=llama(num_key_value_heads=n)).training_bytes("actor", placement)[0]
+        for n in (4, 1)
+    )
+    kv = 32 * 2 * 4096 * 128  # of the layers, and each rank has them in both models
+    assert one - many == pytest.approx(kv * 4, rel=0.01)
+    placement = assign([0, 1, 2, 3], dp=2, pp=2).placement
+    untied, tied = (
+        ppo_cost(CLUSTER, shape=llama(tie_word_embeddings=t)).training_bytes("actor", placement)
+        for t in (False, True)
+    )
+    assert [b - a for a, b in zip(untied, tied, strict=True)] == [32000 * 4096 * 4] * 2
+
+
+def test_a_device_hides_the_reduction_of_gradients_behind_its_backward_passes(seconds):
+    device = preset("a100-80g-sxm")
+    across = {"dp": 16, "micro_batches": 8, "n_seqs": 16384}
+    hidden, seen = (
+        seconds("actor_train", **across, device=device.model_copy(update={"exchange_overlap": share}))
+        for share in (0.8, 0.0)
+    )
+    alone = seconds("actor_train", dp=1, micro_batches=8, n_seqs=1024)
+    assert alone < hidden < 1.1 * alone
+    reduction_s = 4 * 6.7e9 * 15 / 16 / (0.8 * 25e9)  # once, in each of 4 steps of 8 micro-batches
+    assert seen - hidden == pytest.approx(32 * reduction_s, rel=0.2)
 
 
 def test_training_adapters_computes_no_gradients_of_frozen_weights(ppo_cost, assign, make_graph, lora):
