@@ -1,9 +1,9 @@
 """What a call of each kind costs on one mesh.
 
 The formulas follow the engine: pipeline.py (1F1B), gradients.py (ZeRO-2, float32), optimizer.py (master weights),
-generation.py (as many groups in flight as stages; sequences leave when they end), kv_cache.py. All figures are per
-device, in seconds and bytes. The slowest stage and the fullest tp rank decide. The terms of the formulas, such as the
-seconds of a layer, come from a profile (planner/pricing/rooflines.py).
+generation.py (as many groups in flight as stages), slots.py (sequences leave and enter), kv_cache.py. All figures are
+per device, in seconds and bytes. The slowest stage and the fullest tp rank decide. The terms of the formulas, such as
+the seconds of a layer, come from a profile (planner/pricing/rooflines.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from planner.pricing.device_share import Sizes, stage_kinds
 from planner.pricing.rooflines import GRADIENT_BYTES, Timing
 from planner.pricing.run_history import Factor
 from rlhf_tasks.parallel.layout.flops import layer_flops
+from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, slots_of
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.train.state_layout import BUCKET
 from rlhf_tasks.profiling.measurements import Exchange, Pass
@@ -289,27 +290,43 @@ def _update_s(mesh: OnMesh) -> float:
 
 
 def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-    """Prefill, then one token per step for every sequence that has not ended, in as many groups as stages."""
+    """Prompts are read, each once for its group of samples; then a token per step for every sequence in a slot.
+
+    With as many groups in flight as stages. While sequences wait, all slots are taken but for those that wait for
+    others to be free; those in the slots when none waits any more leave one by one.
+    """
     workload, local = mesh.workload, mesh.local
     pp, share = mesh.strategy.pp, mesh.share(call)
     groups = min(pp, share)
-    prompt = workload.prompt_tokens
-    tokens, fullest = share * prompt / groups, -(-share // groups)
+    slots = slots_of(-(-share // groups), micro_batches)
+    at_once = min(groups * slots, share)
+    prompt, prompts = workload.prompt_tokens, -(-share // call.group_size)
+    refills = REFILL_SHARE * (-(-share // at_once) - 1)
+    passes = max(min(groups * (1 + refills), prompts), -(-prompts * prompt // PREFILL_TOKENS))
     seconds = mesh.share_batch_s(call, share * prompt)
-    seconds += mesh.pipelined_s(["prefill"], tokens, prompt, groups)
-    for first, last, running in workload.new_tokens.spans():
-        steps = last - max(first, 2) + 1  # the first token comes with the prefill
-        rows = max(share * running / groups, 1.0)
-        context = prompt + (first + last) / 2
+    seconds += mesh.pipelined_s(["prefill"], prompts * prompt / passes, prompt, passes)
+
+    def steps_s(steps: float, sequences: float, context: float) -> float:
+        rows = max(sequences / groups, 1.0)
         stages = mesh.stages_s(["decode"], rows, context)
         message = mesh.pass_on_s(rows)  # hidden states; sending the sampled tokens takes about as long
         # Per token, either a stage that serves all groups in turn is the bottleneck, or one group's round trip:
         # its next token needs the previous one.
-        seconds += steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)
+        return steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)
+
+    lengths = workload.new_tokens
+    if share > at_once:
+        taken = at_once * (1 - 1 / (2 * REFILL_SHARE)) if slots > 1 else at_once
+        # At a random step a sequence is in a slot by its length, and halfway through.
+        halfway = sum(tokens**2 * part for tokens, part in lengths.points) / lengths.mean / 2
+        seconds += steps_s((share - at_once) * lengths.mean / taken, taken, prompt + halfway)
+    for first, last, running in lengths.spans():
+        seconds += steps_s(last - first + 1, at_once * running, prompt + (first + last) / 2)
 
     def active(stage: int) -> float:
-        cache = share * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
-        logits = fullest * local.vocab * 4 if stage == pp - 1 else 0.0
-        return cache + max(mesh.working_bytes(fullest * prompt, 0, False), logits)
+        cache = at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
+        logits = slots * local.vocab * 4 if stage == pp - 1 else 0.0
+        read = min(-(-slots // call.group_size) * prompt, PREFILL_TOKENS)
+        return cache + max(mesh.working_bytes(read, 0, False), logits)
 
     return CallCost(seconds, tuple(mesh.each_stage(active)))

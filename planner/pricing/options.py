@@ -37,6 +37,9 @@ from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 
 NO_DEADLINE = Deadline(math.inf)
 
+GENERATION_CUTS = (1, 2, 4, 8, 16)
+"""Micro-batches of a generation: its cache takes down to a sixteenth of what all sequences at once need."""
+
 ALL_CUTS = 16
 """On clusters of at most this many hosts, every host is a cut point."""
 
@@ -129,10 +132,11 @@ def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator
 
 
 def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> list[int]:
-    """The numbers of micro-batches that a call may have; generation always has 1."""
-    if call.kind == "generate":
-        return [1]
+    """The numbers of micro-batches that a call may have. Those of generation set how many sequences are decoded at a
+    time: more need less memory and never less time. Powers of two are close enough."""
     share = least_share(call, strategy.dp)
+    if call.kind == "generate":
+        return [count for count in GENERATION_CUTS if count == 1 or count * strategy.pp <= share]
     counts, count = {share}, 1
     while count <= share:
         counts |= {count, min(share, count * strategy.pp)}
@@ -221,7 +225,9 @@ def call_options(
                 alike = _prices(problem, call, strategy, mesh.first)
                 lacking = _lacking(alike, _rooms(strategy, mesh.first, classes))
                 shortfalls += zip(lacking, alike, strict=True)
-                fitting += _pareto(o for lack, o in zip(lacking, alike, strict=True) if lack <= 0)
+                fits = [o for lack, o in zip(lacking, alike, strict=True) if lack <= 0]
+                # Of a generation the fewest micro-batches with which it fits: more would only take longer.
+                fitting += fits[:1] if call.kind == "generate" else _pareto(fits)
             priced[like] = fitting
         found += [Option(mesh.first, *option[1:]) for option in priced[like]]
     if not found:

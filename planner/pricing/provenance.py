@@ -7,6 +7,7 @@ from planner.plan.workload import Workload, fullest_share
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import described
 from planner.pricing.measured import MeasuredProfile
+from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, slots_of
 from rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ModelFunctionCall
 
@@ -121,9 +122,11 @@ def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload)
         tokens = share * length / given.micro_batches
         passes = ["layer/forward"] if call.kind == "inference" else ["layer/forward", "layer/backward"]
         return [Asked(operation, tokens, length) for operation in passes]
-    prompt, rows = workload.prompt_tokens, share / min(s.pp, share)
+    prompt, groups = workload.prompt_tokens, min(s.pp, share)
+    rows = slots_of(-(-share // groups), given.micro_batches)
+    prompts = -(-rows // call.group_size)
     first, last, _ = workload.new_tokens.spans()[-1]
     return [
-        Asked("layer/prefill", rows * prompt, prompt),
+        Asked("layer/prefill", min(prompts * prompt, PREFILL_TOKENS), prompt),
         Asked("layer/decode", rows, prompt + (first + last) / 2),
     ]

@@ -539,7 +539,11 @@ class ManualAssignment(Settings):
     tp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Tensor-parallel degree.")
     pp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of pipeline stages.")
     micro_batches: int = Field(
-        default=1, gt=0, le=MOST_SEQS, description="Micro-batches per dp rank and (mini-)batch."
+        default=1,
+        gt=0,
+        le=MOST_SEQS,
+        description="Micro-batches per dp rank and (mini-)batch. Of a generation, as many sequences as one of them "
+        "has are decoded at a time, which takes less memory.",
     )
     balance: Literal["count", "tokens"] = Field(
         default="count", description="What dp ranks get equal shares of: samples (count) or tokens."

@@ -234,8 +234,7 @@ def _generation(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
                 for steps in (FEW_STEPS, MORE_STEPS)
             )
             step = [(b - a) / (MORE_STEPS - FEW_STEPS) for a, b in zip(few, more, strict=True)]
-            # The prefill gives the first token, so FEW_STEPS tokens need FEW_STEPS - 1 decoding steps.
-            prefill = [whole - (FEW_STEPS - 1) * each for whole, each in zip(few, step, strict=True)]
+            prefill = [whole - FEW_STEPS * each for whole, each in zip(few, step, strict=True)]
             context = prompt + (FEW_STEPS + MORE_STEPS) // 2
             for kind, (shallow, deep), tokens, length in (
                 ("decode", step, rows, context),

@@ -27,7 +27,7 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     """Sample responses to `prompt_ids`: `input_ids`, `response_mask`, `old_logprobs` and `truncated`; where the
     configuration `records_kept`, also `kept_counts` and `kept_tokens`; where it draws ahead, also `drawn_by`.
 
-    A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout.
+    A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout and micro-batches.
     Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
     truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second).
     """
@@ -52,7 +52,15 @@ def respond(
     sampling = sampling_params(settings, context.tokenizer)
     seed = context.config.seed
     started = time.perf_counter()
-    answered = draw(engine, batch, sampling, seed, context.iteration, record_kept=record_kept)
+    answered = draw(
+        engine,
+        batch,
+        sampling,
+        seed,
+        context.iteration,
+        record_kept=record_kept,
+        micro_batches=context.micro_batches,
+    )
     elapsed_s = time.perf_counter() - started
     mine = torch.zeros(5, dtype=torch.float64)
     if answered is not None:

@@ -18,13 +18,11 @@ from rlhf_tasks.parallel.generate.packed_weights import PackedWeights, can_pack
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.generate.slots import Drawing, Group, same_prompts
 from rlhf_tasks.parallel.layout.flops import generation_flops
+from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.system.failpoints import Point, reach
 
 PACK_FROM_STEPS = 12  # packing the weights costs about what it saves in 5 steps
-
-PREFILL_TOKENS = 8192
-"""Most tokens of a pass over prompts: enough to keep a device busy, and its activations are small beside a model."""
 
 
 @torch.inference_mode()

@@ -15,10 +15,8 @@ from rlhf_tasks.parallel.generate.kv_cache import KVCache, Piece, vacate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
 from rlhf_tasks.parallel.generate.stage_messages import Relay
 from rlhf_tasks.parallel.generate.stop_strings import follow
+from rlhf_tasks.parallel.layout.slots_of import REFILL_SHARE, slots_of
 from rlhf_tasks.parallel.train.engine import Engine
-
-REFILL_SHARE = 8
-"""Waiting sequences enter once an eighth of the slots is free: a pass over a prompt takes about as long as a step."""
 
 
 class Pace(NamedTuple):
@@ -73,7 +71,7 @@ class Group:
         self.done = False
         self._params, self._stage, self._relay, self._device = params, engine.stage, Relay(engine), device
         self._ids, self._prompts, self._prefill_tokens = prompts.ids, packed.split(), drawing.prefill_tokens
-        self._pace, self._slots = pace, -(-n // drawing.micro_batches)
+        self._pace, self._slots = pace, slots_of(n, drawing.micro_batches)
         columns = max(lengths) + params.max_new_tokens - 1
         self._cache = KVCache(self._slots, columns, device, pace.span_multiple)
         self._graphs = DecodeGraphs(self._stage, self._cache) if pace.graphs else None

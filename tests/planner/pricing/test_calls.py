@@ -138,6 +138,32 @@ def test_decoding_reads_the_weights_each_step(seconds):
     assert seconds("actor_generate", n_seqs=4) == pytest.approx(by_hand, rel=0.2)
 
 
+def test_fewer_slots_take_less_memory_and_more_time(seconds, active):
+    took = [seconds("actor_generate", micro_batches=m) for m in (1, 2, 4, 8)]
+    assert took == sorted(took)
+    assert took[0] < took[-1]
+    cache, half = (active("actor_generate", micro_batches=m) for m in (1, 2))
+    assert half[0] == pytest.approx(cache[0] / 2, rel=0.1)
+
+
+def test_refilled_slots_take_the_work_not_the_longest_response_each_time(seconds):
+    """Of a long tail, a quarter of the slots takes far less than four times the longest response."""
+    tail = Lengths(points=((64, 0.95), (1024, 0.05)))
+    at_once = seconds("actor_generate", new_tokens=tail, max_new_tokens=1024)
+    refilled = seconds("actor_generate", new_tokens=tail, max_new_tokens=1024, micro_batches=4)
+    assert at_once < refilled < 2 * at_once
+
+
+def test_a_prompt_is_read_once_for_its_group(make_graph, ppo_cost, assign):
+    call = make_graph(n_seqs=512).call("actor_generate")
+    model = ppo_cost(CLUSTER, prompt_tokens=2000, new_tokens=Lengths.fixed(1))
+    alone, shared = (
+        model.call(call.model_copy(update={"group_size": size}), assign([0], 1, 1, 1)).seconds
+        for size in (1, 8)
+    )
+    assert shared < alone / 5
+
+
 def test_early_leaving_lies_between_the_shortest_and_the_longest(seconds):
     mixed = Lengths(points=((64, 0.75), (512, 0.25)))
     short, middle, long = (

@@ -124,7 +124,11 @@ def test_a_computed_profile_that_ends_early_is_told_as_computed(cost_of, tiny, m
 
 def test_rows_and_lengths_count_too(cost_of, sampled, make_graph, assign):
     graph = make_graph(n_seqs=1024)
-    plan = build_plan(graph, {c.name: assign([0], micro_batches=64) for c in graph.calls}, Cluster(1, 4))
+    plan = build_plan(
+        graph,
+        {c.name: assign([0], micro_batches=1 if c.kind == "generate" else 64) for c in graph.calls},
+        Cluster(1, 4),
+    )
     told = str(extrapolation(plan, cost_of(sampled(), prompt=8)))
     assert "64 rows that decode together; actor_generate is priced at 1024" in told
     few = make_graph(n_seqs=4)
