@@ -5,8 +5,6 @@ therefore agrees with it, with these exceptions:
 - In the cell where the bound changes from memory traffic to arithmetic, the table gives up to a fifth more.
 - For a prefill's head, whose cost depends on tokens / context, it gives up to a third more.
 - For a collective among a number of ranks that is not a power of two, it gives up to a sixteenth less.
-- Updates are tabulated for one dp rank, as they are measured. The time to clear the gradients of the other ranks'
-  shares is left out.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """What a call of each kind costs on one mesh.
 
-The formulas follow the engine: pipeline.py (1F1B), optimizer.py (ZeRO-1, float32 gradients and master weights),
+The formulas follow the engine: pipeline.py (1F1B), gradients.py (ZeRO-2, float32), optimizer.py (master weights),
 generation.py (as many groups in flight as stages; sequences leave when they end), kv_cache.py. All figures are per
 device, in seconds and bytes. The slowest stage and the fullest tp rank decide. The terms of the formulas, such as the
 seconds of a layer, come from a profile (planner/pricing/rooflines.py).
@@ -16,10 +16,12 @@ from planner.pricing.rooflines import GRADIENT_BYTES, Timing
 from planner.pricing.run_history import Factor
 from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.parallel.train.state_layout import BUCKET
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 from rlhf_tasks.spec import ModelFunctionCall
 
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
+MATRICES = 7  # of a layer of Llama's kind
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
 
 
@@ -54,6 +56,7 @@ class OnMesh:
 
     local    sizes of the model
     trained  the same object; or for a model with adapters, sizes of these
+    overlap  share of a backward pass that hides the reduction of gradients
     """
 
     timing: Timing
@@ -62,6 +65,7 @@ class OnMesh:
     trained: Sizes
     strategy: ParallelStrategy
     crossings: Crossings
+    overlap: float = 0.0
 
     def share(self, call: ModelFunctionCall, mini_batches: int = 1) -> int:
         """Sequences of the fullest dp rank, of a call's batch or part, or of one of its mini-batches."""
@@ -199,7 +203,8 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     tokens = mesh.share(call, call.mini_batches) * length / micro_batches
     gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
     passes_s = mesh.pipelined_s(["forward", "backward"], tokens, length, micro_batches)
-    step = passes_s + gradients_back + _update_s(mesh)
+    backward_s = max(mesh.stages_s(["backward"], tokens, length))
+    step = passes_s + gradients_back + _reduce_s(mesh, micro_batches, backward_s) + _update_s(mesh)
 
     share = fullest_share(call, s.dp)
     fullest = -(-share // micro_batches) * length
@@ -215,14 +220,42 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     return CallCost(seconds, tuple(active))
 
 
+def unreduced(trained: Sizes, pp: int, stage: int) -> int:
+    """The most gradients that a device of a stage holds before they are reduced over dp: those of rows that other
+    ranks of its replica hold, too; two buckets, of which one is on its way; and while a layer's arrive, a third.
+    """
+    parameters, shared = trained.stage_parameters(pp, stage), trained.stage_shared(pp, stage)
+    ends = [trained.embedding] * (stage == 0) + [trained.head] * (stage == pp - 1)
+    largest = max(trained.layer, 2 * BUCKET, *ends)
+    return shared + min(parameters - shared, 2 * largest)
+
+
+def _reduce_s(mesh: OnMesh, micro_batches: int, backward_s: float) -> float:
+    """Seconds by which the reduction of gradients over dp, after each micro-batch, lengthens a step.
+
+    backward_s  of one micro-batch on the slowest stage; it hides a part of the reduction, but not the last bucket's
+    """
+    trained, dp, pp, crosses = mesh.trained, mesh.strategy.dp, mesh.strategy.pp, mesh.crossings.dp
+    if dp == 1:
+        return 0.0
+    shared = max(mesh.each_stage(lambda stage: trained.stage_shared(pp, stage)))
+    moved = max(
+        mesh.each_stage(lambda stage: trained.stage_parameters(pp, stage) - trained.stage_shared(pp, stage))
+    )
+    buckets = max(1, round(moved / max(BUCKET, trained.layer / MATRICES)))
+    bucket_s = mesh.exchange_s("reduce_scatter", dp, moved / buckets * GRADIENT_BYTES, crosses)
+    passes_s = micro_batches * max(buckets * bucket_s - mesh.overlap * backward_s, bucket_s)
+    if not shared:
+        return passes_s
+    return passes_s + mesh.exchange_s("reduce_scatter", dp, shared * GRADIENT_BYTES, crosses)
+
+
 def _update_s(mesh: OnMesh) -> float:
-    """Seconds of an optimizer step after the backward passes: reduce gradients, update shares, gather weights."""
+    """Seconds of an optimizer step after the reduction of gradients: update shares, gather weights."""
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
     parameters = max(mesh.trained.parameters_by_stage(s.pp))
-    seconds = (
-        mesh.exchange_s("reduce_scatter", s.dp, parameters * GRADIENT_BYTES, crossings.dp)
-        + mesh.timing.update_s(parameters, s.dp)
-        + mesh.exchange_s("all_gather", s.dp, parameters * itemsize, crossings.dp)
+    seconds = mesh.timing.update_s(parameters, s.dp) + mesh.exchange_s(
+        "all_gather", s.dp, parameters * itemsize, crossings.dp
     )
     if (
         mesh.has_adapters and s.tp > 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.calibrate import with_measured_moves
-from planner.pricing.call_formulas import CallCost, Crossings, OnMesh, generate, infer, train
+from planner.pricing.call_formulas import CallCost, Crossings, OnMesh, generate, infer, train, unreduced
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import Sizes, sizes
 from planner.pricing.devices import DeviceProfile
@@ -126,7 +126,8 @@ class CostModel:
             local = self._sizes(call.role, where.strategy)
             trained = self._trained_sizes(call.role, where.strategy)
             timing = self._timing(call.role, where.strategy.tp, where.crossings.tp, where.classes)
-            mesh = OnMesh(timing, self.workload, local, trained, where.strategy, where.crossings)
+            overlap = min(self._inside_calls[number].exchange_overlap for number in where.classes)
+            mesh = OnMesh(timing, self.workload, local, trained, where.strategy, where.crossings, overlap)
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
 
@@ -165,11 +166,17 @@ class CostModel:
         return (model.weights, model.shape, model.head) if shares else role
 
     def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
-        """[stages] bytes of trained parameters, gradients and optimizer on a training device of each stage."""
+        """[stages] bytes of trained parameters, gradients and optimizer on a training device of each stage.
+
+        Gradients and optimizer are shared out over dp. With dp > 1 come the gradients that are not shared out yet.
+        """
         s = placement.strategy
         trained = self._trained_sizes(role, s)
-        per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
-        return tuple(count * per_parameter for count in trained.parameters_by_stage(s.pp))
+        per_parameter = self.workload.itemsize + (GRADIENT_BYTES + OPTIMIZER_BYTES) / s.dp
+        return tuple(
+            count * per_parameter + (GRADIENT_BYTES * unreduced(trained, s.pp, stage) if s.dp > 1 else 0)
+            for stage, count in enumerate(trained.parameters_by_stage(s.pp))
+        )
 
     def following_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
         """[stages] bytes of the parameters and master weights of a role that follows another, on a device of each

@@ -13,6 +13,7 @@ class Sizes:
     """Numbers of elements on the tp rank that has most of them.
 
     layer, embedding, head   parameters of one layer, of the token embedding, of what follows the last layer
+    shared                   of a layer's: those of which several tp ranks hold the same rows
     query, kv, intermediate  width of the local query heads, of the local keys (values have the same), of the MLP
     vocab                    local rows of the vocabulary; 1 for a scalar head
     hidden, layers           of the whole model
@@ -20,6 +21,7 @@ class Sizes:
     """
 
     layer: int
+    shared: int
     embedding: int
     head: int
     query: int
@@ -42,6 +44,11 @@ class Sizes:
         if stage == pp - 1:
             count += self.head + (self.embedding if self.tied and pp > 1 else 0)
         return count
+
+    def stage_shared(self, pp: int, stage: int) -> int:
+        """Number of a stage's parameters of which other ranks of a replica hold the same rows."""
+        count = self.stage_layers(pp, stage) * self.shared
+        return count + (self.embedding if self.tied and pp > 1 and stage in (0, pp - 1) else 0)
 
     def parameters_by_stage(self, pp: int) -> tuple[int, ...]:
         """[stages] numbers of parameters on one device."""
@@ -87,10 +94,18 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
             if spec.place in place and spec.layer == layer
         )
 
+    def shared(tp_rank: int) -> int:
+        return sum(
+            layout.interval(spec, tp_rank).size * spec.row_size
+            for spec in layout.parameters
+            if spec.layer == 0 and any(tp_rank in rows.devices for rows in layout.shared(spec.name, 0))
+        )
+
     ranks = range(tp)
     tied = any(spec.place == "ends" for spec in layout.parameters)
     return Sizes(
         layer=max(local(rank, layer=0, place=("layer",)) for rank in ranks),
+        shared=max(map(shared, ranks)),
         embedding=max(local(rank, layer=None, place=("first", "ends")) for rank in ranks),
         head=max(local(rank, layer=None, place=("last",)) for rank in ranks),
         query=max(layout.units("query_head", rank).size for rank in ranks) * shape.head_dim,

@@ -36,6 +36,8 @@ class DeviceProfile(Frozen):
     inside_host         link to a device of the same host; between_hosts: to a device of another host
     host_copy_bytes_per_s  bandwidth that a large copy reaches between device and host memory, in one direction
     matmul_efficiency, memory_efficiency, link_efficiency  share of the peaks that large operations reach
+    exchange_overlap    share of a backward pass that hides the reduction of gradients; 0 where the cores that compute
+                        also send
     layer_overhead_s    host time per layer and forward or backward pass
     decode_overhead_s   host time per layer and decoding step
     optimizer_overhead_s  host time per optimizer step
@@ -59,6 +61,7 @@ class DeviceProfile(Frozen):
     matmul_efficiency: Efficiency
     memory_efficiency: Efficiency
     link_efficiency: Efficiency
+    exchange_overlap: float = Field(default=0.0, ge=0, le=1)
     layer_overhead_s: Seconds
     decode_overhead_s: Seconds
     optimizer_overhead_s: Seconds
@@ -103,6 +106,7 @@ _GPU_SOURCES = (
     "host_copy_bytes_per_s: pinned memory, about 80% of PCIe x16, whose generation 4 (A100) has 31.5 GB/s in each "
     "direction and generation 5 (H100, H200) 63",
     "memory_efficiency, link_efficiency: estimates, about what STREAM and NCCL tests reach",
+    "exchange_overlap: estimate; NCCL's kernels take a few of the multiprocessors",
     "layer_overhead_s, optimizer_overhead_s: estimates for eager kernels; decode_overhead_s: for CUDA graphs",
 )
 
@@ -121,6 +125,7 @@ def _gpu(
         matmul_efficiency=0.5,
         memory_efficiency=0.8,
         link_efficiency=0.8,
+        exchange_overlap=0.8,
         layer_overhead_s=2e-4,
         decode_overhead_s=2e-5,
         optimizer_overhead_s=2e-3,

@@ -380,7 +380,7 @@ def remedy(part: str) -> str:
     if part.endswith("activations"):
         return "More micro_batches, a larger dp or a smaller batch_size would lower it."
     if part.endswith("optimizer"):
-        return "A larger tp, pp or dp (ZeRO-1 shards the optimizer) on more devices would lower it."
+        return "A larger tp, pp or dp (ZeRO shards gradients and optimizer) on more devices would lower it."
     if part.endswith("frozen parameters"):
         return "A larger tp or pp, or offload: true for its calls, would lower it."
     return "A larger tp or pp would lower it."

@@ -13,7 +13,7 @@ from rlhf_tasks.parallel.layout.flops import head_flops, layer_flops
 from rlhf_tasks.parallel.layout.shape import Head
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 
-GRADIENT_BYTES = 4  # float32 (optimizer.py)
+GRADIENT_BYTES = 4  # float32 (gradients.py)
 UPDATE_TRAFFIC_BYTES = (
     30  # per parameter: gradient, master and moments read; master, moments and weight written
 )
@@ -89,8 +89,8 @@ class Roofline:
         return self._device.compute_s(flops, passes * traffic)
 
     def update_s(self, parameters: float, dp: int) -> float:
-        """Seconds: each dp rank updates its share of the parameters, and clears the gradients of all of them."""
-        traffic = parameters * (UPDATE_TRAFFIC_BYTES / dp + GRADIENT_BYTES)
+        """Seconds: each dp rank updates its share of the parameters, and clears their gradients."""
+        traffic = parameters * (UPDATE_TRAFFIC_BYTES + GRADIENT_BYTES) / dp
         return self._device.compute_s(0, traffic) + self._device.optimizer_overhead_s
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:

@@ -39,7 +39,8 @@ from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise
 from rlhf_tasks.parallel.state.reallocation import reallocate
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
-from rlhf_tasks.parallel.train.optimizer import all_gather, reduce_scatter
+from rlhf_tasks.parallel.train.gradients import reduce_scatter
+from rlhf_tasks.parallel.train.optimizer import all_gather
 from rlhf_tasks.profiling.measurements import LEAST_S, Exchange, Grid, Measurements, Timed, TimedExchange
 from rlhf_tasks.rank.role_engines import optimizer_settings
 from rlhf_tasks.spec import DataSide

@@ -183,7 +183,10 @@ class Engine:
             return terms.total / denominator
 
         with products(self.device, self.stage.dtype):
-            self.pipeline.forward_backward(split(batch, micro_batches), run)
+            micros = split(batch, micro_batches)
+            optimizer.gradients.begin(len(micros))
+            self.pipeline.forward_backward(micros, run, optimizer.gradients.end_pass)
+            optimizer.gradients.end_passes()
         reach(Point.BACKWARD)
         self.count(self._flops_of(training_flops, batch, counted))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))

@@ -1,15 +1,15 @@
-"""Weights that change during a run, with their state sharded over data parallelism (ZeRO stage 1, arXiv:1910.02054).
+"""Weights that change during a run, with their state sharded over data parallelism (ZeRO, arXiv:1910.02054).
 
-A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
-Each dp rank updates its share of the master weights; an all-gather distributes the new weights. State is addressed by
-parameter name and range of elements, so a checkpoint can be restored into any other layout.
+A rank's parameters are stored one after the other in a flat buffer, which is cut into buckets (state_layout.py). Each
+dp rank updates its share of a bucket's master weights; an all-gather distributes the new weights. State is addressed
+by parameter name and range of elements, so a checkpoint can be restored into any other layout.
 
-`MasterWeights` change by a blend with other weights. An `Optimizer` changes them by AdamW: gradients are accumulated
-in a second flat buffer, in the precision of the master weights, and reduce-scattered over dp.
+`MasterWeights` change by a blend with other weights. An `Optimizer` changes them by AdamW, from its share of the
+gradient (gradients.py).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size, stage_set, tied_set
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.train.state_layout import BufferRange, StateLayout, aligned
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.train.gradients import Gradients
+from rlhf_tasks.parallel.train.state_layout import Bucket, StateLayout
 from rlhf_tasks.system.failpoints import Point, reach
 
-# torch 2.13 renamed both and warns of the old names; 2.11 has only the old ones.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
@@ -84,19 +84,21 @@ class MasterWeights:
         device = groups.rank
         self._group = groups[layout.placement.dp_group(device)]
         state = StateLayout(layout)
-        self._pieces = state.pieces(device)
-        self._start, self._share = state.share(device).start, state.share(device).size
+        self._buckets, self._kept = state.buckets(device), tuple(state.kept(device))
         (dtype,) = {parameter.dtype for parameter in slices.values()}
         (on,) = {parameter.device for parameter in slices.values()}
         self._precise = torch.float64 if dtype == torch.float64 else torch.float32
-        self._weights = torch.zeros(self._share * group_size(self._group), dtype=dtype, device=on)
-        for piece in self._pieces:
+        self._weights = torch.zeros(self._buckets[-1].stop, dtype=dtype, device=on)
+        self._flat = {}
+        for piece in (piece for bucket in self._buckets for piece in bucket.pieces):
             parameter = slices[piece.name]
-            flat = self._weights[piece.start : piece.stop].view_as(parameter)
-            flat.copy_(parameter.detach())
-            parameter.data = flat
-        mine = self._weights[self._start : self._start + self._share]
-        self._state: dict[StateKind, Tensor] = {"master": mine.to(self._precise, copy=True)}
+            flat = self._flat[piece.name] = self._weights[piece.start : piece.stop]
+            flat.view_as(parameter).copy_(parameter.detach())
+            parameter.data = flat.view_as(parameter)
+        master = torch.zeros(self._buckets[-1].share.stop, dtype=self._precise, device=on)
+        for name, start, stop, at in self._kept:
+            master[at : at + stop - start] = self._flat[name][start:stop]
+        self._state: dict[StateKind, Tensor] = {"master": master}
 
     def blend(self, slices: Mapping[str, Tensor], share: float) -> None:
         """Set the master weights to share * slices + (1 - share) * master weights, and the weights to these.
@@ -106,18 +108,17 @@ class MasterWeights:
         """
         master = self._state["master"]
         master.mul_(1 - share)
-        for piece, start, stop in self._shares():
-            other = slices[piece.name].detach().flatten()[start - piece.start : stop - piece.start]
-            master[start - self._start : stop - self._start] += other.to(master.dtype) * share
+        for name, start, stop, at in self._kept:
+            other = slices[name].detach().flatten()[start:stop]
+            master[at : at + stop - start] += other.to(master.dtype) * share
         self.step += 1
-        self._gather()
+        self._gather(self._buckets)
 
     def shard_state(self) -> Iterator[StateShard]:
         """This rank's share of the state, as views. The shares of a dp group cover each element exactly once."""
-        for piece, start, stop in self._shares():
+        for name, start, stop, at in self._kept:
             for kind, state in self._state.items():
-                view = state[start - self._start : stop - self._start]
-                yield StateShard(piece.name, kind, start - piece.start, stop - piece.start, view)
+                yield StateShard(name, kind, start, stop, state[at : at + stop - start])
 
     def load_shard_state(self, shards: Iterable[StateShard], step: int) -> None:
         """Load state by name and range, then compute the weights from the master weights.
@@ -140,23 +141,27 @@ class MasterWeights:
             if elements:
                 raise ValueError(f"optimizer state {kind} of {name}: {elements} elements are missing.")
         self.step = step
-        self._gather()
+        self._gather(self._buckets)
 
-    def _shares(self) -> Iterator[tuple[BufferRange, int, int]]:
-        """(piece, start, stop): the pieces that overlap this rank's share, with the overlap in the flat buffer."""
-        for piece in self._pieces:
-            start = max(piece.start, self._start)
-            stop = min(piece.stop, self._start + self._share)
-            if start < stop:
-                yield piece, start, stop
+    def _gather(self, ready: Iterable[Bucket]) -> None:
+        """All-gather the weights of buckets from the master weights of all dp ranks, each as soon as it is ready.
 
-    def _gather(self) -> None:
-        """All-gather the weights from the master weights of all dp ranks."""
-        share = self._state["master"].to(self._weights.dtype)
-        if self._group is None:
-            self._weights.copy_(share)
-        else:
-            all_gather(self._weights, share, group=self._group)
+        Only one is on its way at a time, to save memory.
+        """
+        on_its_way: tuple[dist.Work, Tensor] | None = None
+        for bucket in ready:
+            weights = self._weights[bucket.start : bucket.stop]
+            share = self._state["master"][slice(*bucket.share)].to(weights.dtype)
+            if self._group is None:
+                weights.copy_(share)
+            else:
+                if on_its_way is not None:
+                    on_its_way[0].wait()
+                work = all_gather(weights, share, group=self._group, async_op=True)
+                assert work is not None
+                on_its_way = work, share
+        if on_its_way is not None:
+            on_its_way[0].wait()
 
 
 class Optimizer(MasterWeights):
@@ -172,24 +177,19 @@ class Optimizer(MasterWeights):
         super().__init__(slices, layout, groups)
         self.settings = settings
         self._mesh = groups[layout.placement.devices]
-        self._decayed = aligned(max((p.stop for p in self._pieces if slices[p.name].ndim > 1), default=0))
-        self._gradients = torch.zeros_like(self._weights, dtype=self._precise)
+        self.gradients = Gradients(slices, layout, groups, self._precise)
         self._state["exp_avg"] = torch.zeros_like(self._state["master"])
         self._state["exp_avg_sq"] = torch.zeros_like(self._state["master"])
-        views = {p.name: self._gradients[p.start : p.stop].view_as(slices[p.name]) for p in self._pieces}
-        self._shared_sums = SharedSums(views, layout, groups)
         self._counted = self._primary_ranges(layout, groups.rank)
-        for name, parameter in slices.items():
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
 
     def apply(self, learning_rate: float, finite: bool = True) -> StepReport:
-        """Reduce the gradients accumulated since the last call and, if all are finite, clip them and update.
+        """Take the sum of the gradients and, if all are finite, clip them and update.
 
         learning_rate  of this step; the caller applies the schedule
         finite         False on a rank whose loss is not finite; then no rank updates
-        Collective over the whole placement. Sets the gradients to zero.
+        Collective over the whole placement.
         """
-        gradient = self._reduce()
+        gradient = self.gradients.total()
         squares = sum(_square_norm(gradient[start:stop]) for start, stop in self._counted)
         totals = torch.tensor([squares, not finite], dtype=torch.float64, device=gradient.device)
         square, failures = all_reduce(totals, self._mesh).tolist()
@@ -197,19 +197,15 @@ class Optimizer(MasterWeights):
         skipped = failures > 0 or not math.isfinite(norm)
         if not skipped:
             self.step += 1
-            self._update(gradient, learning_rate, self._clip_factor(norm))
-            reach(Point.OPTIMIZER_STEP)
-            self._gather()
-        self._gradients.zero_()
+            self._gather(self._updated(gradient, learning_rate, self._clip_factor(norm)))
         return StepReport(norm, skipped)
 
     def _primary_ranges(self, layout: Layout, device: int) -> list[tuple[int, int]]:
         """The ranges of this rank's share that count in the gradient norm; adjacent ranges are joined."""
         ranges: list[tuple[int, int]] = []
-        for piece, first, last in self._shares():
-            counted = primary_range(layout, piece.name, device)
-            start = max(first, piece.start + counted.start) - self._start
-            stop = min(last, piece.start + counted.stop) - self._start
+        for name, first, last, at in self._kept:
+            counted = primary_range(layout, name, device)
+            start, stop = max(first, counted.start) - first + at, min(last, counted.stop) - first + at
             if start >= stop:
                 continue
             if ranges and ranges[-1][1] == start:
@@ -218,65 +214,42 @@ class Optimizer(MasterWeights):
                 ranges.append((start, stop))
         return ranges
 
-    def _reduce(self) -> Tensor:
-        """This rank's share of the gradient, summed over the holders of shared rows and over dp."""
-        self._shared_sums.run()
-        if self._group is None:
-            return self._gradients
-        share = torch.empty_like(self._state["master"])
-        reduce_scatter(share, self._gradients, group=self._group)
-        return share
-
     def _clip_factor(self, norm: float) -> float:
         bound = self.settings.max_grad_norm
         return 1.0 if bound is None else min(1.0, bound / (norm + 1e-6))
 
-    def _update(self, gradient: Tensor, learning_rate: float, factor: float) -> None:
-        """One AdamW step on this rank's share. Parameters with weight decay come first in the flat buffer.
+    def _updated(self, gradient: Tensor, learning_rate: float, factor: float) -> Iterator[Bucket]:
+        """Make one AdamW step on this rank's shares, and give each bucket when it has made it.
 
-        Both parts have a multiple of ALIGNMENT elements, so that no bit depends on how the buffer is shared out.
+        A share has a multiple of ALIGNMENT elements, so that no bit depends on how the buffer is shared out.
         """
         if factor < 1:
             gradient.mul_(factor)  # in the kernel the factor would be rounded to float32
         beta1, beta2 = self.settings.betas
-        decayed = min(max(self._decayed - self._start, 0), self._share)
-        for rows, decay in (
-            (slice(0, decayed), self.settings.weight_decay),
-            (slice(decayed, self._share), 0.0),
-        ):
-            if rows.start < rows.stop:
-                master, mean, square = (
-                    self._state[kind][rows] for kind in ("master", "exp_avg", "exp_avg_sq")
-                )
-                adamw(
-                    [master],
-                    [gradient[rows]],
-                    [mean],
-                    [square],
-                    [],
-                    [
-                        torch.tensor(self.step - 1.0, device=master.device)
-                    ],  # the kernel's own count, before this step
-                    fused=True,
-                    amsgrad=False,
-                    maximize=False,
-                    beta1=beta1,
-                    beta2=beta2,
-                    lr=learning_rate,
-                    weight_decay=decay,
-                    eps=self.settings.eps,
-                )
-
-
-def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's new gradient to `total` and frees it."""
-
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)
-        parameter.grad = None
-
-    return hook
+        step = torch.tensor(
+            self.step - 1.0, device=gradient.device
+        )  # the kernel's own count, before this step
+        for bucket in self._buckets:
+            share = slice(*bucket.share)
+            master, mean, square = (self._state[kind][share] for kind in ("master", "exp_avg", "exp_avg_sq"))
+            adamw(
+                [master],
+                [gradient[share]],
+                [mean],
+                [square],
+                [],
+                [step.clone()],
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=learning_rate,
+                weight_decay=self.settings.weight_decay if bucket.decayed else 0.0,
+                eps=self.settings.eps,
+            )
+            yield bucket
+        reach(Point.OPTIMIZER_STEP)
 
 
 def _square_norm(tensor: Tensor) -> float:
@@ -301,92 +274,3 @@ def primary_range(layout: Layout, name: str, device: int) -> range:
 
 def _elements(layout: Layout, name: str, device: int) -> int:
     return layout.held(device)[name].size * layout.specs[name].row_size
-
-
-class _Slot(NamedTuple):
-    """Shared rows on this rank: their gradient (a view), whether it enters the sum, and its range in the buffer."""
-
-    gradient: Tensor
-    counts: bool
-    start: int
-    stop: int
-
-
-class _Exchange(NamedTuple):
-    """One all-reduce: the group, the buffer's size in elements, and this rank's parts of it."""
-
-    group: dist.ProcessGroup | None
-    size: int
-    slots: list[_Slot]
-
-
-class SharedSums:
-    """Sums the gradients of rows that several ranks of a replica hold, over these ranks and over dp.
-
-    Where each holder has only a part of the gradient (KV heads on several tp ranks, norms inside heads, tied
-    embeddings), all parts are summed. Where all holders have the same gradient, only the first one's enters the sum.
-    There is one all-reduce over each stage, and one over the first and last stages; each shared piece has its own
-    range in the buffer.
-
-    The sum over dp is computed here too, because floating-point sums depend on their order. The order of the
-    optimizer's reduce-scatter depends on where rows are in a rank's buffer, so with it the copies of a row would
-    drift apart.
-
-    gradients  parameter name -> gradient, shaped as the local slice; always the same tensors
-    """
-
-    def __init__(self, gradients: Mapping[str, Tensor], layout: Layout, groups: ProcessGroups) -> None:
-        self._gradients = gradients
-        self._layout = layout
-        self._device = groups.rank
-        place = layout.placement
-        stages = place.pp_group(self._device)
-        self._is_first = place.coordinate(self._device).dp == 0
-        stage = groups[stage_set(place, self._device)]
-        self._exchanges = [self._exchange(place.tp_group(self._device), stage)]
-        if self._device in (stages[0], stages[-1]):
-            tied = groups[tied_set(place, self._device)]
-            self._exchanges.append(self._exchange((stages[0], stages[-1]), tied))
-
-    def run(self) -> None:
-        """Sum in place. Collective over each stage, and over the first and last stages.
-
-        Afterwards the holders of the first dp rank have the sum, and all others zeros. So the later sum over dp
-        changes no bit.
-        """
-        for group, size, slots in self._exchanges:
-            if size == 0:
-                continue
-            like = next(iter(self._gradients.values()))
-            buffer = torch.zeros(size, dtype=like.dtype, device=like.device)
-            for gradient, counts, start, stop in slots:
-                if counts:
-                    buffer[start:stop] = gradient.flatten()
-            all_reduce(buffer, group)
-            for gradient, _, start, stop in slots:
-                if self._is_first:
-                    gradient.copy_(buffer[start:stop].view_as(gradient))
-                else:
-                    gradient.zero_()
-
-    def _exchange(self, holders: tuple[int, ...], group: dist.ProcessGroup | None) -> _Exchange:
-        """The all-reduce of the pieces whose holders are among `holders` (devices of this dp rank).
-
-        The buffer's ranges are the same on all ranks of the group.
-        """
-        dp_rank = self._layout.placement.coordinate(self._device).dp
-        size, slots = 0, []
-        for spec in self._layout.parameters:
-            for piece in self._layout.shared(spec.name, dp_rank):
-                if not set(piece.devices) <= set(holders):
-                    continue
-                start, size = size, size + piece.interval.size * spec.row_size
-                if self._device in piece.devices:
-                    counts = spec.partial_gradient or self._device == piece.devices[0]
-                    slots.append(_Slot(self._rows(spec.name, piece.interval), counts, start, size))
-        return _Exchange(group, size, slots)
-
-    def _rows(self, name: str, rows: Interval) -> Tensor:
-        """A view of some rows (global numbers) of a gradient."""
-        held = self._layout.held(self._device)[name]
-        return self._gradients[name].narrow(self._layout.specs[name].dim, rows.start - held.start, rows.size)

@@ -66,8 +66,12 @@ class Pipeline:
             _wait(works)
         return results
 
-    def forward_backward(self, micros: Sequence[MicroBatch], run: Run) -> None:
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], run: Run, end_pass: Callable[[], None] = lambda: None
+    ) -> None:
         """Accumulate the gradients of the sum of the last stage's scalars in the parameters' `grad`.
+
+        end_pass  called after each backward pass, before its gradient is sent to the previous stage
 
         The schedule is 1F1B (one forward, one backward; arXiv:2104.04473). A stage starts with as many forward passes
         as there are later stages and then alternates forward and backward passes, so that it holds the activations of
@@ -85,6 +89,7 @@ class Pipeline:
         def backward(gradient: Tensor | None) -> Tensor | None:
             x, y = alive.popleft()
             torch.autograd.backward(y, gradient)
+            end_pass()
             return None if x is None else x.grad
 
         for micro in micros[:warm_up]:

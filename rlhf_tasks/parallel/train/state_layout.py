@@ -1,28 +1,33 @@
 """Which rank keeps the training state of which range of which slice, and how ranges of two layouts overlap.
 
 A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
-Each dp rank keeps the state of an equal share of it (ZeRO stage 1, arXiv:1910.02054). All this follows from the
-layout.
+The buffer is cut into buckets, and each dp rank keeps the state of an equal share of every bucket: then a bucket's
+gradients can be reduced, and its weights gathered, without the others (ZeRO stage 2, arXiv:1910.02054). All this
+follows from the layout.
 """
 
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
-
-from torch import Tensor
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+
+if TYPE_CHECKING:  # the planner, which loads no torch, reads BUCKET
+    from torch import Tensor
+
+BUCKET = 1 << 22
+"""Elements at which a bucket is full: 16 MB of float32 gradients, of which a message's latency is a small part. A
+parameter is never cut, so one that is larger is a bucket of its own."""
 
 ALIGNMENT = 16
-"""The shares of the flat buffer, and its parts with and without weight decay, have a multiple of this many elements.
+"""A rank's share of a bucket has a multiple of this many elements.
 
 A fused kernel computes in vectors of at most 16 elements. What is left of a tensor it computes one by one, and rounds
 differently there."""
-
-
-def aligned(elements: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 class BufferRange(NamedTuple):
@@ -31,6 +36,37 @@ class BufferRange(NamedTuple):
     name: str
     start: int
     stop: int
+
+
+class Bucket(NamedTuple):
+    """Elements start .. stop - 1 of the flat buffer, of which each dp rank keeps the state of an equal share.
+
+    pieces   the slices in it; behind the last one may be a gap
+    share    where a dp rank's share begins and ends in the flat tensors of its state
+    decayed  weight decay applies: the parameters have more than one dim
+    whole    some of their rows are on several ranks of a replica, over which their gradients are summed first
+    """
+
+    start: int
+    stop: int
+    pieces: tuple[BufferRange, ...]
+    share: Interval
+    decayed: bool
+    whole: bool
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat buffer."""
+        return self.stop - self.start
+
+
+class Kept(NamedTuple):
+    """Elements start .. stop - 1 of a flattened slice, whose state a rank keeps from element `at` of its state on."""
+
+    name: str
+    start: int
+    stop: int
+    at: int
 
 
 # Here a parameter is viewed as a matrix: its dims before the sharded dim make the rows, the sharded dim and all later
@@ -85,7 +121,7 @@ class Columns(NamedTuple):
         left, right = part.left - self.first, part.right - self.first
         return part.top * self.width + left, (part.bottom - 1) * self.width + right
 
-    def view(self, flat: Tensor, start: int, part: Rectangle) -> Tensor:
+    def view(self, flat: "Tensor", start: int, part: Rectangle) -> "Tensor":
         """A rectangle as a view [rows, columns] of a flat tensor.
 
         flat  [elements], the elements of the flattened slice from number `start` on
@@ -100,30 +136,35 @@ class StateLayout:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._at = {device: layout.placement.coordinate(device) for device in layout.placement.devices}
-        self._pieces = cache(self._lay_out)
-        self._by_name = cache(lambda pp, tp: {piece.name: piece for piece in self._pieces(pp, tp)})
-        self._shares = cache(self._share_out)
+        self._buckets = cache(self._lay_out)
+        self._in_group = cache(self._number_devices)
+        self._by_name = cache(
+            lambda pp, tp: {piece.name: (piece, b) for b in self._buckets(pp, tp) for piece in b.pieces}
+        )
 
-    def pieces(self, device: int) -> tuple[BufferRange, ...]:
-        """A device's slices in its flat buffer. Norms and biases (one dim) come last: they have no weight decay.
-
-        There is a gap before the first of these, up to a multiple of ALIGNMENT; there are no other gaps.
-        """
+    def buckets(self, device: int) -> tuple[Bucket, ...]:
+        """A device's flat buffer. Buckets of matrices come first; norms and biases have no weight decay."""
         at = self._at[device]
-        return self._pieces(at.pp, at.tp)
+        return self._buckets(at.pp, at.tp)
 
-    def share(self, device: int) -> Interval:
-        """The elements of the flat buffer whose state a device keeps; the last share may exceed the slices' end."""
-        at = self._at[device]
-        return self._shares(at.pp, at.tp)[device]
+    def kept(self, device: int) -> Iterator[Kept]:
+        """The ranges of a device's slices whose state it keeps, in the order of its state."""
+        for bucket in self.buckets(device):
+            first = self._first(bucket, device)
+            for name, start, _ in bucket.pieces:
+                mine = self.range(name, device)
+                if mine.size:
+                    yield Kept(name, *mine, at=bucket.share.start + start + mine.start - first)
 
     def range(self, name: str, device: int) -> Interval:
         """The elements of a device's flattened slice whose state it keeps; empty if it holds no slice."""
         at = self._at[device]
-        piece = self._by_name(at.pp, at.tp).get(name)
-        if piece is None:
+        found = self._by_name(at.pp, at.tp).get(name)
+        if found is None:
             return Interval(0, 0)
-        common = Interval(piece.start, piece.stop).intersect(self.share(device))
+        piece, bucket = found
+        first = self._first(bucket, device)
+        common = Interval(piece.start, piece.stop).intersect(Interval(first, first + bucket.share.size))
         return Interval(common.start - piece.start, common.stop - piece.start)
 
     def columns(self, name: str, device: int) -> Columns:
@@ -137,19 +178,61 @@ class StateLayout:
         """The rectangles of the whole parameter whose state a device keeps."""
         return self.columns(name, device).rectangles(*self.range(name, device))
 
-    def _lay_out(self, pp: int, tp: int) -> tuple[BufferRange, ...]:
-        layout, pieces, stop = self.layout, list[BufferRange](), 0
-        held = layout.held(layout.placement.device(0, tp, pp))
-        matrices = [name for name in held if len(layout.specs[name].shape) > 1]
-        for names in (matrices, [name for name in held if name not in matrices]):
-            stop = aligned(stop)
-            for name in names:
-                start, stop = stop, stop + held[name].size * layout.specs[name].row_size
-                pieces.append(BufferRange(name, start, stop))
-        return tuple(pieces)
+    def _first(self, bucket: Bucket, device: int) -> int:
+        """The element of the flat buffer at which a device's share of a bucket begins."""
+        at = self._at[device]
+        return bucket.start + self._in_group(at.pp, at.tp)[device] * bucket.share.size
 
-    def _share_out(self, pp: int, tp: int) -> dict[int, Interval]:
+    def _number_devices(self, pp: int, tp: int) -> dict[int, int]:
         group = self.layout.placement.dp_group(self.layout.placement.device(0, tp, pp))
-        size = aligned(-(-self._pieces(pp, tp)[-1].stop // len(group)))
-        in_group = enumerate(sorted(group))  # a process group numbers its ranks by ascending device id
-        return {device: Interval(index * size, (index + 1) * size) for index, device in in_group}
+        return {
+            device: number for number, device in enumerate(sorted(group))
+        }  # as a process group numbers them
+
+    def _lay_out(self, pp: int, tp: int) -> tuple[Bucket, ...]:
+        """Matrices before vectors; among these, slices with rows that other ranks hold, too, after all others."""
+        layout, dp = self.layout, self.layout.placement.strategy.dp
+        held, whole = layout.held(layout.placement.device(0, tp, pp)), self._whole(pp, tp)
+        sizes = {name: rows.size * layout.specs[name].row_size for name, rows in held.items()}
+
+        def kind(name: str) -> tuple[bool, bool]:
+            return len(layout.specs[name].shape) <= 1, name in whole
+
+        buckets: list[Bucket] = []
+        for (is_vector, is_whole), names in groupby(sorted(held, key=kind), key=kind):
+            for together in _cut(names, sizes):
+                start = buckets[-1].stop if buckets else 0
+                stops = list(accumulate((sizes[name] for name in together), initial=start))
+                pieces = tuple(map(BufferRange, together, stops, stops[1:]))
+                share = Interval(start // dp, start // dp + _aligned(-(-(stops[-1] - start) // dp)))
+                stop = start + share.size * dp
+                buckets.append(Bucket(start, stop, pieces, share, not is_vector, is_whole))
+        return tuple(buckets)
+
+    def _whole(self, pp: int, tp: int) -> set[str]:
+        """The parameters with rows that several ranks of a replica hold, this one among them."""
+        axes = self.layout.placement.strategy
+        place = Placement(tuple(range(axes.tp * axes.pp)), ParallelStrategy(1, axes.tp, axes.pp))
+        replica, device = replace(self.layout, placement=place), place.device(0, tp, pp)
+        return {
+            name
+            for name in replica.held(device)
+            if any(device in piece.devices for piece in replica.shared(name, 0))
+        }
+
+
+def _cut(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Parameters in runs, each of which ends as soon as it has BUCKET elements."""
+    run: list[str] = []
+    for name in names:
+        run.append(name)
+        if sum(sizes[name] for name in run) >= BUCKET:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _aligned(elements: int) -> int:
+    """Round up to a multiple of ALIGNMENT."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT

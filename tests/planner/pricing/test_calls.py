@@ -5,7 +5,7 @@ import pytest
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.calls import CallCost
-from planner.pricing.devices import PRESETS, preset
+from planner.pricing.devices import PRESETS, Link, preset
 
 CLUSTER = Cluster(2, 8)
 
@@ -62,8 +62,12 @@ def test_tensor_parallelism_costs_communication(seconds, call):
 
 
 def test_data_parallel_training_pays_for_its_gradients(seconds):
-    """The same load per device, but gradients to reduce."""
-    assert seconds("actor_train", dp=8, n_seqs=512) > seconds("actor_train", dp=1, n_seqs=64)
+    """The same load per device, but gradients to reduce: in float32, once in each of four steps."""
+    slow = Link(bytes_per_s=1e9, latency_s=0.0)
+    device = preset("a100-80g-sxm").model_copy(update={"inside_host": slow, "exchange_overlap": 0.0})
+    reduced_s = 4 * (4 + 2) * 6.7e9 * 7 / 8 / (0.8 * 1e9)
+    more_s = seconds("actor_train", dp=8, n_seqs=512, device=device) - seconds("actor_train", n_seqs=64)
+    assert more_s == pytest.approx(reduced_s, rel=0.05)
 
 
 def test_links_between_hosts_are_slower(seconds):
@@ -162,12 +166,43 @@ def test_the_first_stage_keeps_most_micro_batches(active):
     assert stages[0] > stages[1] > stages[2]
 
 
-def test_zero_1_shards_the_optimizer_alone(ppo_cost, assign):
+def test_gradients_and_optimizer_are_shared_out_but_for_two_layers(ppo_cost, assign):
     model = ppo_cost(CLUSTER)
     one, eight = (model.training_bytes("actor", assign(list(range(dp)), dp).placement)[0] for dp in (1, 8))
     parameters = model.parameter_bytes("actor", assign([0]).placement)[0] / 2
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
     assert one == parameters * (2 + 4 + 12)
-    assert eight == parameters * (2 + 4 + 12 / 8)
+    assert eight == parameters * (2 + (4 + 12) / 8) + 2 * layer * 4
+
+
+def test_rows_that_several_ranks_hold_have_whole_gradients(ppo_cost, assign, llama):
+    """One KV head on four tp ranks: keys and values; and tied embeddings on both ends of a pipeline."""
+    placement = assign(list(range(8)), dp=2, tp=4).placement
+    many, one = (
+        ppo_cost(CLUSTER, shape=llama(num_key_value_heads=n)).training_bytes("actor", placement)[0]
+        for n in (4, 1)
+    )
+    kv = 32 * 2 * 4096 * 128  # of the layers, and each rank has them in both models
+    assert one - many == pytest.approx(kv * 4, rel=0.01)
+    placement = assign([0, 1, 2, 3], dp=2, pp=2).placement
+    untied, tied = (
+        ppo_cost(CLUSTER, shape=llama(tie_word_embeddings=t)).training_bytes("actor", placement)
+        for t in (False, True)
+    )
+    assert [b - a for a, b in zip(untied, tied, strict=True)] == [32000 * 4096 * 4] * 2
+
+
+def test_a_device_hides_the_reduction_of_gradients_behind_its_backward_passes(seconds):
+    device = preset("a100-80g-sxm")
+    across = {"dp": 16, "micro_batches": 8, "n_seqs": 16384}
+    hidden, seen = (
+        seconds("actor_train", **across, device=device.model_copy(update={"exchange_overlap": share}))
+        for share in (0.8, 0.0)
+    )
+    alone = seconds("actor_train", dp=1, micro_batches=8, n_seqs=1024)
+    assert alone < hidden < 1.1 * alone
+    reduction_s = 4 * 6.7e9 * 15 / 16 / (0.8 * 25e9)  # once, in each of 4 steps of 8 micro-batches
+    assert seen - hidden == pytest.approx(32 * reduction_s, rel=0.2)
 
 
 def test_training_adapters_computes_no_gradients_of_frozen_weights(ppo_cost, assign, make_graph, lora):

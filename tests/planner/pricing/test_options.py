@@ -111,7 +111,7 @@ def test_what_is_left_out_is_matched_in_time_and_memory(problem):
             20 * 10**9,
             "A larger dp, tp or pp, a smaller batch_size or fewer new",
         ),
-        ("actor_train", ONE_HOST, 10**9, r"A larger tp, pp or dp \(ZeRO-1 shards the optimizer\)"),
+        ("actor_train", ONE_HOST, 10**9, r"A larger tp, pp or dp \(ZeRO shards gradients and optimizer\)"),
     ],
 )
 def test_no_option_fits(problem, name, cluster, memory_bytes, remedy):

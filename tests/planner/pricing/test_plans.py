@@ -106,7 +106,7 @@ def test_memory_of_a_symmetric_plan(make_graph, ppo_cost):
     for node in calls:
         active = max(model.call(node.call, node.assignment).active_bytes)
         assert held[node.name] == pytest.approx(resident + active)
-    assert peak.total_bytes == pytest.approx(2 * 6.67e9 * 7.5 + 2 * 13.3e9 + 9.67e9, rel=0.02)
+    assert peak.total_bytes == pytest.approx(2 * (6.67e9 * 4 + 1.62e9) + 2 * 13.3e9 + 9.67e9, rel=0.02)
 
 
 def test_a_copy_counts_until_its_release(make_graph, assign, ppo_cost):
@@ -215,6 +215,6 @@ def test_shortfall_names_device_bytes_and_fields(make_graph, ppo_cost):
     missing = price.peaks[0].total_bytes - 80e9
     assert message is not None
     assert message.startswith(f"Device 0 (a100-80g-sxm) lacks {missing:.0f} bytes")
-    assert "ZeRO-1" in message
+    assert "ZeRO" in message
     roomy = ppo_cost(cluster, device=preset("a100-80g-sxm").model_copy(update={"memory_bytes": 200 * 10**9}))
     assert shortfall(replace(price), roomy) is None

@@ -1,7 +1,9 @@
 """The sharded optimizer against torch's AdamW on whole parameters, on made-up gradients (no model)."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.train import state_layout
 from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
 from tests.tiny_models import held_slices
 
@@ -21,6 +24,7 @@ SIZES = {"hidden": 6, "layers": 2, "head_dim": 2, "intermediate": 7, "vocab": 11
 UNEVEN = {"family": "qwen3", "qk_norm": True, **SIZES}
 GROUPED = ModelShape(query_heads=9, kv_heads=3, tied=True, **UNEVEN)
 FEW_KV = ModelShape(query_heads=4, kv_heads=1, tied=False, **UNEVEN)
+BUCKET = 100  # elements; the models have up to 2,000, in matrices of up to 126
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
 RATES = (1e-2, 5e-3, 2e-2)
 STRATEGIES = [
@@ -72,22 +76,44 @@ def _engine(
     layout = Layout(shape, "lm", Placement(order, strategy))
     groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     slices = {n: nn.Parameter(t) for n, t in held_slices(layout, rank, _whole(shape, 0, dtype)).items()}
-    return layout, groups, slices, Optimizer(slices, layout, groups, SETTINGS)
+    return layout, groups, slices, _optimizer(slices, layout, groups, SETTINGS)
 
 
-def _backward(slices: dict[str, nn.Parameter], gradients: dict[str, Tensor], parts: int) -> None:
-    """Give every parameter its gradient in so many backward passes."""
-    for part in range(parts):
-        sum(
-            (slices[n] * g).sum() * (2 * (part + 1) / (parts * (parts + 1))) for n, g in gradients.items()
-        ).backward()
+def _optimizer(slices, layout: Layout, groups: ProcessGroups, settings: OptimizerSettings) -> Optimizer:
+    """With small buckets, so that a model has several of them."""
+    with patch.object(state_layout, "BUCKET", BUCKET):
+        return Optimizer(slices, layout, groups, settings)
 
 
-def _train(rank: int, world: int, shape: ModelShape, strategy: ParallelStrategy, dtype: torch.dtype, order):
+def _backward(
+    optimizer: Optimizer,
+    slices: dict[str, nn.Parameter],
+    gradients: dict[str, Tensor],
+    parts: int,
+    unused: Sequence[str] = (),
+) -> None:
+    """Give every parameter its gradient in so many backward passes; the unused ones only in the last pass."""
+    optimizer.gradients.begin(parts)
+    for part in range(1, parts + 1):
+        total = torch.zeros((), dtype=torch.float64)
+        for name, gradient in gradients.items():
+            if name not in unused:
+                total = total + (slices[name] * gradient).sum() * (2 * part / (parts * (parts + 1)))
+            elif part == parts:
+                total = total + (slices[name] * gradient).sum()
+        total.backward()
+        optimizer.gradients.end_pass()
+    optimizer.gradients.end_passes()
+
+
+def _train(rank: int, world: int, shape: ModelShape, strategy, dtype: torch.dtype, order, uneven=False):
+    """uneven: replicas have different numbers of passes, and in most of them parameters without a gradient."""
     layout, _, slices, optimizer = _engine(shape, strategy, dtype, rank, order)
     norms = []
+    parts = 1 + layout.placement.coordinate(rank).dp if uneven else 2
     for step, rate in enumerate(RATES, start=1):
-        _backward(slices, _contribution(layout, rank, step, dtype), parts=2)
+        unused = list(slices)[step :: 2 + step] if uneven else ()
+        _backward(optimizer, slices, _contribution(layout, rank, step, dtype), parts, unused)
         norms.append(optimizer.apply(rate).grad_norm)
     assert all(p.grad is None for p in slices.values())
     return norms, {name: p.detach().clone() for name, p in slices.items()}
@@ -133,16 +159,55 @@ def test_three_steps_equal_torchs_adamw(ranks, shape: ModelShape, strategy: Para
     _assert_trained(results, shape, strategy, torch.float64, order, 1e-12)
 
 
+@pytest.mark.parametrize(
+    "strategy", [ParallelStrategy(3, 1, 1), ParallelStrategy(2, 2, 1), ParallelStrategy(2, 1, 2)], ids=str
+)
+def test_replicas_may_have_different_passes_in_which_parameters_are_unused(ranks, strategy) -> None:
+    order = tuple(range(strategy.size))
+    results = ranks.run(strategy.size, _train, GROUPED, strategy, torch.float64, order, True)
+    _assert_trained(results, GROUPED, strategy, torch.float64, order, 1e-12)
+
+
+def _most_gradients(rank: int, world: int) -> tuple[int, int]:
+    """(most elements of gradients that a backward pass adds to those before it, elements of the buffer)."""
+    shape, strategy = replace(GROUPED, layers=8), ParallelStrategy(dp=world)
+    _, _, slices, optimizer = _engine(shape, strategy, torch.float64, rank, tuple(range(world)))
+    gradients = {name: torch.ones_like(p) for name, p in slices.items()}
+    before, most = set(_storages()), 0
+
+    def count(_: Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(size for at, size in _storages().items() if at not in before))
+
+    for parameter in slices.values():
+        parameter.register_post_accumulate_grad_hook(count)
+    _backward(optimizer, slices, gradients, parts=2)
+    return most, sum(p.numel() for p in slices.values())
+
+
+def _storages() -> dict[int, int]:
+    """Address -> elements of the tensors of more than one element that there are."""
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float64]
+    return {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 8 for t in tensors if t.numel() > 1
+    }
+
+
+def test_no_rank_has_all_gradients_at_once(ranks) -> None:
+    for most, whole in ranks.run(4, _most_gradients):
+        assert 0 < most < whole / 3
+
+
 def _train_on_the_first(rank: int, world: int, strategy: ParallelStrategy) -> list:
     """Three steps without clipping. Only the first dp rank has gradients, so their sum is exact."""
     layout = Layout(GROUPED, "lm", Placement(tuple(range(world)), strategy))
     groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     whole = _whole(GROUPED, 0, torch.float32)
     slices = {n: nn.Parameter(t) for n, t in held_slices(layout, rank, whole).items()}
-    optimizer = Optimizer(slices, layout, groups, replace(SETTINGS, max_grad_norm=None))
+    optimizer = _optimizer(slices, layout, groups, replace(SETTINGS, max_grad_norm=None))
     for step, rate in enumerate(RATES, start=1):
         gradients = held_slices(layout, rank, _whole(GROUPED, step, torch.float32))
-        _backward(slices, {n: g * (rank == 0) for n, g in gradients.items()}, parts=1)
+        _backward(optimizer, slices, {n: g * (rank == 0) for n, g in gradients.items()}, parts=1)
         optimizer.apply(rate)
     return [(s.name, s.kind, s.start, s.stop, s.tensor.clone()) for s in optimizer.shard_state()]
 
@@ -206,9 +271,9 @@ def _creep(rank: int, world: int) -> float:
     layout = Layout(shape, "lm", Placement((0,), ParallelStrategy()))
     groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     slices = {s.name: nn.Parameter(torch.ones(s.shape, dtype=torch.bfloat16)) for s in layout.parameters}
-    optimizer = Optimizer(slices, layout, groups, replace(SETTINGS, weight_decay=0.0, max_grad_norm=None))
+    optimizer = _optimizer(slices, layout, groups, replace(SETTINGS, weight_decay=0.0, max_grad_norm=None))
     for _ in range(100):
-        _backward(slices, {name: torch.ones_like(p) for name, p in slices.items()}, parts=1)
+        _backward(optimizer, slices, {name: torch.ones_like(p) for name, p in slices.items()}, parts=1)
         optimizer.apply(1e-3)
     return float(slices["model.norm.weight"][0])
 
@@ -219,12 +284,12 @@ def _skip(rank: int, world: int, strategy: ParallelStrategy, culprit: str):
     gradients = _contribution(layout, rank, 1, torch.float64)
     if culprit == "gradient" and rank == world - 1:
         next(iter(gradients.values()))[0] = float("nan")
-    _backward(slices, gradients, parts=1)
+    _backward(optimizer, slices, gradients, parts=1)
     skipped = optimizer.apply(1e-2, finite=not (culprit == "loss" and rank == 0)).skipped
     unchanged = all(torch.equal(p, before[name]) for name, p in slices.items())
     steps = optimizer.step
     for step, rate in enumerate(RATES, start=1):
-        _backward(slices, _contribution(layout, rank, step, torch.float64), parts=1)
+        _backward(optimizer, slices, _contribution(layout, rank, step, torch.float64), parts=1)
         optimizer.apply(rate)
     return skipped, unchanged, steps, {name: p.detach().clone() for name, p in slices.items()}
 
@@ -246,7 +311,7 @@ def _save_and_load(rank: int, world: int, strategy: ParallelStrategy, pieces: di
     if pieces is not None:
         optimizer.load_shard_state(_local(layout, rank, pieces), step=2)
     for step in steps:
-        _backward(slices, _contribution(layout, rank, step, torch.float64), parts=1)
+        _backward(optimizer, slices, _contribution(layout, rank, step, torch.float64), parts=1)
         optimizer.apply(RATES[step - 1])
     state = [(s.name, s.kind, s.start, s.stop, s.tensor.clone()) for s in optimizer.shard_state()]
     return {name: p.detach().clone() for name, p in slices.items()}, state
