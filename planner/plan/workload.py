@@ -93,6 +93,7 @@ class Workload(Frozen):
     prompt_lengths   their distribution, from which only `balance` is chosen; None: all are alike
     new_tokens       distribution of the tokens that are generated
     max_new_tokens   generated tokens per sequence that the KV cache has room for; default: the longest of new_tokens
+    counted_tokens   mean tokens of a sequence that pass a language model's head in training and inference; None: all
     epochs           passes of a train_step over the batch
     itemsize         bytes of a parameter or activation
     recompute        activations are recomputed in the backward pass
@@ -105,6 +106,7 @@ class Workload(Frozen):
     prompt_lengths: Lengths | None = None
     new_tokens: Lengths
     max_new_tokens: int | None = Field(None, gt=0)
+    counted_tokens: float | None = Field(None, gt=0)
     epochs: int = Field(1, gt=0)
     itemsize: int = Field(gt=0)
     recompute: bool
@@ -116,6 +118,11 @@ class Workload(Frozen):
     def mean_tokens(self) -> float:
         """Mean tokens of a sequence, prompt included."""
         return self.prompt_tokens + self.new_tokens.mean
+
+    @property
+    def counted_share(self) -> float:
+        """Share of the tokens that pass a language model's head in training and inference."""
+        return 1.0 if self.counted_tokens is None else min(1.0, self.counted_tokens / self.mean_tokens)
 
     @property
     def cache_tokens(self) -> int:

@@ -115,10 +115,16 @@ class OnMesh:
             layer_s += timing.layer_s("forward", tokens, context) * self._layer_factor(
                 "forward", tokens, context
             )
-        embedding_s, head_s = timing.embedding_s(kind, tokens), timing.head_s(kind, tokens, context)
+        embedding_s = timing.embedding_s(kind, tokens)
+        passing = tokens if kind in ("prefill", "decode") else self.counted(tokens)
+        head_s = timing.head_s(kind, passing, context)
         if kind == "backward" and self.has_adapters:  # the frozen embedding and lm head have no gradient
             embedding_s, head_s = 0.0, head_s * (0.5 if self.local.vocab > 1 else 1.0)
         return layer_s, embedding_s, head_s
+
+    def counted(self, tokens: float) -> float:
+        """How many of some tokens pass the head: a language model's computes only those that predict what counts."""
+        return tokens if self.local.vocab == 1 else tokens * self.workload.counted_share
 
     @property
     def has_adapters(self) -> bool:
@@ -172,7 +178,7 @@ class OnMesh:
         )
         logits = 0.0
         if stage == self.strategy.pp - 1:
-            logits = tokens * local.vocab * itemsize * (2 if gradients else 1)
+            logits = self.counted(tokens) * local.vocab * itemsize * (2 if gradients else 1)
         return max(layer * (2 if gradients else 1), logits)
 
 

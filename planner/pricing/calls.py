@@ -203,7 +203,8 @@ class CostModel:
 
             def mesh(prompt_tokens: int, new_tokens: int) -> OnMesh:
                 lengths = {"prompt_tokens": prompt_tokens, "new_tokens": Lengths.fixed(new_tokens)}
-                workload = self.workload.model_copy(update={**lengths, "max_new_tokens": new_tokens})
+                changed = {**lengths, "max_new_tokens": new_tokens, "counted_tokens": None}
+                workload = self.workload.model_copy(update=changed)
                 return OnMesh(timing, workload, local, trained, s, where.crossings)
 
             at_once = min(asked.rows_at_once, asked.rows)

@@ -46,6 +46,21 @@ def test_training_is_four_forward_passes_with_recomputation(seconds):
     assert 4 * forward < with_recompute < 4.8 * forward
 
 
+@pytest.mark.parametrize(("call", "passes"), [("ref_inference", 1), ("actor_train", 3)])
+def test_a_language_models_head_computes_only_tokens_that_count(seconds, active, llama, call, passes):
+    """By hand: 2 FLOPs x hidden x vocabulary for each of the 128 prompt tokens, and two passes more back."""
+    all_s, counted_s = (seconds(call, dp=8, counted_tokens=n) for n in (None, 128))
+    by_hand = passes * 2 * 4096 * 32000 * 512 * 128 / (0.5 * 312e12) / 8
+    assert all_s - counted_s == pytest.approx(by_hand, rel=0.05)
+    many = {"prompt_tokens": 1920, "n_seqs": 64, "shape": llama(vocab_size=256_000)}
+    assert max(active(call, **many)) > 1.5 * max(active(call, **many, counted_tokens=128))
+
+
+def test_a_scalar_head_computes_every_token(seconds):
+    for call in ("critic_inference", "critic_train", "reward_inference"):
+        assert seconds(call, dp=8, counted_tokens=128) == seconds(call, dp=8)
+
+
 def test_epochs_repeat_the_training(seconds):
     assert seconds("actor_train", dp=8, epochs=3) == pytest.approx(3 * seconds("actor_train", dp=8))
 
