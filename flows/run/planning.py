@@ -274,6 +274,7 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         epochs=config.passes,
         itemsize=ITEMSIZES[config.dtype],
         recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
+        micro_batch_tokens=config.micro_batch_tokens if isinstance(config, TrainingConfig) else None,
         reward_s=planning.reward_seconds_per_sequence,
         evaluation=_evaluation(config),
         sync_every=config.ref_model_sync_steps if isinstance(config, MovesReference) else 1,

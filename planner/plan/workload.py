@@ -97,6 +97,7 @@ class Workload(Frozen):
     epochs           passes of a train_step over the batch
     itemsize         bytes of a parameter or activation
     recompute        activations are recomputed in the backward pass
+    micro_batch_tokens  most tokens of a micro-batch in training and inference; None: no limit
     reward_s         seconds of the Python rewards per sequence
     evaluation       of the role that the graph has evaluated
     sync_every       iterations from one blend to the next of a role that follows another
@@ -110,6 +111,7 @@ class Workload(Frozen):
     epochs: int = Field(1, gt=0)
     itemsize: int = Field(gt=0)
     recompute: bool
+    micro_batch_tokens: int | None = Field(None, gt=0)
     reward_s: float = Field(0.0, ge=0)
     evaluation: Evaluation | None = None
     sync_every: int = Field(1, gt=0)

@@ -71,6 +71,14 @@ class OnMesh:
         """Sequences of the fullest dp rank, of a call's batch or part, or of one of its mini-batches."""
         return -(-(call.n_groups // (mini_batches * call.chunks)) // self.strategy.dp) * call.group_size
 
+    def micro_batches(self, share: int, planned: int) -> int:
+        """Micro-batches of so many sequences: as planned, or more where `micro_batch_tokens` asks for them."""
+        most = self.workload.micro_batch_tokens
+        if most is None:
+            return planned
+        in_each = max(1, int(most / self.workload.mean_tokens))
+        return max(planned, -(-share // in_each))
+
     def layers(self, stage: int) -> int:
         return self.local.stage_layers(self.strategy.pp, stage)
 
@@ -185,6 +193,7 @@ class OnMesh:
 def infer(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """A forward pass. Python rewards run at the same time, each head's sequences one by one; or they run alone."""
     length, share = mesh.workload.mean_tokens, mesh.share(call)
+    micro_batches = mesh.micro_batches(share, micro_batches)
     tokens, fullest = share * length / micro_batches, -(-share // micro_batches) * length
     scores = "scores" in (call.remap.get(key, key) for key in call.outputs)
     rewards_s = share * mesh.workload.reward_s if scores else 0.0
@@ -206,6 +215,7 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     """
     workload, s = mesh.workload, mesh.strategy
     length = workload.mean_tokens
+    micro_batches = mesh.micro_batches(mesh.share(call, call.mini_batches), micro_batches)
     tokens = mesh.share(call, call.mini_batches) * length / micro_batches
     gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
     passes_s = mesh.pipelined_s(["forward", "backward"], tokens, length, micro_batches)

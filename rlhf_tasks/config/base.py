@@ -17,6 +17,7 @@ from rlhf_tasks.config.sections import (
     MOST_ITERATIONS,
     MOST_SECONDS,
     MOST_SEQS,
+    MOST_TOKENS,
     ClusterConfig,
     DataConfig,
     EvaluationConfig,
@@ -237,7 +238,7 @@ class TrainingConfig(RunConfig):
     groups: ClassVar[Groups] = {
         "": ("total_iterations",),
         "Batch": ("num_mini_batches",),
-        "Training": ("optimizer", "lora", "gradient_checkpointing"),
+        "Training": ("optimizer", "lora", "gradient_checkpointing", "micro_batch_tokens"),
         "Evaluation": ("evaluation",),
     }
 
@@ -252,6 +253,13 @@ class TrainingConfig(RunConfig):
     gradient_checkpointing: bool = Field(
         default=False,
         description="Recompute a layer's activations in its backward pass: less memory, more time.",
+    )
+    micro_batch_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_TOKENS,
+        description="Most tokens of a micro-batch in training and inference, or as many as the longest sample has: a "
+        "rank's batch is cut into more than micro_batches where it takes more; default: no limit.",
     )
     evaluation: EvaluationConfig | None = Field(
         default=None,

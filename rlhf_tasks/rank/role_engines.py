@@ -55,6 +55,7 @@ class RoleEngines:
         self._seed = config.seed
         self._config = config
         self._recompute = isinstance(config, TrainingConfig) and config.gradient_checkpointing
+        self._most_tokens = config.micro_batch_tokens if isinstance(config, TrainingConfig) else None
         self._frozen: dict[tuple[Role, Placement], dict[str, Tensor]] = {}
         self._engines: dict[tuple[str, Placement], Engine] = {}
         self._absent: set[tuple[str, Placement]] = set()
@@ -72,7 +73,14 @@ class RoleEngines:
                 blended = bool(planned.follows) and number == 0
                 stage = self._filled(parts, layout, away, changes=planned.trained or blended)
                 settings = optimizer_settings(parts.optimizer) if parts.optimizer and not copy else None
-                self._engines[role, placement] = Engine(stage, layout, groups, settings, blended=blended)
+                self._engines[role, placement] = Engine(
+                    stage,
+                    layout,
+                    groups,
+                    settings,
+                    blended=blended,
+                    micro_batch_tokens=self._most_tokens,
+                )
                 if copy:
                     self._drop(role, placement)
                 if away:
@@ -176,7 +184,7 @@ class RoleEngines:
         if key not in self._engines:
             layout = self._layout(role, placement)
             stage = self._stage(self._roles[role], layout)
-            self._engines[key] = Engine(stage, layout, self._groups)
+            self._engines[key] = Engine(stage, layout, self._groups, micro_batch_tokens=self._most_tokens)
         engine = self._engines[key]
         _replace(engine.stage, moved.slices)
         engine.version, engine.state = moved.version, moved.state

@@ -67,9 +67,11 @@ def micro_batch(batch: SampleBatch) -> MicroBatch:
     )
 
 
-def split(batch: SampleBatch, micro_batches: int) -> list[MicroBatch]:
+def split(batch: SampleBatch, micro_batches: int, most_tokens: int | None = None) -> list[MicroBatch]:
     """Cut a batch into at most `micro_batches` micro-batches of about equal token counts.
 
+    most_tokens  if given, into as many more as it takes until none has more tokens than this, or than the longest
+                 sample if that is longer
     Deterministic: the longest samples are placed first, each in the micro-batch with the fewest tokens so far. Inside
     a micro-batch samples keep the batch's order. With few samples there are fewer micro-batches; none is empty.
     Neighbours with the same id (the two answers of a preference pair) stay together.
@@ -77,10 +79,15 @@ def split(batch: SampleBatch, micro_batches: int) -> list[MicroBatch]:
     lengths = batch["input_ids"].lengths
     together = [list(places) for _, places in groupby(range(len(batch)), key=lambda place: batch.ids[place])]
     loads = [sum(lengths[place] for place in places) for places in together]
-    return [
-        micro_batch(batch.take([place for group in part for place in together[group]]))
-        for part in balance(loads, micro_batches)
-    ]
+    parts = balance(loads, micro_batches)
+    if most_tokens is not None and loads:
+        most = max(most_tokens, *loads)
+        count = max(micro_batches, -(-sum(loads) // most))
+        parts = balance(loads, count)
+        while max(sum(loads[group] for group in part) for part in parts) > most:
+            count += 1
+            parts = balance(loads, count)
+    return [micro_batch(batch.take([place for group in part for place in together[group]])) for part in parts]
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:

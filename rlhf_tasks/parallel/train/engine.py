@@ -57,6 +57,7 @@ class Engine:
     optimizer_settings  None for frozen and blended roles and read-only copies
     blended             the weights are blended with others: they have master weights, and no optimizer
     master              the state that commits hold: an `Optimizer` where the role trains, None where nothing changes
+    micro_batch_tokens  most tokens of a micro-batch (`split`); None: only the calls' numbers of micro-batches count
     version             the number of train calls applied to these weights. The caller increments it, because one
                         train call may be many calls of `train_step`
     state               JSON-able state of the role besides parameters and optimizer
@@ -71,8 +72,10 @@ class Engine:
         optimizer_settings: OptimizerSettings | None = None,
         version: int = 0,
         blended: bool = False,
+        micro_batch_tokens: int | None = None,
     ) -> None:
         self.stage = stage
+        self.micro_batch_tokens = micro_batch_tokens
         self.layout = layout
         self.placement = layout.placement
         self.groups = groups
@@ -120,11 +123,11 @@ class Engine:
         """A forward pass without gradients, followed by `output` on the last stage.
 
         batch          this replica's samples, with `input_ids`; the same on all its ranks
-        micro_batches  most micro-batches into which the batch is cut
+        micro_batches  most micro-batches into which the batch is cut; more where `micro_batch_tokens` asks for them
         counted        see `train_step`
         Returns the rows of `output` in the batch's order on all ranks of the last stage, None on the others.
         """
-        micros = split(batch, micro_batches)
+        micros = split(batch, micro_batches, self.micro_batch_tokens)
 
         def run(x: Tensor, micro: MicroBatch) -> Tensor:
             y, micro = self._stage_output(x, micro, counted)
@@ -183,7 +186,7 @@ class Engine:
             return terms.total / denominator
 
         with products(self.device, self.stage.dtype):
-            micros = split(batch, micro_batches)
+            micros = split(batch, micro_batches, self.micro_batch_tokens)
             optimizer.gradients.begin(len(micros))
             self.pipeline.forward_backward(micros, run, optimizer.gradients.end_pass)
             optimizer.gradients.end_passes()

@@ -5,8 +5,11 @@ import json
 import pytest
 
 from flows.cli import run_command
+from flows.run.planning import workload_of
 from planner.plan.mesh import Cluster
 from planner.pricing.profile_cache import cache_file, write_profiles
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.flows.checked_files import model_folder
 from tests.flows.plan_documents import DISJOINT, LLAMA, SHAPE, measured, ppo, refused
@@ -30,6 +33,19 @@ def test_rewards_in_python_are_no_forward_pass(run_plan, tmp_path):
     (dispatch_s, _), (time_s, dp) = times
     assert dispatch_s == 5e-3
     assert time_s == pytest.approx(dispatch_s + 8 / dp * 0.25)
+
+
+def test_the_head_and_micro_batches_are_planned_for_as_the_engine_computes_them():
+    """Of 16 + 4 or 16 tokens, the head computes those that are generated; of rows with completions it may be all."""
+    answers = PPOConfig.model_validate(
+        ppo(planning={"prompt_tokens": 16, "new_tokens": {4: 0.5, 16: 0.5}}, micro_batch_tokens=64)
+    )
+    workload = workload_of(answers)
+    assert (workload.counted_tokens, workload.counted_share) == (10, 10 / 26)
+    assert workload.micro_batch_tokens == 64
+    rows = ppo(type="sft", models={"actor": {"config": LLAMA}})
+    del rows["sampling"]
+    assert workload_of(SFTConfig.model_validate(rows)).counted_share == 1
 
 
 INF = float("inf")

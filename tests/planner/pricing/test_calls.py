@@ -61,6 +61,17 @@ def test_a_scalar_head_computes_every_token(seconds):
         assert seconds(call, dp=8, counted_tokens=128) == seconds(call, dp=8)
 
 
+@pytest.mark.parametrize("call", ["ref_inference", "actor_train"])
+def test_micro_batches_of_few_tokens_are_priced_as_that_many(seconds, active, call):
+    """512 sequences of 256 tokens in 4 mini-batches (inference: in one) on 8 ranks; micro-batches of 1,100 tokens."""
+    count = 16 if call == "ref_inference" else 4
+    for price in (seconds, active):
+        cut = price(call, dp=8, micro_batch_tokens=1100)
+        assert cut == price(call, dp=8, micro_batches=count)
+        assert cut == price(call, dp=8, micro_batches=2, micro_batch_tokens=1100)
+        assert cut != price(call, dp=8)
+
+
 def test_epochs_repeat_the_training(seconds):
     assert seconds("actor_train", dp=8, epochs=3) == pytest.approx(3 * seconds("actor_train", dp=8))
 

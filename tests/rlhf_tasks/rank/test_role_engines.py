@@ -14,6 +14,16 @@ from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
 from tests.tiny_runs import ppo_config
 
 
+def test_every_engine_cuts_micro_batches_as_the_configuration_says(tmp_path: Path):
+    plan = {key: {"devices": [0]} for key in PPO_CALLS}
+    config = ppo_config(tmp_path, plan=plan, cluster={"devices_per_host": 1}, micro_batch_tokens=64)
+    plan = prepare(config).plan
+    with world_of_one():
+        engines = RoleEngines(plan, config, ProcessGroups(plan_device_sets(plan), 240.0, CPU))
+        placement = plan.roles["ref"].placements[0]
+        assert {engines.get(role, placement).micro_batch_tokens for role in plan.roles} == {64}
+
+
 def test_a_language_model_may_become_a_critic_but_is_no_reward_model(tmp_path: Path):
     config = ppo_config(
         tmp_path, plan={key: {"devices": [0]} for key in PPO_CALLS}, cluster={"devices_per_host": 1}

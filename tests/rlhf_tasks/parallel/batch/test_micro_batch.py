@@ -41,7 +41,24 @@ def test_split_keeps_every_key_with_its_sample() -> None:
 
 def test_fewer_samples_make_fewer_micro_batches() -> None:
     assert len(split(_batch([2, 3]), 5)) == 2
-    assert split(_batch([2, 3]).select([]), 5) == []
+    assert split(_batch([2, 3]).select([]), 5) == split(_batch([2, 3]).select([]), 5, 1) == []
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 200))
+def test_no_micro_batch_has_more_tokens_than_it_may(lengths: list[int], least: int, most: int) -> None:
+    """Or than the longest sample. A batch that has few enough is cut no further."""
+    batch = _batch(lengths)
+    micros = split(batch, least, most)
+    assert sorted(sample for micro in micros for sample in micro.ids) == list(batch.ids)
+    assert all(micro.tokens <= max(most, *lengths) for micro in micros)
+    assert len(micros) >= min(least, len(lengths))
+    if sum(lengths) <= most:
+        assert len(micros) == min(least, len(lengths))
+
+
+def test_micro_batches_are_as_large_as_a_long_sample_makes_one_anyway() -> None:
+    assert [micro.ids for micro in split(_batch([9, 2, 2, 2, 2]), 1, 4)] == [(10,), (11, 12, 13, 14)]
+    assert [micro.ids for micro in split(_batch([4, 2, 2, 2, 2]), 1, 4)] == [(10,), (11, 13), (12, 14)]
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 8))

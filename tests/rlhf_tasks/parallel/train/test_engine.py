@@ -73,6 +73,7 @@ class Trial:
     micro_batches: int = 2
     settings: OptimizerSettings = SETTINGS
     lora: Lora | None = None
+    micro_batch_tokens: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -123,7 +124,7 @@ def _engine(trial: Trial, rank: int) -> Engine:
         for part, slices in ((layout.whole, stage.named_slices()), (layout, stage.trained_slices())):
             for name, mine in held_slices(part, rank, trial.weights).items():
                 slices[name].copy_(mine)
-    return Engine(stage, layout, groups, trial.settings)
+    return Engine(stage, layout, groups, trial.settings, micro_batch_tokens=trial.micro_batch_tokens)
 
 
 def _shared(engine: Engine, rank: int) -> SampleBatch:
@@ -345,6 +346,15 @@ def _compare(ranks, model: str, head: Head, strategy: ParallelStrategy, dtype, r
 @pytest.mark.parametrize("model", ["llama", "qwen3-tied"])
 def test_training_equals_plain_transformers_in_float64(ranks, model: str, strategy: ParallelStrategy) -> None:
     _compare(ranks, model, "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
+
+
+@pytest.mark.parametrize(
+    "strategy", [ParallelStrategy(*s) for s in [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 1, 2)]], ids=str
+)
+def test_micro_batches_of_at_most_so_many_tokens_train_alike(ranks, strategy: ParallelStrategy) -> None:
+    """Replicas have different numbers of them."""
+    few = {"micro_batches": 1, "micro_batch_tokens": 9}
+    _compare(ranks, "llama", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9, **few)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
