@@ -136,7 +136,7 @@ def large(layers: int, **changes) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("layers", "strategy"), [(4, (16, 1, 1)), (18, (8, 2, 1)), (40, (2, 8, 1)), (80, (1, 8, 2))]
+    ("layers", "strategy"), [(4, (16, 1, 1)), (20, (16, 1, 1)), (40, (4, 4, 1)), (80, (1, 8, 2))]
 )
 def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, strategy):
     """tp grows inside a host; what does not fit a host is cut in stages over hosts."""
