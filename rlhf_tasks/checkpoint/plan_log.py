@@ -35,8 +35,16 @@ class PlanChange(Frozen):
 
 
 def plan_digest(plan: ExecutionPlan) -> str:
-    """SHA-256 of a plan, which identifies it in the log and in manifests."""
-    return hashlib.sha256(json.dumps(plan.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    """SHA-256 of a plan, which identifies it in the log and in manifests.
+
+    A lead of 0 is left out: plans of runs from before there were leads have the digests of then.
+    """
+    document = plan.model_dump(mode="json")
+    for node in document["nodes"]:
+        for part in (node, node.get("call")):
+            if isinstance(part, dict) and part.get("lead") == 0:
+                del part["lead"]
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def log_change(folder: Path, iteration: int, plan: ExecutionPlan) -> PlanChange:

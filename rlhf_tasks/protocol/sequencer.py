@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import (
     CallNode,
@@ -15,6 +16,7 @@ from rlhf_tasks.spec import (
     ExecutionPlan,
     NodeKey,
     NodeRequest,
+    OffloadNode,
     OnloadNode,
     PlanNode,
     ReallocateNode,
@@ -145,7 +147,24 @@ class Sequencer:
             if isinstance(node, ReallocateNode | OnloadNode)
             and any(node.name in other.after for other in self.plan.nodes if other.lead)
         }
+        ahead |= self._freed_ahead()
         return tuple(sorted(self.plan.nodes, key=lambda node: node.name not in ahead))
+
+    def _freed_ahead(self) -> set[str]:
+        """The nodes that free what only calls that run ahead have read: it is not held through the calls after them."""
+        freed: set[str] = set()
+        readers: dict[tuple[str, Placement], list[int]] = {}  # (role, placement) -> leads of those since it was freed
+        for node in self.plan.nodes:
+            match node:
+                case CallNode():
+                    readers.setdefault((node.call.role, node.placement), []).append(node.lead)
+                case EvaluateNode():
+                    readers.setdefault((node.role, node.placement), []).append(0)
+                case ReleaseNode() | OffloadNode():
+                    leads = readers.pop((node.role, node.placement), [])
+                    if leads and all(leads):
+                        freed.add(node.name)
+        return freed
 
     @cached_property
     def saves(self) -> dict[str, tuple[int, ...]]:

@@ -49,3 +49,12 @@ def test_other_files_than_were_written_are_refused_by_name(tmp_path):
 
 def test_digests_tell_plans_apart():
     assert plan_digest(small_plan()) == plan_digest(small_plan()) != plan_digest(swapped_plan())
+
+
+def test_a_plan_without_a_lead_has_the_digest_of_the_time_before_leads():
+    """Else the runs of that time could not be resumed: their logs name it."""
+    assert plan_digest(small_plan()) == "74a20a570db5f11e2fc04b4efed4f7ba5f9731914ab79f0bdf72abba21dd64fe"
+    ahead = small_plan().model_copy(
+        update={"nodes": tuple(n.model_copy(update={"lead": 1}) for n in small_plan().nodes)}
+    )
+    assert plan_digest(ahead) != plan_digest(small_plan())

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_tasks.protocol.messages import Finished
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
-from tests.rlhf_tasks.protocol.plans import ahead_plan, small_plan
+from tests.rlhf_tasks.protocol.plans import ahead_plan, call, small_plan
 from tests.rlhf_tasks.protocol.simulated_processes import Controller, Network, Process, Rank
 from tests.rlhf_tasks.protocol.simulation import World
 from tests.rlhf_tasks.protocol.test_faults import Trace, kill_itself
@@ -24,6 +24,23 @@ def test_what_runs_ahead_comes_first_in_a_generations_first_iteration_and_has_ti
     assert [first["generate"].deadline_s, later["generate"].deadline_s] == [300, 100]
     assert first["values"].deadline_s == later["values"].deadline_s == 100
     assert [first["generate"].versions, later["generate"].versions] == [{"actor": 4}, {"actor": 5}]
+
+
+@pytest.mark.parametrize("read_by", ["generate", "values"])
+def test_a_copy_is_freed_with_its_last_reader_where_only_calls_that_run_ahead_read_it(read_by):
+    """The plan's memory is that of its order: the first iteration must not hold more. `read_by`: its last reader."""
+    plan = ahead_plan(1)
+    release = plan.node("release")
+    nodes = [node for node in plan.nodes if node is not release]
+    if read_by == "values":  # it reads the actor's copy, besides
+        values = call("values", "actor", "inference", plan.node("generate").placement)
+        nodes = [values if node.name == "values" else node for node in nodes]
+    held_long = plan.model_copy(update={"nodes": (*nodes, release)})
+    order = [node.name for node in Sequencer(held_long, "run", 1, Deadlines(5, 30)).first_order]
+    if read_by == "generate":
+        assert order[:4] == ["to_generate", "generate", "save_samples", "release"]
+    else:
+        assert order[-1] == "release"
 
 
 def test_step_0_waits_for_no_samples():
