@@ -151,7 +151,7 @@ class Sequencer:
         return tuple(sorted(self.plan.nodes, key=lambda node: node.name not in ahead))
 
     def _freed_ahead(self) -> set[str]:
-        """The nodes that free what only calls that run ahead have read: it is not held through the calls after them."""
+        """The nodes that free what only calls that run ahead have read; the calls after these do not need it."""
         freed: set[str] = set()
         readers: dict[tuple[str, Placement], list[int]] = {}  # (role, placement) -> leads of those since it was freed
         for node in self.plan.nodes:
