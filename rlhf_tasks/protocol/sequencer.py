@@ -153,7 +153,8 @@ class Sequencer:
     def _freed_ahead(self) -> set[str]:
         """The nodes that free what only calls that run ahead have read; the calls after these do not need it."""
         freed: set[str] = set()
-        readers: dict[tuple[str, Placement], list[int]] = {}  # (role, placement) -> leads of those since it was freed
+        # (role, placement) -> leads of its readers since it was freed
+        readers: dict[tuple[str, Placement], list[int]] = {}
         for node in self.plan.nodes:
             match node:
                 case CallNode():
@@ -164,6 +165,8 @@ class Sequencer:
                     leads = readers.pop((node.role, node.placement), [])
                     if leads and all(leads):
                         freed.add(node.name)
+                case _:
+                    pass
         return freed
 
     @cached_property
