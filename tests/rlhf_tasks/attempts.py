@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 from distributed import Client
 
 from flows.cluster.cluster import found_cluster
-from rlhf_tasks.protocol.messages import Committed
-from tests.rlhf_tasks.fake_flow import follow
+from rlhf_tasks.protocol.messages import Committed, Faulted, Finished
+from tests.rlhf_tasks.fake_flow import follow, run_spec
 from tests.rlhf_tasks.settings import STARTUP_S
 
 PATIENCE_S = 400.0
@@ -16,6 +17,30 @@ PATIENCE_S = 400.0
 def attend(cluster, spec, **options):
     """The events of a run, whose ranks may have to import torch on a busy machine."""
     return follow(cluster, spec, patience_s=PATIENCE_S, **options)
+
+
+def spec_of_job(cluster, job, folder, iterations, **options):
+    """A run of a prepared job on real ranks, in its own folder."""
+    folder.mkdir(exist_ok=True)
+    job.rows.keep(folder)
+    options = {
+        "run": folder.name,
+        "config": job.config.model_dump(mode="json"),
+        "iterations": iterations,
+        "deadline_floor_s": 200.0,
+        "executor": "rlhf_tasks.rank.executor:make_executor",
+        "snapshots": "rlhf_tasks.checkpoint.commits:run_snapshots",
+        **options,
+    }
+    return run_spec(cluster, job.plan, folder, **options)
+
+
+def run_undisturbed(cluster, spec):
+    """Carry out a run that nothing disturbs: the folder that it leaves."""
+    events = asyncio.run(attend(cluster, spec))
+    assert not of_type(events, Faulted)
+    assert isinstance(events[-1][1], Finished)
+    return Path(spec.run_folder)
 
 
 def of_type(events, kind):

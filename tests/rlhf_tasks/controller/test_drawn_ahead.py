@@ -11,11 +11,10 @@ from distributed.comm import CommClosedError
 from flows.run.prepare import prepare
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import read_manifest
-from rlhf_tasks.protocol.messages import Faulted, Finished, PlanChanged
+from rlhf_tasks.protocol.messages import Faulted, PlanChanged
 from tests.committed import assert_same_run, metrics_of, state_at
-from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume
+from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume, run_undisturbed, spec_of_job
 from tests.rlhf_tasks.controller.test_kills import armed
-from tests.rlhf_tasks.fake_flow import run_spec
 from tests.tiny_runs import TWO_RANKS, ppo_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -50,29 +49,13 @@ def job(tmp_path_factory):
 
 
 def spec_of(cluster, job, folder, **options):
-    folder.mkdir(exist_ok=True)
-    job.rows.keep(folder)
-    return run_spec(
-        cluster,
-        job.plan,
-        folder,
-        run=folder.name,
-        config=job.config.model_dump(mode="json"),
-        iterations=ITERATIONS,
-        deadline_floor_s=200.0,
-        executor="rlhf_tasks.rank.executor:make_executor",
-        snapshots="rlhf_tasks.checkpoint.commits:run_snapshots",
-        **options,
-    )
+    return spec_of_job(cluster, job, folder, ITERATIONS, **options)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
-    events = asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
-    assert not of_type(events, Faulted)
-    assert isinstance(events[-1][1], Finished)
-    return folder
+    return run_undisturbed(cluster, spec_of(cluster, job, folder))
 
 
 def drawn_at(folder, step):

@@ -16,10 +16,9 @@ from distributed.comm import CommClosedError
 
 from flows.run.prepare import prepare
 from rlhf_tasks.checkpoint.commits import step_folder
-from rlhf_tasks.protocol.messages import Aborted, Committed, Faulted, Finished
+from rlhf_tasks.protocol.messages import Aborted, Committed, Faulted
 from tests.committed import assert_same_run, generations_of, metrics_of, state_at
-from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume
-from tests.rlhf_tasks.fake_flow import run_spec
+from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume, run_undisturbed, spec_of_job
 from tests.rlhf_tasks.faulty_rank import FIRED, STOP, Fault
 from tests.tiny_runs import ppo_config
 
@@ -54,29 +53,16 @@ def job(tmp_path_factory):
 
 
 def spec_of(cluster, job, folder, **options):
-    """A run of the job in its own folder."""
-    folder.mkdir(exist_ok=True)
-    job.rows.keep(folder)
-    options = {
-        "run": folder.name,
-        "config": job.config.model_dump(mode="json"),
-        "iterations": ITERATIONS,
-        "deadline_floor_s": DEADLINE_S,
-        "executor": "tests.rlhf_tasks.faulty_rank:make_executor",
-        "snapshots": "rlhf_tasks.checkpoint.commits:run_snapshots",
-        **options,
-    }
-    return run_spec(cluster, job.plan, folder, **options)
+    """A run of the job in its own folder, on ranks with faults."""
+    faulty = {"executor": "tests.rlhf_tasks.faulty_rank:make_executor", "deadline_floor_s": DEADLINE_S}
+    return spec_of_job(cluster, job, folder, ITERATIONS, **{**faulty, **options})
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, job, tmp_path_factory):
     """The folder of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
-    events = asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
-    assert not of_type(events, Faulted)
-    assert isinstance(events[-1][1], Finished)
-    return folder
+    return run_undisturbed(cluster, spec_of(cluster, job, folder))
 
 
 def test_an_undisturbed_run_changes_every_tensor_and_state(undisturbed):
