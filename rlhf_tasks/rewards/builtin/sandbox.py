@@ -74,9 +74,10 @@ def _bwrap() -> list[str]:
     return [
         shutil.which("bwrap") or "bwrap",
         *("--unshare-all", "--die-with-parent", "--clearenv", "--new-session"),
-        *binds,
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
-        *(*_folder_bound(), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *(*_folder_bound(), "--tmpfs", "/tmp"),
+        *binds,  # after /tmp, which may have the Python environment
+        *("--chdir", "/tmp"),
     ]
 
 

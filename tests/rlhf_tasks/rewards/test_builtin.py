@@ -2,6 +2,9 @@
 
 import json
 import re
+import sys
+import tempfile
+import venv
 from typing import Any
 
 import pytest
@@ -168,6 +171,15 @@ def test_in_bubblewrap_the_files_of_a_program_have_a_bound():
     many = "for n in range({}):\n    open(f'{}/{{n}}', 'wb').write(bytes(1 << 20))\n" + ADD
     assert passed(many.format(20, "/tmp"), many.format(100, "/tmp"), sandbox="bwrap") == [1, 0]
     assert passed(many.format(1, "/dev/shm"), many.format(1, "/dev"), sandbox="bwrap") == [0, 0]
+
+
+@bubblewrap
+def test_bubblewrap_works_for_an_environment_below_tmp(monkeypatch: Any):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(folder, with_pip=False, symlinks=True)
+        monkeypatch.setattr(sys, "prefix", folder)
+        monkeypatch.setattr(sys, "executable", f"{folder}/bin/python")
+        assert passed(ADD, sandbox="bwrap") == [1]
 
 
 def test_without_bubblewrap_code_is_refused_unless_the_user_opts_in(monkeypatch: Any):
