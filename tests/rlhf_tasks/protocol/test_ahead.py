@@ -58,8 +58,10 @@ def undisturbed(lead: int):
     return world.final, trace
 
 
-@pytest.mark.parametrize("kind", [Rank, Controller])
-@pytest.mark.parametrize("lead", [1, 2])
+@pytest.mark.parametrize(
+    ("lead", "kind"),
+    [(1, Rank), (1, Controller), (2, Controller), pytest.param(2, Rank, marks=pytest.mark.slow)],
+)
 def test_a_death_before_and_after_each_instruction_costs_nothing(lead: int, kind: type[Process]):
     expected, trace = undisturbed(lead)
     for number, (process, _, instruction) in enumerate(trace.seen):

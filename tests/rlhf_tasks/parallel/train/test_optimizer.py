@@ -179,7 +179,7 @@ def _most_gradients(rank: int, world: int) -> tuple[int, int]:
         nonlocal most
         most = max(most, sum(size for at, size in _storages().items() if at not in before))
 
-    for parameter in slices.values():
+    for parameter in list(slices.values())[::8]:  # about one a layer: a look at all tensors takes long
         parameter.register_post_accumulate_grad_hook(count)
     _backward(optimizer, slices, gradients, parts=2)
     return most, sum(p.numel() for p in slices.values())
