@@ -23,7 +23,7 @@ from flows.demo import stages as demo
 from flows.run import runs
 from tests.tiny_runs import ppo_config
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 STUBBORN = """
     import asyncio, subprocess, sys

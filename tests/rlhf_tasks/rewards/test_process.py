@@ -18,6 +18,8 @@ from rlhf_tasks.rewards.forms import Answers, RewardError
 from rlhf_tasks.rewards.process import RewardProcess
 from tests.judged import LABELLED, SUMS, VERL, answers
 
+pytestmark = pytest.mark.cluster
+
 SUMS_ROWS = [{"prompt": f"{n}?", "ground_truth": str(n)} for n in (7, 15, 1)]
 ROOT = Path(__file__).parents[3]
 BROKEN = "second_user_rewards/broken.py"
