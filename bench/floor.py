@@ -28,6 +28,15 @@ from flows.demo.data import byte_tokenizer
 Marks = list[float]
 
 
+class OneTypeCache(StaticCache):
+    """Under autocast rotated keys are float32 and values bfloat16; a static cache wants one type."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 class Trained:
     """A model and its optimizer."""
 
@@ -48,7 +57,7 @@ class Trained:
 def generate(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
     """prompts [n, P] -> (sequences [n, P + new_tokens], log-probabilities of the new tokens [n, new_tokens])."""
     length = prompts.shape[1]
-    cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
+    cache = OneTypeCache(config=model.config, max_cache_len=length + new_tokens)
     tokens, step, drawn = prompts, prompts, []
     for position in range(length, length + new_tokens):
         place = torch.arange(position - step.shape[1], position)

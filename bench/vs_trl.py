@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from math import log
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -112,8 +113,10 @@ def write_models(folder: Path, shape: str, full_length: bool) -> None:
         if not full_length and name == "actor":
             with torch.no_grad():
                 embedding = model.model.embed_tokens.weight
-                embedding[:, 0] = 0.02 * config.hidden_size**0.5
-                embedding[END, 0] += 4.6 / (config.hidden_size / 2) ** 0.5
+                embedding[:, 0] = 0.2 * config.hidden_size**0.5
+                hidden = model.model(torch.randint(VOCAB, (16, 64))).last_hidden_state
+                log_p = model.lm_head(hidden).log_softmax(-1)[..., END]
+                embedding[END, 0] += (-log(40) - log_p.mean()) / hidden[..., 0].mean()
         model.save_pretrained(folder / name)
         byte_tokenizer().save(str(folder / name / "tokenizer.json"))
 

@@ -50,8 +50,9 @@ def test_an_error_comes_back_with_its_traceback_and_the_pool_lives_on(ranks) -> 
 
 
 def test_a_hang_and_a_death_end_and_the_pool_starts_again(ranks) -> None:
+    ranks.run(2, _sum, 0.0)  # both have started
     with pytest.raises(TimeoutError, match=r"\[0\] of 2"):
-        ranks.run(2, _hang, timeout=10.0)
+        ranks.run(2, _hang, timeout=3.0)
     with pytest.raises(RuntimeError, match="died"):
         ranks.run(2, _die)
     assert ranks.run(2, _sum, 0.0)[1][2] == 1.0
