@@ -117,13 +117,16 @@ def _per_sequence(
 ) -> Tensor:
     """scaled_dot_product_attention on any device and dtype. Shapes as in `packed_attention`.
 
+    Rows after those of the sequences are padding; their output is 0.
+
     Neighbours of one length make a batch of one call, without padding. `split` has one backward pass for all parts;
     slices would each fill a gradient of the whole size.
     """
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
-    parts = [x[0].split([length * n for length, n in runs], dim=1) for x in (query, key, value)]
+    padding = query.shape[2] - sum(lengths)
+    parts = [x[0].split([*(length * n for length, n in runs), padding], dim=1) for x in (query, key, value)]
     outputs = []
-    for (length, n), *of_run in zip(runs, *parts, strict=True):
+    for (length, n), *of_run in zip(runs, *(part[:-1] for part in parts), strict=True):
         q, k, v = (
             x.unflatten(1, (n, length)).transpose(0, 1) for x in of_run
         )  # [n, heads, length, head_dim]
@@ -140,6 +143,8 @@ def _per_sequence(
                 enable_gqa=True,
             )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
+    if padding:
+        outputs.append(outputs[-1].new_zeros(padding, *outputs[-1].shape[1:]))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
