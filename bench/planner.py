@@ -87,6 +87,7 @@ def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
         scoring_role="reward",
         on_reward_error="stop",
         scores_tokens=False,
+        roles=lambda: ("actor", "critic", "ref", "reward"),
         records_kept=False,
         truncated_responses="keep",
     )

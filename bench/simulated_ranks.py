@@ -43,6 +43,7 @@ def ppo_plan(n_ranks: int, n_seqs: int) -> ExecutionPlan:
         scoring_role="reward",
         on_reward_error="stop",
         scores_tokens=False,
+        roles=lambda: ("actor", "critic", "ref", "reward"),
         records_kept=False,
         truncated_responses="keep",
     )

@@ -156,10 +156,15 @@ class Algorithm:
 def in_parts(calls: Sequence[ModelFunctionCall], chunks: int) -> list[ModelFunctionCall]:
     """The calls of a graph, those cut into `chunks` parts that can be: all but train_steps and what reads these.
 
-    A train_step takes all samples, whichever parts they come from.
+    A train_step takes all samples, whichever parts they come from. Raises ConfigError where a call is cut already.
     """
     if chunks == 1:
         return list(calls)
+    cut = next((call for call in calls if call.chunks > 1), None)
+    if cut is not None:
+        raise ConfigError(
+            f"chunks={chunks}: the graph cuts {cut.name!r} into {cut.chunks} parts itself. Leave chunks at 1."
+        )
     made = {key: call.name for call in calls for key in call.outputs}
     whole = {call.name for call in calls if call.kind == "train_step"}
     while more := {

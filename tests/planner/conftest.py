@@ -36,6 +36,7 @@ def make_graph() -> Callable[..., DataflowGraph]:
             "scoring_role": "reward",
             "on_reward_error": "stop",
             "scores_tokens": False,
+            "roles": lambda: ("actor", "critic", "ref", "reward"),
             "records_kept": False,
             "truncated_responses": "keep",
             **sizes,

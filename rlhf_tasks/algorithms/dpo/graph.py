@@ -1,12 +1,12 @@
 """The dataflow graph of DPO: the reference reads the pairs, then the actor learns from them."""
 
-from rlhf_tasks.algorithms.shared.preference_calls import PreferenceSizes, infer_and_train
-from rlhf_tasks.spec import ModelFunctionCall
+from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
 
 DATASET_KEYS = ("chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")
 REF_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-def graph(config: PreferenceSizes) -> list[ModelFunctionCall]:
+@traced(DATASET_KEYS)
+def graph(models: Models, pairs: Handle, config: object) -> None:
     """ref inference; actor train_step. A sample is a pair."""
-    return infer_and_train(config, DATASET_KEYS, REF_LOGPS)
+    models.actor.train(pairs | models.ref.inference(pairs, REF_LOGPS))

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from rlhf_tasks.algorithms.shared.rollout_calls import STAYS, PolicySizes, policy_calls
+from rlhf_tasks.algorithms.shared.policy_program import learned, rollout
+from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, STAYS, PolicySizes
 from rlhf_tasks.spec import ModelFunctionCall
 
 
@@ -14,13 +16,18 @@ class GRPOSizes(PolicySizes, Protocol):
     def max_rounds(self) -> int: ...
 
 
-def graph(config: GRPOSizes) -> list[ModelFunctionCall]:
+@traced(PROMPT_KEYS)
+def one_round(models: Models, prompts: Handle, config: PolicySizes) -> None:
     """actor generate; reward inference, and ref inference where beta > 0; actor train_step.
 
     A sequence's advantage is its score relative to its group (arXiv:2402.03300, section 4.1), so there is no critic.
-    Samples may come in rounds.
     """
-    return in_rounds(policy_calls(config), config.max_rounds)
+    models.actor.train(rollout(models, prompts, config).select(*learned(config)))
+
+
+def graph(config: GRPOSizes) -> list[ModelFunctionCall]:
+    """The calls of one round, or of several."""
+    return in_rounds(one_round(config), config.max_rounds)
 
 
 def in_rounds(calls: Sequence[ModelFunctionCall], rounds: int) -> list[ModelFunctionCall]:

@@ -1,12 +1,14 @@
 """The dataflow graph of REINFORCE++."""
 
-from rlhf_tasks.algorithms.shared.rollout_calls import PolicySizes, policy_calls, scored_tokens
-from rlhf_tasks.spec import ModelFunctionCall
+from rlhf_tasks.algorithms.shared.policy_program import learned, rollout
+from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, PolicySizes, scored_tokens
 
 
-def graph(config: PolicySizes) -> list[ModelFunctionCall]:
+@traced(PROMPT_KEYS)
+def graph(models: Models, prompts: Handle, config: PolicySizes) -> None:
     """actor generate; reward inference, and ref inference where beta > 0; actor train_step.
 
     A token's advantage is its whitened return, so there is no critic.
     """
-    return policy_calls(config, scored_tokens(config))
+    models.actor.train(rollout(models, prompts, config).select(*learned(config, scored_tokens(config))))

@@ -1,12 +1,14 @@
 """The dataflow graph of RLOO."""
 
-from rlhf_tasks.algorithms.shared.rollout_calls import PolicySizes, policy_calls
-from rlhf_tasks.spec import ModelFunctionCall
+from rlhf_tasks.algorithms.shared.policy_program import learned, rollout
+from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, PolicySizes
 
 
-def graph(config: PolicySizes) -> list[ModelFunctionCall]:
+@traced(PROMPT_KEYS)
+def graph(models: Models, prompts: Handle, config: PolicySizes) -> None:
     """actor generate; reward inference, and ref inference where beta > 0; actor train_step.
 
     A sequence's baseline is the mean score of the others of its group, so there is no critic.
     """
-    return policy_calls(config)
+    models.actor.train(rollout(models, prompts, config).select(*learned(config)))

@@ -1,11 +1,12 @@
 """The dataflow graph of a rollout: generate, then score."""
 
-from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, RolloutSizes, generate_and_score
-from rlhf_tasks.spec import ModelFunctionCall
+from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, RolloutSizes
 
 DATASET_KEYS = PROMPT_KEYS
 
 
-def graph(config: RolloutSizes) -> list[ModelFunctionCall]:
+@traced(DATASET_KEYS)
+def graph(models: Models, prompts: Handle, config: RolloutSizes) -> None:
     """`actor_generate` and `reward_inference`. Without a reward model the reward call runs on the actor's mesh."""
-    return generate_and_score(config)
+    models.reward.score(models.actor.generate(prompts.repeat(config.group_size)))

@@ -339,6 +339,7 @@ class _Sizes:
     batch_size, group_size, num_mini_batches, scoring_role = 24, 2, 3, "ref"
     on_reward_error = "stop"
     scores_tokens = False
+    roles = {"actor": None, "critic": None, "ref": None}.copy
     records_kept, truncated_responses = True, "bootstrap"
 
 

@@ -25,6 +25,7 @@ SIZES = SimpleNamespace(
     scoring_role="reward",
     on_reward_error="stop",
     scores_tokens=False,
+    roles=lambda: ("actor", "reward"),
     records_kept=False,
     beta=0.0,
     max_rounds=1,

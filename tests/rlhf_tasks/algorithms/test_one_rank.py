@@ -19,6 +19,7 @@ from rlhf_tasks.algorithms.shared.scoring import reward_model_part
 from rlhf_tasks.config.sections import RewardModelScore
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.rewards.samples_folder import read_samples
+from tests.rlhf_tasks.algorithms import listed
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 
 N_SEQS = 8
@@ -396,6 +397,19 @@ def test_algorithms_without_a_critic_train_the_actor_alone(start: Any, kind: str
     assert {"entropy", "clip_ratio", "loss/policy"} <= metrics.keys()
     assert ("kl" in metrics) == with_ref
     assert ("frac_reward_zero_std" in metrics) == (size > 1)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_a_program_and_a_list_of_calls_train_to_the_same_bits(start: Any, kind: str):
+    program, by_list = (start(kind, **CRITIC_FREE.get(kind, {})) for _ in range(2))
+    by_list.calls = getattr(listed, kind)(by_list.config)
+    for run in (program, by_list):
+        before = weights(run, "actor")
+        for iteration in range(2):
+            run.iterate(iteration)
+        assert changed(run, "actor", before)
+    for role in program.engines:
+        assert not changed(program, role, weights(by_list, role)), role
 
 
 @pytest.mark.parametrize(("kind", "chunks"), [("ppo", 4), ("grpo", 2), ("remax", 2)])

@@ -21,6 +21,7 @@ SIZES = SimpleNamespace(
     scoring_role="reward",
     on_reward_error="stop",
     scores_tokens=False,
+    roles=lambda: ("actor", "critic", "ref", "reward", "teacher"),
     records_kept=False,
     truncated_responses="keep",
     beta=0.1,
@@ -32,10 +33,11 @@ LEARNT_FROM_ROWS = ("sft", "reward_model", "dpo", "kto")
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_sizes_come_from_the_configuration(name):
-    calls = algorithm(name).graph(SIZES)
+    group_size = 1 if name in LEARNT_FROM_ROWS else 2
+    calls = algorithm(name).graph(SimpleNamespace(**{**vars(SIZES), "group_size": group_size}))
     assert {call.n_seqs for call in calls} == {12}
     assert all(call.mini_batches == (3 if call.kind == "train_step" else 1) for call in calls)
-    assert {call.group_size for call in calls} == {1 if name in LEARNT_FROM_ROWS else 2}
+    assert {call.group_size for call in calls} == {group_size}
 
 
 def test_a_preset_is_the_algorithm_with_other_defaults():

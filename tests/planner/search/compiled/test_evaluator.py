@@ -79,6 +79,7 @@ def make_tables(
         "scoring_role": "reward",
         "on_reward_error": "stop",
         "scores_tokens": False,
+        "roles": lambda: ("actor", "critic", "ref", "reward"),
         "records_kept": False,
         "group_size": 2,
         "truncated_responses": "keep",

@@ -1,0 +1,352 @@
+"""A dataflow graph written as the loop that a paper prints: a function over handles, traced once. Torch-free.
+
+A program sees no sample. Its handles know the names of keys, and its calls are recorded, not made
+(docs/adr/0022-programs.md).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from rlhf_tasks.algorithms.shared.rollout_calls import KEPT, SEQUENCES, scored, scored_tokens
+from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.spec import WHOLE, CallKind, ModelFunctionCall, Part
+from rlhf_tasks.system.reading import ConfigError
+
+DATA_SET = "the data set"
+GENERATED = (*SEQUENCES, "old_logprobs", "truncated")
+"""The keys that generation gives."""
+
+
+class ProgramError(ConfigError):
+    """A program gives no graph that can run. The message names it and says what to change."""
+
+
+class Handle:
+    """The samples of an iteration as a program sees them: which keys they have. They have no values there.
+
+    All handles are of the `batch_size` samples of an iteration, or of a part of them. A call reads the keys of the
+    handle that it is given, in their order.
+    """
+
+    __slots__ = ("_group", "_keys", "_part", "_trace")
+
+    def __init__(self, trace: "Trace", keys: Iterable[str], group: int, part: Part = WHOLE) -> None:
+        """group: consecutive samples that are of one row of the data. part: the part of the samples."""
+        self._trace, self._keys, self._group, self._part = trace, tuple(dict.fromkeys(keys)), group, part
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of the keys."""
+        return self._keys
+
+    def select(self, *keys: str) -> "Handle":
+        """The same samples with these keys alone, in this order: what a call is to read, and so what moves to it."""
+        missing = [key for key in keys if key not in self._keys]
+        if missing:
+            self._trace.refuse(
+                f"selects {missing[0]!r}, which nobody has made here; there are {_listed(self._keys)}. Make that key "
+                "first, or join the samples that have it (|)"
+            )
+        return Handle(self._trace, keys, self._group, self._part)
+
+    def union(self, other: "Handle") -> "Handle":
+        """The same samples with the keys of both; also written `|`."""
+        if self._part != other._part or self._group != other._group:
+            self._trace.refuse(
+                f"joins {self!r} and {other!r}, which are not the same samples. Repeat both, and take the same part "
+                "of both"
+            )
+        return Handle(self._trace, (*self._keys, *other._keys), self._group, self._part)
+
+    __or__ = union
+
+    def repeat(self, n: int) -> "Handle":
+        """Each row of the data set n times, side by side: a group. n is the configuration's `group_size`."""
+        size = self._trace.config.group_size
+        made = [key for key in self._keys if self._trace.makers[key] != DATA_SET]
+        if made or self._group != 1:
+            self._trace.refuse(
+                f"repeats {self!r}: only rows of the data set are repeated, and once. Do it before the first "
+                "call"
+            )
+        if n != size:
+            self._trace.refuse(
+                f"repeats rows {n} times, but the configuration's group_size is {size}. Repeat them {size} times"
+            )
+        return Handle(self._trace, self._keys, n, self._part)
+
+    def chunk(self, n: int) -> list["Handle"]:
+        """n equal parts of the samples, consecutive whole groups each. A call on each of them is one call in n parts,
+        which run one after the other, and a part may be scored while the next is generated."""
+        whole = [key for key in self._keys if self._trace.cut(key) not in (None, n)]
+        if n < 1 or whole or self._part != WHOLE:
+            self._trace.refuse(
+                f"cuts {self!r} into {n} parts: only what is made in as many parts can be cut. Cut the rows of the "
+                "data set, before the first call"
+            )
+        return [Handle(self._trace, self._keys, self._group, Part(k, n)) for k in range(n)]
+
+    def __repr__(self) -> str:
+        part = "" if self._part == WHOLE else f", part {self._part.number + 1} of {self._part.of}"
+        return f"samples({', '.join(self._keys)}; in groups of {self._group}{part})"
+
+    def _value(self, *_: object) -> NoReturn:
+        self._trace.refuse(
+            f"reads a value of {self!r}, but the graph may not depend on data. Decide by a field of the "
+            "configuration, or in the function of a call"
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = __getitem__ = _value
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _value  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = (
+        _value
+    )
+    __hash__ = _value  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python asks whether an object has these
+            raise AttributeError(name)
+        self._trace.refuse(
+            f"asks {self!r} for {name!r}. A handle has select, union (|), repeat and chunk, and no values, since the "
+            "graph may not depend on data"
+        )
+
+
+def concat(parts: Sequence[Handle]) -> Handle:
+    """All samples again, from all the parts of `chunk` in their order."""
+    if not parts:
+        raise ProgramError("concat joins no parts. Give it those that chunk has returned.")
+    first = parts[0]
+    for number, part in enumerate(parts):
+        if part._part != Part(number, len(parts)) or part._keys != first._keys:
+            first._trace.refuse(
+                f"concatenates {len(parts)} parts, but number {number + 1} is {part!r}. Give all parts of one chunk, "
+                "in their order and with the same keys"
+            )
+    return Handle(first._trace, first._keys, first._group)
+
+
+class Model:
+    """A role's model as a program sees it: each of its methods is one call of the graph, named `ROLE_generate`,
+    `ROLE_inference` or `ROLE_train`, as its function is. A call gives a handle with the keys that it makes."""
+
+    def __init__(self, trace: "Trace", role: str) -> None:
+        self._trace, self.role = trace, role
+
+    def generate(
+        self, prompts: Handle, gives: Sequence[str] | None = None, *, prefix: str = "", name: str = ""
+    ) -> Handle:
+        """Responses to the prompts.
+
+        gives   keys of the call's result; default: GENERATED, and KEPT where the configuration records them
+        prefix  of the names under which these keys are stored, where the program generates twice
+        name    of the call
+        """
+        given = (*GENERATED, *(KEPT if self._trace.config.records_kept else ())) if gives is None else gives
+        stored = {prefix + key: key for key in given}
+        name = name or f"{prefix}{self.role}_generate"
+        return self._trace.record(name, self.role, "generate", prompts.select("prompt_ids"), stored)
+
+    def score(self, samples: Handle, gives: Sequence[str] | None = None, *, prefix: str = "") -> Handle:
+        """Scores of the responses, by the reward model, Python rewards, or both.
+
+        Each sample's further columns come from the data set. Without a reward model, `models.reward` scores on the
+        mesh of the configuration's `scoring_role`.
+        gives   keys of the call's result; default: `scores`, and what else the configuration makes the call give
+        prefix  of the keys that are read and given, as in `generate`
+        """
+        config = self._trace.config
+        read = {prefix + key: key for key in (*SEQUENCES, "truncated")}
+        given = (*scored(config), *scored_tokens(config)) if gives is None else gives
+        rows = Handle(self._trace, self._trace.dataset_keys, samples._group, samples._part)
+        return self._trace.record(
+            f"{prefix}{self.role}_inference",
+            config.scoring_role if self.role == "reward" else self.role,
+            "inference",
+            samples.select(*read) | rows.select("columns"),
+            {prefix + key: key for key in given},
+            read,
+            runs_model=self.role != "reward" or config.scoring_role == "reward",
+        )
+
+    def logprobs(self, samples: Handle) -> Handle:
+        """The log-probabilities of the responses' tokens under this model, as `ROLE_logprobs`.
+
+        Tokens that top-k and top-p left out are left out here too, where generation has recorded them.
+        """
+        kept = [key for key in KEPT if key in samples.keys]
+        return self.inference(samples.select(*SEQUENCES, *kept), {f"{self.role}_logprobs": "logprobs"})
+
+    def inference(
+        self, samples: Handle, gives: Sequence[str] | Mapping[str, str], *, name: str = ""
+    ) -> Handle:
+        """A forward pass. gives: the keys that it makes, or such a key -> its name in the call's function."""
+        stored = gives if isinstance(gives, Mapping) else {key: key for key in gives}
+        return self._trace.record(name or f"{self.role}_inference", self.role, "inference", samples, stored)
+
+    def train(self, samples: Handle, gives: Sequence[str] = ()) -> Handle:
+        """One optimizer step for each mini-batch of the samples. It reads all their keys."""
+        stored = {key: key for key in gives}
+        return self._trace.record(f"{self.role}_train", self.role, "train_step", samples, stored)
+
+
+class Models:
+    """The models of an algorithm, by role: `models.actor`."""
+
+    def __init__(self, trace: "Trace") -> None:
+        self._trace = trace
+
+    def __getattr__(self, role: str) -> Model:
+        if role.startswith("__"):
+            raise AttributeError(role)
+        return Model(self._trace, role)
+
+
+class Trace:
+    """The calls that a program makes.
+
+    program       where the program is, for messages
+    config        gives the sizes: `batch_size`, `group_size`, and `num_mini_batches` where something trains
+    dataset_keys  keys of the data set
+    makers        key -> the call that makes it, or DATA_SET
+    """
+
+    def __init__(self, program: str, config: Any, dataset_keys: Sequence[str]) -> None:
+        self.program, self.config, self.dataset_keys = program, config, tuple(dataset_keys)
+        self.makers = dict.fromkeys(self.dataset_keys, DATA_SET)
+        self._roles = tuple(config.roles())
+        self._calls: dict[str, ModelFunctionCall] = {}
+        self._parts: dict[str, list[int]] = {}
+
+    def refuse(self, sentence: str) -> NoReturn:
+        """Raises ProgramError: the program, then what it does."""
+        raise ProgramError(f"the program {self.program} {sentence}.")
+
+    def cut(self, key: str) -> int | None:
+        """Into how many parts the call is cut that makes a key; None for a key of the data set."""
+        maker = self.makers[key]
+        return None if maker == DATA_SET else self._calls[maker].chunks
+
+    def record(
+        self,
+        name: str,
+        role: str,
+        kind: CallKind,
+        read: Handle,
+        gives: Mapping[str, str],
+        reads: Mapping[str, str] | None = None,
+        runs_model: bool = True,
+    ) -> Handle:
+        """Record a call, or one part of it, and return the handle of what it makes.
+
+        gives, reads  key -> its name in the call's function
+        Raises ProgramError for a call that cannot be one of the graph's.
+        """
+        if role not in self._roles:
+            self.refuse(
+                f"has the call {name!r} of {role!r}, but the algorithm has no model for this role; its roles are "
+                f"{_listed(self._roles)}. Name one of them, or add it to the configuration's roles()"
+            )
+        config, part = self.config, read._part
+        if read._group != config.group_size:
+            self.refuse(
+                f"gives the call {name!r} groups of {read._group}, but the configuration's group_size is "
+                f"{config.group_size}. Repeat the rows of the data set {config.group_size} times"
+            )
+        if not read.keys:
+            self.refuse(f"gives the call {name!r} no keys. Give it those that it is to read")
+        if kind == "train_step" and part != WHOLE:
+            self.refuse(
+                f"trains {name!r} on a part, but a call that trains takes all samples. Join the parts first (concat)"
+            )
+        call = ModelFunctionCall(
+            name=name,
+            role=role,
+            kind=kind,
+            inputs=read.keys,
+            outputs=tuple(gives),
+            n_seqs=config.batch_size,
+            group_size=config.group_size,
+            mini_batches=config.num_mini_batches if kind == "train_step" else 1,
+            chunks=part.of,
+            remap={key: inner for key, inner in {**gives, **(reads or {})}.items() if key != inner},
+            runs_model=runs_model,
+        )
+        self._add(call, part)
+        return Handle(self, gives, read._group, part)
+
+    def _add(self, call: ModelFunctionCall, part: Part) -> None:
+        name, before = call.name, self._calls.get(call.name)
+        if before is None:
+            for key in call.outputs:
+                if key in self.makers:
+                    self.refuse(
+                        f"makes {key!r} twice, by {self.makers[key]} and by {name}. Let one of them give another key"
+                    )
+                self.makers[key] = name
+            self._calls[name], self._parts[name] = call, [part.number]
+            return
+        if before.chunks != part.of or part.number in self._parts[name]:
+            self.refuse(f"has the call {name!r} twice. Give one of them another name, or make it once")
+        if before != call:
+            self.refuse(
+                f"has a call {name!r} whose parts differ. Let all parts read the same keys and give the same"
+            )
+        self._parts[name].append(part.number)
+
+    def calls(self) -> list[ModelFunctionCall]:
+        """The calls in the program's order.
+
+        Raises ProgramError where a part of a call is missing, and, for a run that trains, where nothing trains and
+        where what a call makes is of no use to one that trains.
+        """
+        for name, call in self._calls.items():
+            missing = sorted(set(range(call.chunks)) - set(self._parts[name]))
+            if missing:
+                self.refuse(
+                    f"makes the call {name!r} without part {missing[0] + 1} of {call.chunks}. Make it for each part"
+                )
+        if isinstance(self.config, TrainingConfig):
+            self._refuse_useless()
+        return list(self._calls.values())
+
+    def _refuse_useless(self) -> None:
+        useful = {name for name, call in self._calls.items() if call.kind == "train_step"}
+        if not useful:
+            self.refuse("trains nothing, but its configuration is one of a training. Call train of a model")
+        while more := {self.makers[key] for name in useful for key in self._calls[name].inputs} - {
+            DATA_SET,
+            *useful,
+        }:
+            useful |= more
+        idle = [call for name, call in self._calls.items() if name not in useful]
+        if idle:
+            self.refuse(
+                f"has the call {idle[0].name!r}, but nothing trains on {_listed(idle[0].outputs)}. Give it to a call "
+                "that trains, or leave the call out"
+            )
+
+
+def traced(
+    dataset_keys: Sequence[str],
+) -> Callable[[Callable[[Models, Handle, Any], None]], Callable[[Any], list[ModelFunctionCall]]]:
+    """Make a graph of a program, by running it once with handles in place of samples.
+
+    The program takes the models, the rows of the data set with their keys, and the configuration, on which its calls
+    may depend. The graph raises ProgramError where they cannot be a graph's.
+    """
+
+    def decorate(program: Callable[[Models, Handle, Any], None]) -> Callable[[Any], list[ModelFunctionCall]]:
+        def graph(config: Any) -> list[ModelFunctionCall]:
+            trace = Trace(f"{program.__module__}:{program.__name__}", config, dataset_keys)
+            program(Models(trace), Handle(trace, dataset_keys, 1), config)
+            return trace.calls()
+
+        graph.__doc__ = program.__doc__
+        return graph
+
+    return decorate
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
