@@ -198,8 +198,8 @@ def test_an_environment_that_fails_is_told_with_the_sample_its_row_and_its_turn(
         drawn(run(environment=bad))
     assert str(caught.value).startswith(
         f"environment {tmp_path}/rooms.py:Bad: an observation has 45 tokens, but 44 are allowed. Shorten it, or "
-        "raise environment.max_observation_tokens or sampling.max_completion_length. It was at sample 0 (0), whose turn 1 "
-        'was "'
+        "raise environment.max_observation_tokens or sampling.max_completion_length. It was at sample 0 (0), "
+        'whose turn 1 was "'
     )
     assert drawn(run(environment={**bad, "max_observation_tokens": 45}))["truncated"].values.all()
 
