@@ -107,9 +107,9 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, sta
 @pytest.mark.slow
 def test_so_do_parts_of_a_batch(ranks, tmp_path):
     config: Any = partial(ppo_config, environment=PLAYED, sampling=SAMPLING)
-    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+    reference = trajectory(ranks, tmp_path, 1, PLANS["one rank"][1], config)
     in_parts: Any = partial(ppo_config, environment=PLAYED, sampling=SAMPLING, chunks=4)
-    found = trajectory(ranks, tmp_path, *PLANS["one rank"], in_parts)
+    found = trajectory(ranks, tmp_path, 1, PLANS["one rank"][1], in_parts)
     assert not differences(reference, of_calls(found))
 
 
