@@ -1,4 +1,4 @@
-"""A run with an environment that loses a rank and is resumed: the same bits, and nothing committed is played again."""
+"""A run with an environment loses a rank and is resumed: the same bits, and nothing committed is played again."""
 
 import json
 from collections import Counter
