@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.environments.episodes import Answer, Episode
+from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.rewards.forms import Answers, TrainerState, load_reward
 from tests.committed import assert_same_run, generations_of
@@ -18,7 +21,7 @@ from tests.tiny_runs import write_model, write_prompts
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-REWARD, *_, FAMILY = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+REWARD, ENVIRONMENT, *_, FAMILY = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 FILES = dict(re.findall(r"```\w+\n# ([\w/.]+)\n(.*?)```", TEXT, re.DOTALL))
 """The package of the algorithm, and the file of its run."""
 ITERATIONS = 3
@@ -30,6 +33,23 @@ def test_the_reward_is_found_and_judges(tmp_path):
     answers = Answers(["p"] * 3, ["yes", "no", "yes, indeed"], [[0]] * 3, {"answer": ["yes"] * 3}, ["p"] * 3)
     (arguments,) = reward.arguments(answers, TrainerState(0, 1), {})
     assert reward.values(reward.function(**arguments), range(3), answers) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.cluster
+def test_the_environment_is_found_and_answers(tmp_path):
+    (tmp_path / "doors.py").write_text(ENVIRONMENT)
+    [section] = re.findall(r"`environment: ({.*})`", TEXT)
+    environment = {**yaml.safe_load(section), "factory": f"{tmp_path}/doors.py:Doors"}
+    document = {"models": {"actor": "a"}, "data": {"train": "d"}, "sampling": {"max_completion_length": 9}}
+    process = EnvironmentProcess(make_config({"type": "rollout", "environment": environment, **document}))
+    try:
+        first = process.answers([Episode(seed, {"prompt": "p"}, seed, ["0"]) for seed in range(8)])
+        away = [0 if answer.done else int(answer.observation.split()[0]) for answer in first]
+        assert set(away) == {0, 1, 2, 3}
+        left = [Episode(n, {"prompt": "p"}, n, ["0", str(away[n])]) for n in range(8) if away[n]]
+        assert process.answers(left) == [Answer("", 1.0, True)] * len(left)
+    finally:
+        process.close()
 
 
 def test_the_family_is_the_one_that_the_page_names():

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.sections import RewardFunction, RewardService
+from rlhf_tasks.config.sections import EnvironmentConfig, RewardFunction, RewardService
+from rlhf_tasks.environments import builtin as environments
 from rlhf_tasks.rewards import builtin
 from rlhf_tasks.rewards.forms import BUILTIN, Parameters, RewardError
 from rlhf_tasks.rewards.user_code import secret_named
@@ -42,6 +43,38 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bo
     return [warning for number, reward in enumerate(rewards) for warning in _literals(number, reward)]
 
 
+def check_environment(environment: EnvironmentConfig) -> None:
+    """Raises ConfigError for an environment that its source shows not to be there, or a class of it without the
+    methods `reset` and `step`."""
+    place, _, name = environment.factory.rpartition(":")
+    if place == BUILTIN:
+        if name not in environments.__all__:
+            raise ConfigError(
+                f"environment {environment.factory}: there is none of that name. Built in are "
+                f"{', '.join(environments.__all__)}."
+            )
+        return
+    found = _read(f"environment {environment.factory}", place)
+    if found is None:
+        return
+    path, tree = found
+    names = set(names_bound(tree.body))
+    if name not in names and "*" not in names:
+        raise ConfigError(
+            f"environment {environment.factory}: {path} has no {name!r}. Name a class or a function."
+        )
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    if not classes or classes[-1].bases or classes[-1].decorator_list:
+        return  # what it inherits is not known here
+    methods = set(names_bound(classes[-1].body))
+    for method in ("reset", "step"):
+        if method not in methods:
+            raise ConfigError(
+                f"environment {environment.factory}: {name} has no method {method!r}. Give it reset(row, seed) and "
+                "step(text)."
+            )
+
+
 def blocks_named(rewards: Sequence[Reward]) -> list[str]:
     """The Prefect Secret blocks that rewards' arguments name."""
     named = {secret_named(value) for reward in rewards for value in reward.arguments.values()}
@@ -51,23 +84,10 @@ def blocks_named(rewards: Sequence[Reward]) -> list[str]:
 def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The function's definition; None where the source does not show it, for example because it is imported."""
     place, _, name = reward.function.rpartition(":")
-    try:
-        path = Path(place) if place.endswith(".py") else module_file(place)
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"reward {reward.function}: there is no module {place!r}. Install it, or name a file: "
-            "path/to/file.py:function."
-        ) from None
-    if path is None:
+    found = _read(f"reward {reward.function}", place)
+    if found is None:
         return None
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ConfigError(
-            f"reward {reward.function}: {path} cannot be read ({error.strerror}). Name an existing file."
-        ) from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"reward {reward.function}: {path} is not valid Python ({error}).") from None
+    path, tree = found
     names = set(names_bound(tree.body))
     if name not in names and "*" not in names:
         functions = ", ".join(node.name for node in tree.body if isinstance(node, FUNCTIONS)) or "none"
@@ -76,6 +96,26 @@ def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | No
         )
     defined = [node for node in tree.body if isinstance(node, FUNCTIONS) and node.name == name]
     return defined[-1] if defined and not defined[-1].decorator_list else None
+
+
+def _read(what: str, place: str) -> tuple[Path, ast.Module] | None:
+    """The source of a module or file and its syntax tree; None where a module has none. Raises ConfigError."""
+    try:
+        path = Path(place) if place.endswith(".py") else module_file(place)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{what}: there is no module {place!r}. Install it, or name a file: path/to/file.py:function."
+        ) from None
+    if path is None:
+        return None
+    try:
+        return path, ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"{what}: {path} cannot be read ({error.strerror}). Name an existing file."
+        ) from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{what}: {path} is not valid Python ({error}).") from None
 
 
 def _try_builtin(reward: RewardFunction, columns: Sequence[str]) -> None:

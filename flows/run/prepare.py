@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flows.cluster.shutdown import beside
 from flows.cluster.this_machine import cores_here, gpus_here
-from flows.rewards.find import check_rewards
+from flows.rewards.find import check_environment, check_rewards
 from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.examination import refuse_unexamined
 from flows.run.planning import ITEMSIZES, shapes_of
@@ -122,6 +122,8 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     rows = prepared_rows(config, folder)
     of_rewards: list[str] = []
     if isinstance(config, Scores):
+        if config.environment is not None:
+            check_environment(config.environment)
         columns = [name for name in rows.columns if name != "prompt"]
         of_rewards = check_rewards(config.rewards, columns, config.cluster.address is None)
     held_out, of_evaluation = _held_out(config, folder)

@@ -2,26 +2,34 @@
 
 from rlhf_tasks.algorithms.held_out import evaluation_of, section_of
 from rlhf_tasks.config.base import RunConfig, Scores
+from rlhf_tasks.environments.process import longest_play_s
 from rlhf_tasks.rewards.process import longest_s
 from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
 
 
 def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) -> dict[str, float]:
-    """Node that calls Python rewards or services -> seconds that these may take there, until they are late.
+    """Node that calls Python rewards, services or environments -> seconds that these may take there, until they are
+    late.
 
     held_out_rows  rows that an evaluation answers; it judges them batch by batch
-    A reward call judges one batch on each head, all at the same time.
+    A call judges, or answers, one batch on each head, all at the same time.
     """
     answers, section = evaluation_of(config), section_of(config)
     found: dict[str, float] = {}
+    environment = config.environment if isinstance(config, Scores) else None
+    play_s = 0.0 if environment is None else longest_play_s(environment)
     for node in plan.nodes:
         match node:
             case CallNode(call=call):
                 gives = {call.remap.get(key, key) for key in call.outputs}
                 if isinstance(config, Scores) and config.rewards and "scores" in gives:
                     found[node.name] = longest_s(config)
+                elif play_s and call.kind == "generate":
+                    found[node.name] = play_s
             case EvaluateNode() if answers is not None and section is not None:
-                found[node.name] = -(-held_out_rows // section.batch_size) * longest_s(answers)
+                found[node.name] = -(-held_out_rows // section.batch_size) * (
+                    (longest_s(answers) if answers.rewards else 0.0) + play_s
+                )
             case _:
                 pass
     return found

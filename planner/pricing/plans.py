@@ -47,6 +47,7 @@ _SAMPLE_BYTES = {
     "scores": 4,
     "stays": 1,
     "truncated": 1,
+    "environment_rewards": 8,
     "drawn_by": 8,
     "greedy_scores": 4,
     "greedy_stays": 1,

@@ -20,12 +20,13 @@ from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.generation import sampling_params
 from rlhf_tasks.algorithms.shared.reward_call import write_skipped
 from rlhf_tasks.algorithms.shared.scoring import refuse_all_skipped, score
+from rlhf_tasks.algorithms.shared.turns import draw
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.layout.transfers import shares
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
 from rlhf_tasks.rewards.process import Fault, RewardProcess
@@ -40,17 +41,24 @@ class Evaluation:
 
     config      the run's
     run_folder  where its held-out rows lie
-    rewards     this rank's helper process for the rewards of the evaluation
+    rewards, environment  this rank's helper processes for those of the evaluation
     """
 
     def __init__(
-        self, config: RunConfig, run_folder: Path, rewards: RewardProcess, tokenizer: Tokenizer
+        self,
+        config: RunConfig,
+        run_folder: Path,
+        rewards: RewardProcess,
+        tokenizer: Tokenizer,
+        environment: EnvironmentProcess | None = None,
     ) -> None:
         section, answers = section_of(config), evaluation_of(config)
         assert section is not None, "the run has no evaluation"
         self._batch_size, self._completions = section.batch_size, completions_of(config)
         self._rows = {name: TokenFile.open(run_folder / name) for name in held_out_sets(config)}
-        self._answers = answers and Answers(answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder)
+        self._answers = answers and Answers(
+            answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder, environment
+        )
 
     def metrics(self, engine: Engine, iteration: int, at_start: bool = False) -> dict[str, float]:
         """Those of `Answers.metrics`, where rewards score answers, and eval/loss, where it is asked for. Equal on all
@@ -73,7 +81,7 @@ class Answers:
 
     config   what is evaluated, see `rlhf_tasks.algorithms.held_out.evaluation_of`
     rows     the tokenised held-out rows
-    rewards  this rank's helper process for the rewards of `config`
+    rewards, environment  this rank's helper processes for those of `config`
     """
 
     def __init__(
@@ -83,9 +91,10 @@ class Answers:
         rewards: RewardProcess,
         tokenizer: Tokenizer,
         run_folder: Path,
+        environment: EnvironmentProcess | None = None,
     ) -> None:
         self._config, self._rows, self._rewards, self._tokenizer = config, rows, rewards, tokenizer
-        self._run_folder = run_folder
+        self._environment, self._run_folder = environment, run_folder
 
     def metrics(self, engine: Engine, iteration: int, kind: str) -> dict[str, float]:
         """Answer all held-out rows and score the answers. Collective over the engine's placement.
@@ -106,11 +115,12 @@ class Answers:
             micro_batches=1,
             tokenizer=self._tokenizer,
             rewards=self._rewards,
+            environment=self._environment,
             run_folder=self._run_folder,
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
             columns=lambda: self._rows.columns,
         )
-        names = [function.name for function in self._config.rewards]
+        names = self._config.score_names
         sums = torch.zeros(4 + 2 * len(names), dtype=torch.float64)  # over this head's answers
         faults: dict[int, Fault] = {}
         for answered in self._answered(engine, context):
@@ -144,9 +154,7 @@ class Answers:
         """On a head: its share of the answers, batch by batch, where it has one. Other ranks only take part."""
         sampling = sampling_params(self._config.sampling, self._tokenizer)
         for asked in _batches(engine, self._rows, self._config, context.n_seqs, self._config.batch_size):
-            answered = generate(
-                engine, asked, sampling, self._config.seed, context.iteration, purpose=PURPOSE
-            )
+            answered = draw(engine, asked, context, sampling, purpose=PURPOSE)
             if answered is not None and len(answered):
                 columns = {"columns": asked["columns"]}
                 yield SampleBatch(answered.ids, {**answered.data, **columns})

@@ -38,13 +38,15 @@ def completions_of(config: RunConfig) -> SFTConfig | None:
 
 
 def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
-    """What a run with the section `evaluation` does as `type: evaluate` would; None without rewards for it.
+    """What a run with the section `evaluation` does as `type: evaluate` would; None where nothing scores its
+    answers. An environment of the run answers those, too.
 
     The model is the one that trains: `models.actor` gives its tokenizer and its context. A batch has whole rows.
     """
     asked = section_of(config)
     rewards = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
-    if asked is None or not rewards:
+    environment = config.environment if isinstance(config, Scores) else None
+    if asked is None or not (rewards or environment):
         return None
     tokens, stops = asked.max_completion_length, {}
     if isinstance(config, Samples):
@@ -64,6 +66,7 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         seed=config.seed,
         dtype=config.dtype,
         rewards=rewards,
+        environment=environment,
         sampling=AnsweringConfig(max_completion_length=tokens, temperature=asked.temperature, **stops),
         num_generations=asked.num_generations,
         batch_size=asked.batch_size * asked.num_generations,

@@ -19,6 +19,7 @@ from pydantic import create_model
 from rlhf_tasks import algorithms
 from rlhf_tasks.algorithms import presets
 from rlhf_tasks.algorithms.shared.drawn_ahead import drawn_ahead
+from rlhf_tasks.algorithms.shared.environment_calls import with_environment
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
 from rlhf_tasks.config.base import RunConfig, Scores
@@ -91,9 +92,12 @@ class Algorithm:
     def calls(self, config: RunConfig) -> list[ModelFunctionCall]:
         """The calls of a configuration.
 
-        Raises ConfigError when one has no function, and when a train call would learn from skipped samples.
+        Raises ConfigError when one has no function, when a train call would learn from skipped samples, and for an
+        environment that does not answer all that is drawn.
         """
         calls = self.graph(config)
+        if isinstance(config, Scores) and config.environment is not None:
+            calls = with_environment(calls)
         if isinstance(config, PolicyConfig):
             calls = drawn_ahead(calls, config)
         calls = in_parts(calls, config.chunks if isinstance(config, Scores) else 1)

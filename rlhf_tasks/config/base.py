@@ -20,6 +20,7 @@ from rlhf_tasks.config.sections import (
     MOST_TOKENS,
     ClusterConfig,
     DataConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     LoraConfig,
     OptimizerConfig,
@@ -320,7 +321,8 @@ class TrainingConfig(RunConfig):
             raise ValueError(
                 f"evaluation.every={asked.every} is more than total_iterations={self.total_iterations}. Lower it."
             )
-        if not self.rewards_of_evaluation and not asked.loss:
+        played = self.environment if isinstance(self, Scores) else None
+        if not self.rewards_of_evaluation and played is None and not asked.loss:
             raise ValueError(
                 "evaluation: nothing scores the answers. Name a function under evaluation.rewards, or set "
                 "evaluation.loss: true for the loss on the rows' completions."
@@ -339,7 +341,7 @@ class TrainingConfig(RunConfig):
                 f"evaluation.keep_best keeps evaluated snapshots, but every={asked.every} is no multiple of "
                 f"snapshot_every={self.snapshot_every}. Make it one."
             )
-        refuse_equal_names(asked.rewards)
+        refuse_equal_names([reward.name for reward in asked.rewards])
         return self
 
 
@@ -460,7 +462,7 @@ class Scores(Samples):
     """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
 
     groups: ClassVar[Groups] = {
-        "": ("rewards",),
+        "": ("rewards", "environment"),
         "Batch": ("chunks",),
         "Score": (
             "reward_model",
@@ -474,6 +476,10 @@ class Scores(Samples):
 
     rewards: tuple[Reward, ...] = Field(
         default=(), description="Python rewards and HTTP services, summed with weights."
+    )
+    environment: EnvironmentConfig | None = Field(
+        default=None,
+        description="What answers the model turn by turn, and rewards it; default: a response is one turn.",
     )
     chunks: int = Field(
         default=1,
@@ -516,6 +522,24 @@ class Scores(Samples):
         """Whether a sample that a reward fails on leaves the batch; else it is judged as 0."""
         return True
 
+    @property
+    def score_names(self) -> list[str]:
+        """The names of all that has a part in a score, in metrics, but for the reward model."""
+        own = [] if self.environment is None else [self.environment.name]
+        return [*(reward.name for reward in self.rewards), *own]
+
+    @model_validator(mode="after")
+    def _turns_can_end(self) -> Self:
+        played, sampling = self.environment, self.sampling
+        if played is None or played.max_turn_tokens is None:
+            return self
+        if sampling.min_new_tokens > played.max_turn_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens={sampling.min_new_tokens} exceeds environment.max_turn_tokens="
+                f"{played.max_turn_tokens}, so no turn could end. Lower the one or raise the other."
+            )
+        return self
+
     @model_validator(mode="after")
     def _parts_are_whole_groups(self) -> Self:
         groups = self.batch_size // self.group_size
@@ -531,15 +555,16 @@ class Scores(Samples):
 
     @model_validator(mode="after")
     def _learns_from_scores(self) -> Self:
-        if isinstance(self, TrainingConfig) and not self.rewards and self.scoring_role != "reward":
+        if isinstance(self, TrainingConfig) and not self.score_names and self.scoring_role != "reward":
             raise ValueError(
-                "nothing scores the responses. Name a function under rewards, or a reward model in models.reward."
+                "nothing scores the responses. Name a function under rewards, an environment, or a reward model in "
+                "models.reward."
             )
         return self
 
     @model_validator(mode="after")
     def _refuse_equal_names(self) -> Self:
-        refuse_equal_names(self.rewards)
+        refuse_equal_names(self.score_names)
         return self
 
 
@@ -575,8 +600,7 @@ def rewards_of(config: RunConfig) -> tuple[Reward, ...]:
     return (*own, *(reward for reward in of_evaluation if reward not in own))
 
 
-def refuse_equal_names(rewards: Sequence[Reward]) -> None:
+def refuse_equal_names(names: Sequence[str]) -> None:
     """Raises ValueError where two rewards would have one name in metrics."""
-    names = [reward.name for reward in rewards]
     if len(set(names)) != len(names):
         raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")

@@ -299,6 +299,48 @@ Reward = Annotated[
 ]
 
 
+class EnvironmentConfig(Settings):
+    """What answers the model turn by turn: an object of the user's for each response, with `reset(row, seed)` and
+    `step(text) -> (observation, reward, done)`."""
+
+    factory: str = Field(
+        pattern=r"^[^:]+:[A-Za-z_]\w*$",
+        description="The class or function that makes one: `module:name`, `file.py:name` or `builtin:NAME`.",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
+    max_turns: int = Field(
+        default=8,
+        gt=0,
+        le=4096,
+        description="Most turns of a response; it is truncated where these do not end it.",
+    )
+    max_turn_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_TOKENS,
+        description="Most tokens that the model draws in a turn; default: what is left of "
+        "sampling.max_completion_length, which counts all turns and observations.",
+    )
+    max_observation_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_TOKENS,
+        description="Most tokens of an observation: the run ends at a longer one; default: "
+        "sampling.max_completion_length.",
+    )
+    turn_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds for the answers to one turn of a rank's batch.",
+    )
+
+    @property
+    def name(self) -> str:
+        """Its name in metrics: `rewards/<name>/mean`."""
+        return self.factory.rpartition(":")[2]
+
+
 class RewardModelScore(Settings):
     """How the reward model's raw score s enters the sum: weight * clip((s - mean) / std, -clip, clip)."""
 

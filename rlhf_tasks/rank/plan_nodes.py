@@ -22,6 +22,7 @@ from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.config.base import MovesReference, TrainingConfig
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
@@ -88,6 +89,7 @@ class RankRun:
         reach(Point.JOINED)
         kept = Path(spec.run_folder) / KEPT_VALUES
         self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks, kept, spec.rank)
+        self._environment = EnvironmentProcess(self._config)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()
@@ -118,7 +120,8 @@ class RankRun:
             answers, folder = evaluation_of(self._config), Path(self._spec.run_folder)
             if answers is not None and answers.rewards != getattr(self._config, "rewards", ()):
                 self._rewards_of_evaluation = RewardProcess(answers, self._spec.iterations, self._spec.blocks)
-            self._evaluation = Evaluation(self._config, folder, self._rewards_of_evaluation, self._tokenizer)
+            rewards, environment = self._rewards_of_evaluation, self._environment
+            self._evaluation = Evaluation(self._config, folder, rewards, self._tokenizer, environment)
         return self._evaluation
 
     def start(self, kept: KeptState | None) -> None:
@@ -174,12 +177,13 @@ class RankRun:
         self._groups.abort()
 
     def close(self, finish_parts: bool) -> None:
-        """End the reward process, the engines' copies and the background writer.
+        """End the processes of rewards and environments, the engines' copies and the background writer.
 
         finish_parts  the writer first writes what is queued; else nobody waits for it
         """
         self._rewards.close()
         self._rewards_of_evaluation.close()
+        self._environment.close()
         self._engines.close()
         self._writer.close(wait=finish_parts)
 
@@ -228,6 +232,7 @@ class RankRun:
             micro_batches=node.assignment.micro_batches,
             tokenizer=self._tokenizer,
             rewards=self._rewards,
+            environment=self._environment,
             run_folder=Path(self._spec.run_folder),
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
             columns=lambda: self._rows.columns,

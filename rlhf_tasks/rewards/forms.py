@@ -407,7 +407,7 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = 
     imported is not caught.
     """
     place, _, attribute = location.rpartition(":")
-    target = getattr(_module(place), attribute, None)
+    target = getattr(module_at(place), attribute, None)
     if target is None:
         raise RewardError(f"reward {location}: {place} has no function {attribute!r}.")
     if not callable(target):
@@ -428,16 +428,16 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = 
     return Reward(name, location, target, parameters, form, kwargs, file, per=per)
 
 
-def _module(place: str) -> ModuleType:
-    """A module by its name, or the one in a file."""
+def module_at(place: str, room: str = "rewards") -> ModuleType:
+    """A module by its name, or the one in a file, or `builtin` of a room of ours. Raises RewardError."""
     if place == BUILTIN:
-        return importlib.import_module("rlhf_tasks.rewards.builtin")
+        return importlib.import_module(f"rlhf_tasks.{room}.builtin")
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place)
     if not path.is_file():
-        raise RewardError(f"reward file {path}: no such file.")
-    name = f"reward_file_{path.stem}"
+        raise RewardError(f"file {path} of the {room}: no such file.")
+    name = f"{room}_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

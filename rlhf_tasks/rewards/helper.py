@@ -198,7 +198,7 @@ class Helper:
             except RewardError:
                 raise
             except BaseException as error:  # noqa: BLE001  the user's module may raise anything
-                raise _raised(f"reward {entry.location}: importing it", error, "") from None
+                raise raised(f"reward {entry.location}: importing it", error, "") from None
 
     def answer(self, request: Mapping[str, Any]) -> None:
         """Judge the answers of a request and reply. Raises RewardError, or exits after it has reported a fault."""
@@ -280,7 +280,7 @@ class Helper:
                 raise _fault(call, call.error, timeout_s)
         last = others if guilty else failed
         if last.error is not None:
-            told = _raised(f"reward {reward.name!r}", last.error, reward.file)
+            told = raised(f"reward {reward.name!r}", last.error, reward.file)
             raise RewardError(
                 f"{told} It does so for {len(last.places)} answers together, for none of them alone, so that "
                 "none can be skipped.",
@@ -375,7 +375,7 @@ class Helper:
             place = None if error.place is None else call.places[error.place]
             self.tell_fault(RewardError(str(error), error.traceback, place))
             sys.exit()
-        fault = _raised(f"reward {call.reward.name!r}", error, call.reward.file, call.place)
+        fault = raised(f"reward {call.reward.name!r}", error, call.reward.file, call.place)
         searching = call.place is None and len(call.places) > 1
         self.tell_fault(fault, searching)
         if searching:
@@ -500,10 +500,10 @@ def _is_awaitable(value: Any) -> bool:
     return hasattr(value, "__await__")
 
 
-def _raised(what: str, error: BaseException, file: str, place: int | None = None) -> RewardError:
+def raised(what: str, error: BaseException, file: str, place: int | None = None) -> RewardError:
     """A RewardError for what the user's code raised, with only the frames of that code.
 
-    file  the reward's source file: the message names the last line of it in the traceback
+    file  that code's source file: the message names the last line of it in the traceback
     """
     told = traceback.TracebackException.from_exception(error)
     told.stack = traceback.StackSummary.from_list(users_frames(told.stack))
@@ -520,15 +520,15 @@ def _fault(call: _Call, error: BaseException, timeout_s: float) -> RewardError:
     if isinstance(error, RewardError):
         return error
     if not isinstance(error, _Late):
-        return _raised(f"reward {call.reward.name!r}", error, call.reward.file, call.place)
+        return raised(f"reward {call.reward.name!r}", error, call.reward.file, call.place)
     frames = users_frames(traceback.extract_tb(error.__traceback__))
     message = late_message(f"reward {call.reward.name!r}", timeout_s, at_line(frames, call.reward.file))
     return RewardError(message, traced(frames), call.place if error.had_time else None)
 
 
-def late_message(who: str, timeout_s: float, where: str) -> str:
-    """The message about a reward that has not ended within `timeout_s` seconds."""
-    return f"{who} gave no answer in {timeout_s:g} s{where}. Mend it or raise reward_timeout_s."
+def late_message(who: str, timeout_s: float, where: str, key: str = "reward_timeout_s") -> str:
+    """The message about the user's code that has not ended within `timeout_s` seconds, which `key` sets."""
+    return f"{who} gave no answer in {timeout_s:g} s{where}. Mend it or raise {key}."
 
 
 def _resolved(value: Any, blocks: Mapping[str, str]) -> Any:

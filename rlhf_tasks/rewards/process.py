@@ -1,51 +1,27 @@
-"""The helper process beside a rank that runs the user's Python rewards, as the rank sees it.
-
-A reward may import anything, print, hang, fork or crash. None of that may affect the rank, whose threads belong to
-the engine. The helper is started by `subprocess`: Dask's workers are daemonic and may have no multiprocessing
-children. Two keeper processes (system/child_processes.py) stand between rank and helper. They end the helper and all
-that it has started when the rank ends or when one of them is killed.
-"""
+"""The helper processes beside a rank that run the user's Python rewards, as the rank sees them."""
 
 import contextlib
 import functools
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import RewardFunction, RewardService
 from rlhf_tasks.rewards.forms import Answers, RewardError, Values
-from rlhf_tasks.rewards.helper import STACK_SIGNAL, late_message
-from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
-from rlhf_tasks.system.child_lines import LOOK_EVERY_S, Lines
+from rlhf_tasks.rewards.helper import late_message
+from rlhf_tasks.rewards.helper_process import HelperProcess, TooLarge
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlhf_tasks.system.child_processes import keep; keep('rlhf_tasks.rewards.helper:serve')"
-)
 KEPT_VALUES = "reward-values"  # folder in a run folder, of values that rewards with `cache: true` have given
-OURS = "PREFECT_"
-"""The helper does not get variables with this prefix: the login of the run's Prefect server is among them."""
 MOST_LOST = 4
 """Of the answers of a batch that a process judges one by one, as many may cost it, where such answers are skipped."""
 SEARCH_S = 5.0  # that the search for the answer that a reward fails on may take
 ENDING_S = 20.0
 """After its time is over, until a late reward is reported: its stack is asked for and its processes are ended."""
-STACK_S = 1.0  # that a helper may take to dump its stack
-END_S = 10.0  # that a keeper may take to kill all its descendants
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def longest_s(config: Scores) -> float:
@@ -243,15 +219,12 @@ class _Part:
 
     def _ended(self, helper: "_Helper", config: Scores) -> Exception:
         """The reason why the helper ended without a reply: a reward ended it, or it was killed from outside."""
-        status = helper.status()
+        how = helper.how_it_ended()
         if self._closed:
             return RewardError("the rank's reward process is closed.")
-        if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) or status < 0:
+        if how is None:
             return _Killed()
         where, frames = helper.written_stack()
-        how = f"exit status {status}"
-        if status > 128 and status - 128 in {s.value for s in signal.Signals}:
-            how = signal.Signals(status - 128).name
         who = helper.at or f"one of the rewards {_names(config)}"
         return helper.lost(f"{who} ended its process with {how}{where}.", frames)
 
@@ -290,39 +263,18 @@ class _Lost(RewardError):
     where: tuple[str, int] = ("", 0)
 
 
-class _TooLarge(Exception):
-    """The helper and the processes it has started use more memory than is allowed."""
+class _Helper(HelperProcess):
+    """A running process of the rewards.
 
-    def __init__(self, used_bytes: int) -> None:
-        super().__init__()
-        self.used_bytes = used_bytes
-
-
-class _Helper:
-    """A running helper process and its keeper.
-
-    started  whether it has been sent its rewards
     reward   the name of the reward that it is calling; "" for none
     place    the index of the answer where it judges one alone
     asked_s  time.monotonic() of the request, and since_s of the call that it is in
     """
 
     def __init__(self) -> None:
-        self.started = False
+        super().__init__("rlhf_tasks.rewards.helper:serve")
         self.reward, self.place = "", None
         self.asked_s = self.since_s = 0.0
-        self._stacks = os.memfd_create("stacks")
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(sys.path), str(self._stacks)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._stacks],
-            env={name: value for name, value in os.environ.items() if not name.startswith(OURS)},
-            start_new_session=True,
-        )
-        self.lines = Lines(self._keeper)
-        self._pid: int | None = None
-        self._looked_s = 0.0
 
     @property
     def at(self) -> str:
@@ -337,13 +289,6 @@ class _Helper:
         error.where = (self.reward, self.place)
         return error
 
-    def start(self, stated: Mapping[str, Any], until_s: float) -> None:
-        """Send it its rewards, which it then imports. Raises TimeoutError at `until_s` (time.monotonic())."""
-        self.lines.send(json.dumps(stated), until_s)
-        reply = self.lines.read(until_s)
-        self._pid = None if reply is None else reply["pid"]
-        self.started = True
-
     def read_place(self) -> int | None:
         """The index of the answer that the reward fails on; None where the helper does not find it in SEARCH_S."""
         with contextlib.suppress(TimeoutError):
@@ -352,68 +297,6 @@ class _Helper:
                 reply = self.lines.read(time.monotonic() + SEARCH_S)
             return None if reply is None else reply["place"]
         return None
-
-    def stack(self) -> tuple[str, str]:
-        """Where the helper is now: (` at FILE:LINE`, the frames of the user's code)."""
-        if self._pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, STACK_SIGNAL)
-            until_s = time.monotonic() + STACK_S
-            while not self._written().strip() and time.monotonic() < until_s:
-                time.sleep(0.02)
-            time.sleep(0.02)
-        return self.written_stack()
-
-    def written_stack(self) -> tuple[str, str]:
-        """The same for the stack that the helper dumped last."""
-        found = [
-            _FRAME.fullmatch(line)
-            for line in self._written().rpartition("(most recent call first):")[2].split("\n")
-        ]
-        frames = [traceback.FrameSummary(m[1], int(m[2]), m[3]) for m in reversed(found) if m is not None]
-        theirs = users_frames(frames)
-        return at_line(theirs), traced(theirs)
-
-    def status(self) -> int:
-        """The exit status of the helper, as its keeper returns it when it ends: 128 + N after signal N."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(END_S)
-        return self._keeper.poll() or 0
-
-    def end(self) -> None:
-        """Ask the keeper to kill everything. Called from any thread."""
-        self._keeper.terminate()
-
-    def close(self) -> None:
-        """Kill everything and reap the keeper."""
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # what is still buffered is no longer needed
-            self._keeper.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(END_S)
-        self._keeper.kill()
-        self._keeper.wait()
-        self._keeper.stdout.close()
-        os.close(self._stacks)
-
-    def _written(self) -> str:
-        return os.pread(self._stacks, 1 << 20, 0).decode(errors="replace")
-
-    def refuse_large(self, most_bytes: int) -> None:
-        """Raises _TooLarge when the helper and its children use more than `most_bytes` bytes.
-
-        Looks at most every LOOK_EVERY_S seconds: first roughly (RSS), then without counting shared pages twice (PSS).
-        """
-        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
-            return
-        self._looked_s = time.monotonic()
-        with contextlib.suppress(psutil.Error):  # a process that is ending
-            processes = psutil.Process(self._keeper.pid).children(recursive=True)
-            if sum(process.memory_info().rss for process in processes) > most_bytes:
-                used_bytes = sum(process.memory_full_info().pss for process in processes)
-                if used_bytes > most_bytes:
-                    raise _TooLarge(used_bytes)
 
 
 @contextlib.contextmanager
@@ -429,7 +312,7 @@ def _naming(helper: _Helper, config: Scores) -> Iterator[None]:
         if now_s - helper.since_s > (now_s - helper.asked_s) / 2:
             raise helper.lost(message, frames) from None
         raise RewardError(message, frames, helper.place) from None  # the batch as a whole is late
-    except _TooLarge as error:
+    except TooLarge as error:
         where, frames = helper.stack()
         raise helper.lost(
             f"{helper.at or 'a reward'} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes "

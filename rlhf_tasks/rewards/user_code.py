@@ -12,7 +12,13 @@ from typing import Any
 
 _CALLERS = {
     str(Path(__file__).parents[1] / name)
-    for name in ("rewards/forms.py", "rewards/helper.py", "system/child_processes.py")
+    for name in (
+        "rewards/forms.py",
+        "rewards/helper.py",
+        "environments/episodes.py",
+        "environments/helper.py",
+        "system/child_processes.py",
+    )
 }
 _IMPORTERS = ("<frozen importlib", str(Path(importlib.__file__).parent))
 _ASYNCIO = str(Path(asyncio.__file__).parent)

@@ -27,8 +27,9 @@ class EvaluateConfig(OnePass):
 
     @model_validator(mode="after")
     def _something_scores(self) -> Self:
-        if not self.rewards and self.models.reward is None:
+        if not self.score_names and self.models.reward is None:
             raise ValueError(
-                "nothing scores the answers. Name a function under rewards, or a reward model in models.reward."
+                "nothing scores the answers. Name a function under rewards, an environment, or a reward model in "
+                "models.reward."
             )
         return self

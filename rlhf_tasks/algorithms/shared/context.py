@@ -11,6 +11,7 @@ from rlhf_tasks.spec import WHOLE, Part
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.tokenizer import Tokenizer
+    from rlhf_tasks.environments.process import EnvironmentProcess
     from rlhf_tasks.parallel.train.engine import Engine
     from rlhf_tasks.rewards.process import RewardProcess
 
@@ -32,6 +33,7 @@ class CallContext:
     earlier        on the data-parallel head: the samples that it has of all earlier parts, with the keys of which the
                    call asks (`ModelFunctionCall.earlier`); None elsewhere, and where there are none
     tally          what earlier parts of the call have left in this iteration, for `all_parts`
+    environment    this rank's helper process for environments; None where there is none
     """
 
     config: RunConfig
@@ -47,6 +49,7 @@ class CallContext:
     part: Part = WHOLE
     earlier: SampleBatch | None = None
     tally: list[Any] = field(default_factory=list)
+    environment: "EnvironmentProcess | None" = None
 
     def all_parts(self, figures: Any) -> list[Any] | None:
         """In the call's last part, the figures of all its parts, in their order; None in the others.

@@ -11,10 +11,10 @@ from torch import Tensor
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.drawn_ahead import DRAWN_BY
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
+from rlhf_tasks.algorithms.shared.turns import draw
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.config.sections import SamplingConfig
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.generate.stop_strings import StopStrings
 from rlhf_tasks.parallel.train.engine import Engine
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Sample responses to `prompt_ids`: `input_ids`, `response_mask`, `old_logprobs` and `truncated`; where the
-    configuration `records_kept`, also `kept_counts` and `kept_tokens`; where it draws ahead, also `drawn_by`.
+    configuration `records_kept`, also `kept_counts` and `kept_tokens`; where it draws ahead, also `drawn_by`; where
+    an environment answers, also `environment_rewards` (see `draw`).
 
     A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout and micro-batches.
     Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
@@ -50,17 +51,8 @@ def respond(
     record_kept  whether to record which tokens top-k and top-p kept
     """
     sampling = sampling_params(settings, context.tokenizer)
-    seed = context.config.seed
     started = time.perf_counter()
-    answered = draw(
-        engine,
-        batch,
-        sampling,
-        seed,
-        context.iteration,
-        record_kept=record_kept,
-        micro_batches=context.micro_batches,
-    )
+    answered = draw(engine, batch, context, sampling, record_kept)
     elapsed_s = time.perf_counter() - started
     mine = torch.zeros(5, dtype=torch.float64)
     if answered is not None:

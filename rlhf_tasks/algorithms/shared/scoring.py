@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.environment_calls import ENVIRONMENT_REWARDS
 from rlhf_tasks.algorithms.shared.rollout_calls import STAYS, TOKEN_REWARDS
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.config.sections import RewardModelScore
@@ -29,7 +30,8 @@ class Scored:
     """The scores of one head's n samples, in the batch's order.
 
     scores        [n] float64, the weighted sum
-    rewards       name of a Python reward -> n values, of whole responses; None for a sample that it does not judge
+    rewards       name of a Python reward, or of the environment -> n values, of whole responses; None for a sample
+                  that it does not judge
     logged        name of a Python reward -> the values that it logged, see `Judged`
     reward_model  [n] float64, raw scores of the reward model; None without one
     answers       the samples as the rewards got them
@@ -95,7 +97,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
             Judged({each.name: [] for each in config.rewards}, {}) if pending is None else pending.result()
         )
         rewards, faults = judged.values, dict(judged.faults)
-        if raw is None and all_judged and len(batch):
+        if raw is None and config.environment is None and all_judged and len(batch):
             if config.on_reward_error == "skip":
                 faults = _unjudged(rewards, len(batch)) | faults
             else:
@@ -108,6 +110,11 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
         for name, values in rewards.items()
     }
     penalties = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
+    named = {}
+    if config.environment is not None:
+        played = batch[ENVIRONMENT_REWARDS].values.double().cpu()
+        penalties = penalties + played
+        named[config.environment.name] = played.tolist()
     model_part = None if raw is None else reward_model_part(raw, config.reward_model)
     weighted = [(function.weight, rewards[function.name]) for function in config.rewards]
     of_tokens = None
@@ -129,7 +136,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     stays = ~failed if config.skipped_leave else torch.ones_like(failed)
     return Scored(
         torch.where(failed, 0.0, scores),
-        {name: [None if v is None else total(v) for v in values] for name, values in rewards.items()},
+        {name: [None if v is None else total(v) for v in values] for name, values in rewards.items()} | named,
         judged.logged,
         raw,
         answers,
@@ -148,7 +155,7 @@ def rewards_of_tokens(
     """The rewards at the response tokens of each sample: n tensors [count] float64.
 
     counts      response tokens of each sample
-    penalties, model_part  [n] float64, for whole responses
+    penalties, model_part  [n] float64, for whole responses; penalties with the environment's rewards
     weighted    (weight, n values) of each Python reward: a number for a whole response, or one for each token
     What is for a whole response is added at its last token, in the order in which a score is added up: where nothing
     else is given, that token has the very score.
@@ -209,13 +216,16 @@ def last_value(values: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
-    """The prompts, responses and columns of a batch, in the form that rewards take."""
+    """The prompts, responses and columns of a batch, in the form that rewards take.
+
+    Of a response of several turns they get what was drawn, without what an environment answered.
+    """
     responses = [
         ids[mask].tolist()
         for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
     ]
     read = [
-        context.tokenizer.decode(ids[~mask].tolist(), special_tokens=True)
+        context.tokenizer.decode(ids[: int(mask.int().argmax())].tolist(), special_tokens=True)
         for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
     ]
     texts = [context.tokenizer.decode(ids) for ids in responses]
@@ -232,7 +242,7 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
-    names = [function.name for function in config.rewards]
+    names = config.score_names
     sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64)
     scores = torch.zeros(0) if scored is None else scored.scores[scored.stays]
     if scored is not None:

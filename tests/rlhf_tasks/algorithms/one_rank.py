@@ -18,6 +18,7 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.config.sections import Role
 from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
@@ -70,7 +71,7 @@ class OneRank:
         self.rows, self.tokenizer = prepared_rows(config), Tokenizer.from_folder(config.models.tokenizer)
         dtype = getattr(torch, config.dtype)
         self.engines = {name: engine_of(role, config.seed, dtype) for name, role in config.roles().items()}
-        self.rewards = RewardProcess(config)
+        self.rewards, self.environment = RewardProcess(config), EnvironmentProcess(config)
         self.tallies: dict[str, list[Any]] = {}
         self.algorithm = algorithm(config.type)
         self.calls = self.algorithm.calls(config)
@@ -120,6 +121,7 @@ class OneRank:
             micro_batches=4 if call.kind != "generate" else 1,
             tokenizer=self.tokenizer,
             rewards=self.rewards,
+            environment=self.environment,
             run_folder=self.run_folder,
             where=str,
             columns=lambda: self.rows.columns,
@@ -139,6 +141,7 @@ class OneRank:
 
     def close(self) -> None:
         self.rewards.close()
+        self.environment.close()
 
 
 def _renamed(batch: SampleBatch, names: dict[str, Any]) -> SampleBatch:

@@ -1,0 +1,103 @@
+"""A calculator: the policy marks an expression, and is answered with its value."""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+OPEN, CLOSE = "<calc>", "</calc>"
+MOST_CHARACTERS = 200  # of an expression
+MOST_VALUE = 1e15
+"""Larger values, also between steps, are refused: no expression takes long or fills the memory."""
+
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+class Calculator:
+    """A turn that ends with `<calc>EXPRESSION</calc>` is answered with the value; any other turn is the answer.
+
+    The reward is that of the answer: 1 where its last number equals the row's column `answer`, else 0. A row may lack
+    that column where a reward of the run judges answers. A fault of the expression is answered in words.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        """Begin with a row. Raises ValueError where its `answer` is no number."""
+        answer = row.get("answer")
+        self._answer = None if answer is None else _number(str(answer))
+        if answer is not None and self._answer is None:
+            raise ValueError(f"the row's answer {answer!r} is no number.")
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """(the value of the expression, 0, False), or ("", the answer's reward, True)"""
+        _, opened, asked = text.rstrip().rpartition(OPEN)
+        if opened and asked.endswith(CLOSE):
+            return f" = {value_of(asked.removesuffix(CLOSE))} ", 0.0, False
+        numbers = re.findall(r"-?[0-9][0-9,]*(?:\.[0-9]+)?", text)
+        right = self._answer is not None and bool(numbers) and _number(numbers[-1]) == self._answer
+        return "", float(right), True
+
+
+def value_of(expression: str) -> str:
+    """The value of an expression of numbers, + - * / // % ** and brackets, as text; or why it has none.
+
+    It is read as a syntax tree, of which only these parts are known: nothing in it is run.
+    """
+    if len(expression) > MOST_CHARACTERS:
+        return f"error: more than {MOST_CHARACTERS} characters"
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except _TooLarge:
+        return "error: too large"
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return "error: no arithmetic expression"
+    return str(int(value)) if value == int(value) else f"{value:.10g}"
+
+
+class _TooLarge(Exception):
+    """A value beyond MOST_VALUE."""
+
+
+def _value(node: ast.expr) -> float:
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float):
+            return _bounded(value)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand))
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in _BINARY:
+            one, other = _value(left), _value(right)
+            if isinstance(op, ast.Pow) and one and abs(other * math.log(abs(one))) > math.log(MOST_VALUE):
+                raise _TooLarge
+            return _bounded(_BINARY[type(op)](one, other))
+        case _:
+            raise ValueError("no arithmetic expression")
+
+
+def _bounded(value: Any) -> float:
+    """Raises _TooLarge; ValueError for a complex number, as a power of a negative one may be."""
+    if isinstance(value, complex):
+        raise ValueError("no real number")
+    if not abs(value) <= MOST_VALUE:
+        raise _TooLarge
+    return value
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        found = Decimal(text.replace(",", "").strip())
+    except InvalidOperation:
+        return None
+    return found if found.is_finite() else None

@@ -1,0 +1,117 @@
+"""The main loop of the process that runs a user's environments: read turns, call environments, reply.
+
+Requests and replies are lines of JSON, as in rewards/helper.py. The first request has the factory and its
+arguments; its reply is `{"pid": ...}`. The replies to a further request are `{"at": [sample, method]}` before each
+call, and then `{"answers": [...]}`, or `{"fault": ..., "traceback": ..., "sample": ...}`, after which the process
+ends.
+"""
+
+import asyncio
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_tasks.environments.episodes import Answer, Episode, Played
+from rlhf_tasks.rewards.forms import RewardError
+from rlhf_tasks.rewards.helper import MARGIN_S, MOST_TRACEBACK, STACK_SIGNAL, late_message, raised
+from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
+
+TIMEOUT_KEY = "environment.turn_timeout_s"
+
+
+def serve() -> None:
+    """Answer turns until an environment fails. sys.argv[2] is the descriptor of the file to dump stacks to."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # an environment may read its input
+    os.dup2(2, 1)  # or print: neither may mix with requests and replies
+    stacks = int(sys.argv[2])
+    faulthandler.enable(stacks, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
+
+    def tell(reply: Mapping[str, Any]) -> None:
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+    start = json.loads(requests.readline())
+    tell({"pid": os.getpid()})
+    name = f"environment {start['factory']}"
+    try:
+        try:
+            played = Played(start["factory"], start["kwargs"])
+        except RewardError:
+            raise
+        except BaseException as error:  # noqa: BLE001  the user's module may raise anything
+            raise raised(f"{name}: importing it", error, "") from None
+        with asyncio.Runner() as loop:  # one for all requests: an environment may keep a connection open
+            for request in requests:
+                asked = json.loads(request)
+                if asked["begins"]:
+                    played.forget()
+                episodes = [Episode(*each) for each in asked["episodes"]]
+                until_s = asked["until_s"] - MARGIN_S
+                turns = _Turns(played, name, tell, until_s, asked["timeout_s"])
+                tell({"answers": loop.run(turns.answers(episodes))})
+    except RewardError as error:
+        tell({"fault": str(error), "traceback": error.traceback[-MOST_TRACEBACK:], "sample": error.place})
+
+
+class _Turns:
+    """The turns of one request, which wait together where environments are async.
+
+    until_s    time.monotonic() until which all must be answered
+    timeout_s  the seconds that they had
+    """
+
+    def __init__(self, played: Played, name: str, tell: Any, until_s: float, timeout_s: float) -> None:
+        self._played, self._name, self._tell, self._until_s = played, name, tell, until_s
+        self._timeout_s = timeout_s
+
+    async def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+        """One answer for each episode, in their order, whichever comes first.
+
+        Raises RewardError, whose `place` is the sample, for the first episode that has none.
+        """
+        tasks = [asyncio.ensure_future(self._answer(episode)) for episode in episodes]
+        left_s = max(self._until_s - time.monotonic(), 0.0)
+        _, late = await asyncio.wait(tasks, timeout=left_s)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=MARGIN_S / 2)
+        for episode, task in zip(episodes, tasks, strict=True):
+            if task in late:
+                raise self._late(episode, task)
+        return [task.result() for task in tasks]
+
+    async def _answer(self, episode: Episode) -> Answer:
+        called = [""]
+
+        def at(method: str) -> None:
+            called[0] = method
+            self._tell({"at": [episode.sample, method]})
+
+        try:
+            return await self._played.answer(episode, at)
+        except RewardError as error:
+            raise RewardError(str(error), error.traceback, episode.sample) from None
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit among it
+            what = f"{self._name}: {called[0] or 'making it'}"
+            raise raised(what, error, self._played.file, episode.sample) from None
+
+    def _late(self, episode: Episode, task: "asyncio.Task[Answer]") -> RewardError:
+        try:
+            task.result()
+            frames = []
+        except BaseException as error:  # noqa: BLE001  the cancellation, raised where the task waited
+            frames = users_frames(traceback.extract_tb(error.__traceback__))
+        where = at_line(frames, self._played.file)
+        message = late_message(f"{self._name}: step", self._timeout_s, where, TIMEOUT_KEY)
+        return RewardError(message, traced(frames), episode.sample)

@@ -1,0 +1,214 @@
+"""Responses of several turns: the same losses under any plan; what was observed counts as context alone."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
+from rlhf_tasks.algorithms.registry import algorithm
+from rlhf_tasks.rewards.forms import RewardError
+from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
+from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, trajectory
+from tests.rlhf_tasks.test_parts import of_calls
+from tests.tiny_runs import ppo_config, write_model, write_prompts
+
+pytestmark = pytest.mark.dist
+
+ECHO = f"{Path(__file__).parents[1]}/tiny_environment.py:Echo"
+SAMPLING = {"max_completion_length": 30}
+PLAYED = {"factory": ECHO, "max_turn_tokens": 8}
+
+
+def grpo_config(folder, **changes):
+    """GRPO on the model and prompts below `folder`, which are made where they are not there yet."""
+    if not (folder / "actor").exists():
+        write_model(folder / "actor")
+        write_prompts(folder / "prompts.jsonl")
+    document = {
+        "type": "grpo",
+        "models": {"actor": str(folder / "actor")},
+        "data": {"train": str(folder / "prompts.jsonl")},
+        "output_dir": str(folder / "runs"),
+        "sampling": {**SAMPLING, "top_k": 200},
+        "environment": PLAYED,
+        "batch_size": 16,
+        **({} if changes.get("type") == "remax" else {"num_generations": 4}),
+        "beta": 0.1,
+        "total_iterations": 3,
+        "optimizer": {"learning_rate": 1e-3},
+        "dtype": "float64",
+    }
+    return make_config({**document, **changes})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model and prompts."""
+    folder = tmp_path_factory.mktemp("played")
+    grpo_config(folder)
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    """Begin a run of GRPO on this process."""
+    torch.set_num_threads(1)
+    begun = []
+    with world_of_one():
+
+        def begin(**changes):
+            begun.append(OneRank(grpo_config(folder, **changes), tmp_path))
+            return begun[-1]
+
+        yield begin
+        for each in begun:
+            each.close()
+
+
+KEYS = ("input_ids", "response_mask", "old_logprobs", "truncated", "environment_rewards")
+
+
+def drawn(run, ids=range(16), iteration=0):
+    """What a run draws for some samples of an iteration."""
+    call = next(call for call in run.calls if call.kind == "generate")
+    batch = fetch(run.rows, run.config, list(ids)).select(list(ids))
+    output = run.output(call, run.engines["actor"], batch, iteration, range(ids[0], ids[-1] + 1))
+    return output.batch
+
+
+def responses(run, batch):
+    """Of each sample the text behind its prompt, and as many marks: x where a token was drawn."""
+    found = []
+    for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True):
+        start = int(mask.int().argmax())
+        found.append((ids[start:].tolist(), "".join("x" if each else "." for each in mask[start:].tolist())))
+    return found
+
+
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness):
+    config: Any = partial(ppo_config, environment=PLAYED, sampling=SAMPLING, staleness=staleness)
+    more = {"actor_inference": {"devices": [0]}} if staleness else {}
+    reference = trajectory(ranks, tmp_path, 1, {**PLANS["one rank"][1], **more}, config)
+    assert len({seen["actor_train/loss/policy"] for seen in reference}) == 3
+    assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
+    for name in list(PLANS)[1:]:
+        found = trajectory(ranks, tmp_path, PLANS[name][0], {**PLANS[name][1], **more}, config)
+        assert not differences(reference, found), name
+
+
+@pytest.mark.slow
+def test_so_do_parts_of_a_batch(ranks, tmp_path):
+    config: Any = partial(ppo_config, environment=PLAYED, sampling=SAMPLING)
+    reference = trajectory(ranks, tmp_path, 1, PLANS["one rank"][1], config)
+    in_parts: Any = partial(ppo_config, environment=PLAYED, sampling=SAMPLING, chunks=4)
+    found = trajectory(ranks, tmp_path, 1, PLANS["one rank"][1], in_parts)
+    assert not differences(reference, of_calls(found))
+
+
+def test_a_sequence_does_not_depend_on_those_beside_it_nor_on_who_answers_first(run):
+    whole = drawn(run())
+    later = drawn(run(environment={**PLAYED, "kwargs": {"wait_s": 0.1}}, reward_processes=3))
+    for key in KEYS:
+        assert torch.equal(whole[key].values, later[key].values), key
+    some = drawn(run(), range(5, 12))
+    assert responses(run(), some) == responses(run(), whole)[5:12]
+    assert some["environment_rewards"].values.tolist() == whole["environment_rewards"].values.tolist()[5:12]
+
+
+def test_turns_and_observations_take_turns_and_only_what_is_drawn_is_marked(run):
+    begun = run()
+    batch = drawn(begun)
+    found = responses(begun, batch)
+    assert {"x" * 8, "x" * 8 + "..." + "x" * 8} <= {marks for _, marks in found}
+    assert all(marks.endswith("x") for _, marks in found)
+    observed = [
+        begun.tokenizer.decode([token for token, mark in zip(ids, marks, strict=True) if mark == "."])
+        for ids, marks in found
+    ]
+    assert set("".join(observed)) <= set("<0123456789>")
+    assert "<8>" in "".join(observed)
+    assert not batch["truncated"].values.any()
+    assert torch.all(batch["old_logprobs"].values[~batch["response_mask"].values] == 0)
+
+
+def test_the_budget_and_the_number_of_turns_truncate(run):
+    short = drawn(run(sampling={"max_completion_length": 10}))
+    most = max(mask.sum().item() for mask in short["response_mask"].split())
+    assert most == 8, "behind the observation of three tokens none is left"
+    assert short["truncated"].values.any()
+    once = drawn(run(environment={**PLAYED, "max_turns": 1}))
+    assert torch.equal(once["truncated"].values, short["truncated"].values)
+    whole = drawn(run(sampling={"max_completion_length": 13}))
+    assert max(mask.sum().item() for mask in whole["response_mask"].split()) == 10
+
+
+def test_scores_are_the_sum_of_environment_and_rewards(run, tmp_path):
+    reward = f"{Path(__file__).parents[1]}/tiny_reward.py:length_reward"
+    metrics, store = run(rewards=[{"function": reward, "weight": 2.0}]).iterate(0)
+    samples = store.get(range(16), ["scores", "environment_rewards"])
+    assert metrics["rewards/Echo/mean"] == pytest.approx(samples["environment_rewards"].values.mean().item())
+    judged = (samples["scores"].values - samples["environment_rewards"].values).mean().item()
+    assert 2 * metrics["rewards/length_reward/mean"] == pytest.approx(judged)
+    [path] = (tmp_path / "samples").glob("*.jsonl")
+    written = [json.loads(line)["rewards"]["Echo"] for line in path.read_text().splitlines()]
+    assert written == samples["environment_rewards"].values.tolist()[: len(written)]
+
+
+def test_the_gradient_is_that_of_the_drawn_tokens_alone(run, folder):
+    """As plain transformers computes it, from GRPO's formula: what was observed is context, and nothing else."""
+    begun = run(sampling=SAMPLING, beta=0.0)
+    metrics, store = begun.iterate(0)
+    batch = store.get(range(16), ["input_ids", "response_mask", "scores"])
+    scores = batch["scores"].values.view(-1, 4)
+    advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + STD_EPSILON)
+
+    def norm(counts):
+        model = AutoModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64)
+        samples = zip(
+            batch["input_ids"].split(), batch["response_mask"].split(), advantages.flatten(), strict=True
+        )
+        for ids, mask, advantage in samples:
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            loss = loss - advantage * logprobs.gather(1, ids[1:, None])[counts(mask)[1:], 0].mean() / 16
+        loss.backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        return torch.cat([each.flatten() for each in gradients]).norm().item()
+
+    assert metrics["grad_norm/actor"] == pytest.approx(norm(lambda mask: mask), rel=1e-7)
+    from_the_first = norm(lambda mask: torch.arange(len(mask)) >= mask.int().argmax())
+    assert metrics["grad_norm/actor"] != pytest.approx(from_the_first, rel=1e-3)
+
+
+def test_an_environment_that_fails_is_told_with_the_sample_its_row_and_its_turn(run, tmp_path):
+    (tmp_path / "rooms.py").write_text(
+        "class Bad:\n    def reset(self, row, seed):\n        pass\n\n"
+        "    def step(self, text):\n        return 'long ' * 9, 0.0, False\n"
+    )
+    bad = {"factory": f"{tmp_path}/rooms.py:Bad", "max_turn_tokens": 2, "max_observation_tokens": 44}
+    with pytest.raises(RewardError) as caught:
+        drawn(run(environment=bad))
+    assert str(caught.value).startswith(
+        f"environment {tmp_path}/rooms.py:Bad: an observation has 45 tokens, but 44 are allowed. Shorten it, or "
+        "raise environment.max_observation_tokens or sampling.max_completion_length. It was at sample 0 (0), "
+        'whose turn 1 was "'
+    )
+    assert drawn(run(environment={**bad, "max_observation_tokens": 45}))["truncated"].values.all()
+
+
+def test_what_no_environment_can_answer_is_refused(folder):
+    config = grpo_config(folder, type="remax")
+    with pytest.raises(
+        ConfigError, match="also draws responses in 'greedy_generate', which no environment answers"
+    ):
+        algorithm("remax").calls(config)
+    with pytest.raises(ConfigError, match="min_new_tokens=9 exceeds environment"):
+        grpo_config(folder, sampling={**SAMPLING, "min_new_tokens": 9})

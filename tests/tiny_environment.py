@@ -1,0 +1,29 @@
+"""The environments of tests' runs, by themselves: an environment process that imports them loads no torch."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Echo:
+    """Answers with how long each turn was, for as many turns as the seed says: cheap and deterministic.
+
+    counted  file that gets a line for each call of reset
+    wait_s   seconds that a step waits, the longer the earlier its sample
+    """
+
+    def __init__(self, counted: str | None = None, wait_s: float = 0.0) -> None:
+        self._counted, self._wait_s = counted, wait_s
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        self._left, self._answer = 1 + seed % 3, row["answer"]
+        if self._counted:
+            with Path(self._counted).open("a") as file:
+                file.write(json.dumps(seed) + "\n")
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        await asyncio.sleep(self._wait_s * self._left)
+        self._left -= 1
+        return f"<{len(text)}>", len(text) / 16 - (self._answer in text), self._left == 0
