@@ -32,6 +32,7 @@ class CallContext:
     earlier        on the data-parallel head: the samples that it has of all earlier parts, with the keys of which the
                    call asks (`ModelFunctionCall.earlier`); None elsewhere, and where there are none
     tally          what earlier parts of the call have left in this iteration, for `all_parts`
+    rows           gives the values of the data set's keys of samples, by their global ids
     """
 
     config: RunConfig
@@ -47,6 +48,7 @@ class CallContext:
     part: Part = WHOLE
     earlier: SampleBatch | None = None
     tally: list[Any] = field(default_factory=list)
+    rows: Callable[[Sequence[int]], SampleBatch] | None = None
 
     def all_parts(self, figures: Any) -> list[Any] | None:
         """In the call's last part, the figures of all its parts, in their order; None in the others.
@@ -68,10 +70,12 @@ class CallOutput:
 
     batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere, or without new keys
     metrics  global values, equal on every rank of the mesh
+    left     of a generation in segments: what it has left in the places of the batch, for the next iteration
     """
 
     batch: SampleBatch | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    left: SampleBatch | None = None
 
 
 CallFunction = Callable[["Engine", SampleBatch, CallContext], CallOutput]
