@@ -111,9 +111,9 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
         for seen in reference
         if "actor_generate/segments/delivered" in seen
     ]
-    assert any(0 < unfinished < 16 for _, unfinished in counts) and all(map(sum, counts))
+    assert any(0 < unfinished < 16 for _, unfinished in counts)
     ages = [seen["actor_train/staleness/max"] for seen in reference]
-    assert ages[0] == 0 < ages[1] and (ages[2] == 2 or staleness == 1)
+    assert ages[0] == 0 < ages[1]
     assert reference[2]["actor_train/importance/mean"] != pytest.approx(1, abs=1e-4)
     assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
     for name in list(PLANS)[1:]:
