@@ -15,8 +15,7 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.drawn_ahead import NUMBER
-from rlhf_tasks.algorithms.shared.segments import functions_of, left_keys, nothing_left
+from rlhf_tasks.algorithms.shared.segments import GROUPS_BEGUN, functions_of, left_keys, nothing_left
 from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
@@ -409,7 +408,7 @@ class RankRun:
         mine = self._share(node, node.part.ids(whole))
         if node.call.segment_tokens:
             names = left_keys(node.call)
-            if not self._samples.has(mine[0], names[NUMBER]):
+            if not self._samples.has(mine[0], names[GROUPS_BEGUN]):
                 return nothing_left(node.call, mine, whole[0])
             inside = {stored: key for key, stored in names.items()}
             return _renamed(self._samples.get(mine, names.values()), inside)

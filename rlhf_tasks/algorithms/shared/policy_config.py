@@ -27,8 +27,8 @@ class PolicyConfig(Scores, MovesReference):
     importance_cap: float | None = Field(
         default=2.0,
         gt=0,
-        description="With staleness or segments: largest weight of a token, its probability before training over that "
-        "when it was drawn; null: tokens are not weighted.",
+        description="With staleness or segments: largest weight of a token, its probability before training over "
+        "that when it was drawn; null: tokens are not weighted.",
     )
 
     @property
@@ -74,7 +74,7 @@ class PolicyConfig(Scores, MovesReference):
         segment = self.sampling.segment_tokens
         if segment is not None and self.chunks > 1:
             raise ValueError(
-                f"sampling.segment_tokens={segment} leaves samples of any part of the batch for later iterations, and "
+                f"sampling.segment_tokens={segment} leaves samples of any part for later iterations, and "
                 f"chunks={self.chunks} scores part after part. Leave one of them out."
             )
         return self

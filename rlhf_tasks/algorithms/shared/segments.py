@@ -108,7 +108,7 @@ def draw_segment(call: ModelFunctionCall) -> CallFunction:
     A response depends only on (seed, sample, weights that drew each of its tokens, prompt). Where the weights do not
     change, its tokens are those that it has when it is drawn at once.
     Metrics: completions/mean_length and completions/clipped_ratio of the samples that end, where some do;
-    throughput/tokens_per_s of the tokens that are drawn; segments/delivered and segments/unfinished, numbers of samples.
+    throughput/tokens_per_s of the tokens that are drawn; segments/delivered and segments/unfinished (samples).
     """
 
     def function(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

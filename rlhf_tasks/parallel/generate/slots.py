@@ -19,7 +19,6 @@ from rlhf_tasks.parallel.generate.stop_strings import follow
 from rlhf_tasks.parallel.layout.slots_of import REFILL_SHARE, slots_of
 from rlhf_tasks.parallel.train.engine import Engine
 
-
 BEFORE = "before"
 """The key of the number of tokens that were drawn of a response before."""
 
