@@ -24,8 +24,8 @@ def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig
     """The calls of a graph whose samples are drawn ahead, or in segments.
 
     Generation runs `config.staleness` iterations ahead, and records which version has drawn each token. Where these
-    are weighted, `actor_inference` computes the log-probabilities under the proximal policy (arXiv:2110.00641, section 3;
-    arXiv:2505.24298, section 5.2), and `actor_train` reads them. Without staleness and segments the calls stay as
+    are weighted, `actor_inference` computes the log-probabilities under the proximal policy (arXiv:2110.00641,
+    section 3; arXiv:2505.24298, section 5.2), and `actor_train` reads them. Without staleness and segments the calls stay as
     they are.
     Raises ConfigError where a graph cannot be drawn in segments.
     """
@@ -69,8 +69,8 @@ def in_segments(calls: Sequence[ModelFunctionCall], segment_tokens: int) -> list
     generating = [call.name for call in calls if call.kind == "generate"]
     if len(generating) > 1:
         raise ConfigError(
-            f"sampling.segment_tokens={segment_tokens}: the calls {' and '.join(generating)} answer the same prompts, "
-            "but in segments they would end at different times. Leave it out, or choose an algorithm that "
+            f"sampling.segment_tokens={segment_tokens}: the calls {' and '.join(generating)} answer the same "
+            "prompts, but in segments they would end at different times. Leave it out, or choose an algorithm that "
             "generates once, such as grpo or ppo."
         )
     found = list[ModelFunctionCall]()

@@ -82,7 +82,7 @@ class PolicyConfig(Scores, MovesReference):
     @model_validator(mode="after")
     def _caps_what_is_weighted(self) -> Self:
         default = type(self).model_fields["importance_cap"].default
-        if self.importance_cap != default and not self.learns_from_older:
+        if self.importance_cap not in (None, default) and not self.learns_from_older:
             raise ValueError(
                 f"importance_cap={self.importance_cap} weights the tokens that older weights have drawn, but without "
                 "staleness and sampling.segment_tokens there are none. Leave it out, or set one of these."
