@@ -23,10 +23,10 @@ COLUMNS = "columns_of_number"
 def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig) -> list[ModelFunctionCall]:
     """The calls of a graph whose samples are drawn ahead, or in segments.
 
-    Generation runs `config.staleness` iterations ahead, and records which version has drawn each token. Where these
-    are weighted, `actor_inference` computes the log-probabilities under the proximal policy (arXiv:2110.00641,
-    section 3; arXiv:2505.24298, section 5.2), and `actor_train` reads them. Without staleness and segments the calls stay as
-    they are.
+    Generation runs `config.staleness` iterations ahead, and records which version has drawn each token. Where
+    these are weighted, `actor_inference` computes the log-probabilities under the proximal policy
+    (arXiv:2110.00641, section 3; arXiv:2505.24298, section 5.2), and `actor_train` reads them. Without staleness
+    and segments the calls stay as they are.
     Raises ConfigError where a graph cannot be drawn in segments.
     """
     if not config.learns_from_older:
