@@ -55,6 +55,8 @@ class ModelFunctionCall(Frozen):
     remap       {key in the sample store: its name in the call's function}, where the two differ
     lead        iterations by which it runs ahead: in iteration t it works on the samples of iteration t + lead
                 (docs/adr/0017-staleness-is-a-lag.md)
+    segment_tokens  of a generate call: most tokens that it draws of a sequence. What has not ended goes on in the
+                next iteration (docs/adr/0020-segments.md); None: each sequence is drawn to its end
     runs_model  False where the call runs only Python rewards, on the heads of the role's mesh
     """
 
@@ -71,6 +73,7 @@ class ModelFunctionCall(Frozen):
     rounds: int = Field(default=1, gt=0)
     remap: dict[str, str] = Field(default_factory=dict)
     lead: int = Field(default=0, ge=0)
+    segment_tokens: int | None = Field(default=None, gt=0)
     runs_model: bool = True
 
     @property
@@ -289,9 +292,10 @@ class SaveNode(_Node):
 
 
 class SaveSamplesNode(_Node):
-    """Copies the samples that a call has made for the iterations to come, and writes the copy in the background.
+    """Copies what a call has made for the iterations to come, and writes the copy in the background: samples that are
+    drawn ahead, and those that have not ended.
 
-    call       the call that runs ahead; its heads have the samples
+    call       the call that runs ahead, or generates in segments; its heads have the samples
     placement  of the call
     """
 

@@ -136,6 +136,11 @@ def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
             f"{blocks_of(call)} = {dp * call.blocks}. "
             "Enlarge the batch or choose a smaller dp."
         )
+    if call.segment_tokens and given.balance == "tokens":
+        raise PlanError(
+            f"Call {call.name!r}: balance: tokens deals every batch anew, but with sampling.segment_tokens="
+            f"{call.segment_tokens} unfinished sequences stay where they are. Choose balance: count."
+        )
     most = fullest_share(call, dp)
     if given.micro_batches > most:
         batch = "part" if call.chunks > 1 else "batch" if call.mini_batches == 1 else "mini-batch"

@@ -202,9 +202,9 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
 
 
 def _add_sample_saves(made: Skeleton, graph: DataflowGraph) -> None:
-    """After each call that runs ahead a save of the samples that it has made for later iterations."""
+    """After each call that runs ahead, or generates in segments, a save of what it has made for later iterations."""
     for call in graph.calls:
-        if call.lead:
+        if call.lead or call.segment_tokens:
             slot = Slot(f"save_samples_of_{call.name}", "save_samples", call.name, call.name)
             made.add(slot, after=set(call.nodes))
 

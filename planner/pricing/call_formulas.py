@@ -6,6 +6,7 @@ per device, in seconds and bytes. The slowest stage and the fullest tp rank deci
 the seconds of a layer, come from a profile (planner/pricing/rooflines.py).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from planner.plan.workload import Workload, fullest_share
 from planner.pricing.device_share import Sizes, stage_kinds
 from planner.pricing.rooflines import GRADIENT_BYTES, Timing
 from planner.pricing.run_history import Factor
+from planner.pricing.segments import drawn
 from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, slots_of
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
@@ -293,18 +295,23 @@ def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallC
     """Prompts are read, each once for its group of samples; then a token per step for every sequence in a slot.
 
     With as many groups in flight as stages. While sequences wait, all slots are taken but for those that wait for
-    others to be free; those in the slots when none waits any more leave one by one.
+    others to be free; those in the slots when none waits any more leave one by one. In segments, what goes on is read
+    anew, with what was drawn of it before.
     """
     workload, local = mesh.workload, mesh.local
+    now = drawn(workload, call.group_size)
     pp, share = mesh.strategy.pp, mesh.share(call)
     groups = min(pp, share)
     slots = slots_of(-(-share // groups), micro_batches)
+    most_at_once = min(groups * slots, share)
+    share = max(1, round(share * now.running))
     at_once = min(groups * slots, share)
-    prompt, prompts = workload.prompt_tokens, -(-share // call.group_size)
+    prompts = math.ceil(mesh.share(call) * now.reads - 1e-9)
     refills = REFILL_SHARE * (-(-share // at_once) - 1)
-    passes = max(min(groups * (1 + refills), prompts), -(-prompts * prompt // PREFILL_TOKENS))
-    seconds = mesh.share_batch_s(call, share * prompt)
-    seconds += mesh.pipelined_s(["prefill"], prompts * prompt / passes, prompt, passes)
+    passes = max(min(groups * (1 + refills), prompts), math.ceil(prompts * now.read_tokens / PREFILL_TOKENS))
+    seconds = mesh.share_batch_s(call, share * now.read_tokens)
+    seconds += mesh.pipelined_s(["prefill"], prompts * now.read_tokens / passes, now.read_tokens, passes)
+    prompt = workload.prompt_tokens + now.before
 
     def steps_s(steps: float, sequences: float, context: float) -> float:
         rows = max(sequences / groups, 1.0)
@@ -314,7 +321,7 @@ def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallC
         # its next token needs the previous one.
         return steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)
 
-    lengths = workload.new_tokens
+    lengths = now.new_tokens
     if share > at_once:
         taken = at_once * (1 - 1 / (2 * REFILL_SHARE)) if slots > 1 else at_once
         # At a random step a sequence is in a slot by its length, and halfway through.
@@ -324,9 +331,9 @@ def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallC
         seconds += steps_s(last - first + 1, at_once * running, prompt + (first + last) / 2)
 
     def active(stage: int) -> float:
-        cache = at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
+        cache = most_at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
         logits = slots * local.vocab * 4 if stage == pp - 1 else 0.0
-        read = min(-(-slots // call.group_size) * prompt, PREFILL_TOKENS)
+        read = min(math.ceil(slots * now.reads - 1e-9) * now.read_tokens, PREFILL_TOKENS)
         return cache + max(mesh.working_bytes(read, 0, False), logits)
 
     return CallCost(seconds, tuple(mesh.each_stage(active)))

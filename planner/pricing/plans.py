@@ -32,6 +32,7 @@ _TOKEN_BYTES = {
     "prompt_ids": 8,
     "input_ids": 8,
     "response_mask": 1,
+    "drawn_by": 8,
     "greedy_input_ids": 8,
     "greedy_response_mask": 1,
     "chosen_ids": 4,  # half of a pair's tokens
@@ -48,7 +49,7 @@ _SAMPLE_BYTES = {
     "stays": 1,
     "truncated": 1,
     "environment_rewards": 8,
-    "drawn_by": 8,
+    "number": 8,
     "greedy_scores": 4,
     "greedy_stays": 1,
     "greedy_truncated": 1,
@@ -213,7 +214,7 @@ def key_bytes(key: str, workload: Workload) -> float:
     """Mean bytes of a key per sample."""
     if key in _SAMPLE_BYTES:
         return _SAMPLE_BYTES[key]
-    if key == "columns":
+    if key in ("columns", "columns_of_number"):
         return COLUMN_BYTES * workload.prompt_tokens
     tokens = workload.prompt_tokens if key == "prompt_ids" else workload.mean_tokens
     return _TOKEN_BYTES.get(key, 4) * tokens

@@ -12,7 +12,7 @@ from rlhf_tasks.spec import ExecutionPlan, FetchNode, SaveNode, SaveSamplesNode
 
 def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, float]]:
     """Save node -> device -> bytes of its part of a snapshot: master weights and moments, cut over dp; or the samples
-    that are drawn ahead, on the heads."""
+    that are drawn ahead, and those that were begun, on the heads."""
     saved: dict[str, dict[int, float]] = {}
     for node in plan.nodes:
         if isinstance(node, SaveNode):
@@ -26,8 +26,9 @@ def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, fl
             }
         elif isinstance(node, SaveSamplesNode):
             (call, *_) = plan.calls[node.call]
+            begun = 1 if call.call.segment_tokens else 0
             keys = {key for one in plan.nodes if isinstance(one, FetchNode) for key in one.keys}
-            n_samples = node.lead * plan.n_seqs / len(node.writers)
+            n_samples = (node.lead + begun) * plan.n_seqs / len(node.writers)
             size_bytes = n_samples * sum(
                 key_bytes(key, model.workload) for key in keys.union(call.call.outputs)
             )

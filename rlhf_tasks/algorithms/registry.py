@@ -18,7 +18,7 @@ from pydantic import create_model
 
 from rlhf_tasks import algorithms
 from rlhf_tasks.algorithms import presets
-from rlhf_tasks.algorithms.shared.drawn_ahead import drawn_ahead
+from rlhf_tasks.algorithms.shared.drawn_ahead import from_older_versions
 from rlhf_tasks.algorithms.shared.environment_calls import with_environment
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
@@ -99,7 +99,7 @@ class Algorithm:
         if isinstance(config, Scores) and config.environment is not None:
             calls = with_environment(calls)
         if isinstance(config, PolicyConfig):
-            calls = drawn_ahead(calls, config)
+            calls = from_older_versions(calls, config)
         calls = in_parts(calls, config.chunks if isinstance(config, Scores) else 1)
         self._refuse_missing([call.name for call in calls])
         marks = {key for call in calls for key in call.outputs if call.remap.get(key, key) == STAYS}

@@ -416,6 +416,16 @@ class Samples(RunConfig):
             )
         return document
 
+    @model_validator(mode="after")
+    def _in_segments_only_with_a_correction(self) -> Self:
+        if self.sampling.segment_tokens is not None and "staleness" not in type(self).model_fields:
+            raise ValueError(
+                f"sampling.segment_tokens={self.sampling.segment_tokens}: {self.type} has no policy ratio that could "
+                "correct for the older weights of a response's beginning. Leave it out, or choose an algorithm that "
+                "has one, such as grpo or ppo."
+            )
+        return self
+
     @property
     def records_kept(self) -> bool:
         """Whether samples record which tokens top-k and top-p kept: later calls must leave out the same ones."""

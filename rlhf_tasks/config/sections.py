@@ -358,6 +358,12 @@ class SamplingConfig(Settings):
     max_completion_length: int = Field(
         gt=0, le=MOST_TOKENS, description="Maximum tokens of a response, including the end token."
     )
+    segment_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Most tokens of a response that an iteration draws: what has not ended goes on in the next one, "
+        "with its weights, and is learned from when it ends; default: each response is drawn to its end.",
+    )
     temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is kept; 1 keeps all.")
     top_k: int = Field(
@@ -393,6 +399,11 @@ class SamplingConfig(Settings):
             raise ValueError(
                 f"min_new_tokens={self.min_new_tokens} exceeds max_completion_length={self.max_completion_length}. "
                 "Lower the one or raise the other."
+            )
+        if self.segment_tokens is not None and self.segment_tokens >= self.max_completion_length:
+            raise ValueError(
+                f"segment_tokens={self.segment_tokens} cuts no response of max_completion_length="
+                f"{self.max_completion_length}. Lower it or leave it out."
             )
         size = sum(len(string.encode(errors="replace")) for string in self.stop_strings)
         if size > MOST_STOP_BYTES:

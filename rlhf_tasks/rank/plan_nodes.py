@@ -15,6 +15,7 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.segments import GROUPS_BEGUN, functions_of, left_keys, nothing_left
 from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
@@ -82,7 +83,8 @@ class RankRun:
         self._spec, self._plan, self.device = spec, spec.plan, device
         self._config = make_config(spec.config)
         self._algorithm = algorithm(self._config.type)
-        self._functions = load_functions(self._algorithm, spec.plan.calls)
+        calls = [nodes[0].call for nodes in spec.plan.calls.values()]
+        self._functions = functions_of(load_functions(self._algorithm, spec.plan.calls), calls)
         self._groups = ProcessGroups(
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
@@ -193,7 +195,9 @@ class RankRun:
 
     @_perform.register
     def _fetch(self, node: FetchNode, request: NodeRequest) -> Outcome:
-        if self._spec.rank in node.placement.heads:
+        (call, *_) = self._plan.calls[node.call]
+        reads = not call.call.segment_tokens  # in segments the call itself finds out which prompts are next
+        if reads and self._spec.rank in node.placement.heads:
             for iteration in self._served(node, request):
                 mine = shares(node.side, self._ids(request, iteration))[self._spec.rank]
                 fetched = fetch(self._rows, self._config, mine)
@@ -239,6 +243,7 @@ class RankRun:
             part=node.part,
             earlier=self._earlier(node, whole) if engine.is_head else None,
             tally=self._tallies.setdefault((call.name, iteration), []),
+            rows=lambda samples: fetch(self._rows, self._config, samples),
         )
         if node.trains:
             self._at_step.pop(call.role, None)
@@ -249,6 +254,10 @@ class RankRun:
         if engine.is_head and output.batch is not None:
             to_store = {inside: outside for outside, inside in call.remap.items()}
             self._samples.put(_only(_renamed(output.batch, to_store), call.outputs))
+        if output.left is not None:
+            self._samples.drop(batch.ids, left_keys(call).values())
+            later = tuple(sample + len(whole) for sample in output.left.ids)
+            self._samples.put(_renamed(SampleBatch(later, output.left.data), left_keys(call)))
         return output.metrics
 
     @_perform.register
@@ -342,17 +351,27 @@ class RankRun:
 
     def _take_drawn(self) -> None:
         """Take what the commit has of this rank's samples, in this plan's layout: as if the fetch and the calls that
-        run ahead had left them here."""
+        run ahead, or generate in segments, had left them here."""
         rank, n_seqs = self._spec.rank, self._plan.n_seqs
         for save in self._ahead if self._drawn.ready else ():
             if rank not in save.writers:
                 continue
             stored = self._drawn.of(save.call)
-            for number in range(len(self._kept(save, self._first_iteration))):
+            for number, iteration in enumerate(self._kept(save, self._first_iteration)):
                 first = self._drawn.first_sample + number * n_seqs
                 ids = range(first, first + n_seqs)
                 for node in self._plan.nodes:
-                    if isinstance(node, FetchNode) and node.call == save.call:
+                    if (
+                        isinstance(node, CallNode)
+                        and node.call.name == save.call
+                        and node.call.segment_tokens
+                    ):
+                        begun = iteration == self._first_iteration + save.lead
+                        mine = shares(node.side, ids)[rank]
+                        keys = left_keys(node.call).values() if begun else node.call.outputs
+                    elif isinstance(node, FetchNode) and node.call == save.call:
+                        if self._plan.calls[save.call][0].call.segment_tokens:
+                            continue
                         mine, keys = shares(node.side, ids)[rank], node.keys
                     elif isinstance(node, CallNode) and node.call.name == save.call:
                         key = node.call.token_key if node.side.balance == "tokens" else None
@@ -364,8 +383,10 @@ class RankRun:
                     self._samples.put(stored.get(mine, keys).to(self._groups.device))
 
     def _kept(self, node: SaveSamplesNode, step: int) -> range:
-        """The iterations whose samples a commit of `step` has."""
-        return range(step, min(step + node.lead, self._spec.iterations))
+        """The iterations of which a commit of `step` has samples; in segments, the last one's are not drawn yet but
+        those that were begun."""
+        begun = 1 if self._plan.calls[node.call][0].call.segment_tokens else 0
+        return range(step, min(step + node.lead + begun, self._spec.iterations))
 
     def _served(self, node: PlanNode, request: NodeRequest) -> range:
         """The iterations on whose samples a node works: the one that is `node.lead` ahead, where the run has it.
@@ -390,6 +411,12 @@ class RankRun:
         whole  ids of the iteration's samples
         """
         mine = self._share(node, node.part.ids(whole))
+        if node.call.segment_tokens:
+            names = left_keys(node.call)
+            if not self._samples.has(mine[0], names[GROUPS_BEGUN]):
+                return nothing_left(node.call, mine, whole[0])
+            inside = {stored: key for key, stored in names.items()}
+            return _renamed(self._samples.get(mine, names.values()), inside)
         return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
 
     def _earlier(self, node: CallNode, whole: Sequence[int]) -> SampleBatch | None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from planner.plan.graph import DataflowGraph
 from planner.pricing.problem import Problem
-from rlhf_tasks.algorithms.shared.drawn_ahead import drawn_ahead
+from rlhf_tasks.algorithms.shared.drawn_ahead import from_older_versions
 from rlhf_tasks.spec import ModelFunctionCall
 
 SAMPLE_AND_LEARN = ("actor_generate", "reward_inference", "actor_train")
@@ -13,8 +13,13 @@ SAMPLE_AND_LEARN = ("actor_generate", "reward_inference", "actor_train")
 
 def drawn_ahead_by(staleness: int, calls: Sequence[ModelFunctionCall]) -> list[ModelFunctionCall]:
     """The calls with generation so many iterations ahead, and the correction for it."""
-    config = SimpleNamespace(staleness=staleness, corrects_staleness=True)
-    return drawn_ahead(calls, config)  # pyright: ignore[reportArgumentType]
+    config = SimpleNamespace(
+        staleness=staleness,
+        learns_from_older=staleness > 0,
+        corrects_staleness=True,
+        sampling=SimpleNamespace(segment_tokens=None),
+    )
+    return from_older_versions(calls, config)  # pyright: ignore[reportArgumentType]
 
 
 def problem_ahead_by(staleness: int, problem: Problem) -> Problem:

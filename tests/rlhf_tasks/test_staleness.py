@@ -92,6 +92,38 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, sta
         assert not found, f"{name}:\n" + "\n".join(found)
 
 
+SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop_token_ids": list(range(32, 64))}
+"""Some responses end in the iteration that begins them, others two iterations later."""
+
+
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path, staleness):
+    config = partial(
+        ppo_config,
+        staleness=staleness,
+        sampling=SEGMENTS,
+        optimizer={"learning_rate": 1e-2},
+        total_iterations=4,
+    )
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+    counts = [
+        (seen["actor_generate/segments/delivered"], seen["actor_generate/segments/unfinished"])
+        for seen in reference
+        if "actor_generate/segments/delivered" in seen
+    ]
+    assert any(0 < unfinished < 16 for _, unfinished in counts)
+    ages = [seen["actor_train/staleness/max"] for seen in reference]
+    assert ages[0] == 0 < ages[1]
+    assert reference[2]["actor_train/importance/mean"] != pytest.approx(1, abs=1e-4)
+    assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
+    for name in list(PLANS)[1:]:
+        n_ranks, plan = PLANS[name]
+        if plan["actor_generate"].get("balance") == "tokens":
+            plan = {**plan, "actor_generate": {"devices": [0, 1], "dp": 2}}
+        found = differences(reference, trajectory(ranks, tmp_path, n_ranks, plan, config))
+        assert not found, f"{name}:\n" + "\n".join(found)
+
+
 GREEDY = ("greedy_generate", "greedy_reward_inference")
 SAMPLING = ("actor_generate", "reward_inference", "ref_inference", "actor_inference", "actor_train")
 KINDS = {

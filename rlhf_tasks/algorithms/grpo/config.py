@@ -84,6 +84,11 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
                 f"staleness={self.staleness} samples ahead of scoring, but max_rounds={self.max_rounds} waits for "
                 "the scores of each round before the next. Set one of them to its default."
             )
+        if self.max_rounds > 1 and self.sampling.segment_tokens is not None:
+            raise ValueError(
+                f"sampling.segment_tokens={self.sampling.segment_tokens} leaves samples for later iterations, but "
+                f"max_rounds={self.max_rounds} fills a batch at once. Leave one of them out."
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
-from rlhf_tasks.algorithms.grpo.rounds import choose, generate_if_needed, generated, on_generated
+from rlhf_tasks.algorithms.grpo.rounds import choose, generate_if_needed
 from rlhf_tasks.algorithms.shared import generation, ref_call, reward_call
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.critic_free import learn
+from rlhf_tasks.algorithms.shared.generated import generated, on_generated
 from rlhf_tasks.algorithms.shared.groups import group_stds, less_mean, per_group
 from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.policy_math import (

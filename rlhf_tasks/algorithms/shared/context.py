@@ -34,6 +34,7 @@ class CallContext:
                    call asks (`ModelFunctionCall.earlier`); None elsewhere, and where there are none
     tally          what earlier parts of the call have left in this iteration, for `all_parts`
     environment    this rank's helper process for environments; None where there is none
+    rows           gives the values of the data set's keys of samples, by their global ids
     """
 
     config: RunConfig
@@ -50,6 +51,7 @@ class CallContext:
     earlier: SampleBatch | None = None
     tally: list[Any] = field(default_factory=list)
     environment: "EnvironmentProcess | None" = None
+    rows: Callable[[Sequence[int]], SampleBatch] | None = None
 
     def all_parts(self, figures: Any) -> list[Any] | None:
         """In the call's last part, the figures of all its parts, in their order; None in the others.
@@ -71,10 +73,12 @@ class CallOutput:
 
     batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere, or without new keys
     metrics  global values, equal on every rank of the mesh
+    left     of a generation in segments: what it has left in the places of the batch, for the next iteration
     """
 
     batch: SampleBatch | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    left: SampleBatch | None = None
 
 
 CallFunction = Callable[["Engine", SampleBatch, CallContext], CallOutput]

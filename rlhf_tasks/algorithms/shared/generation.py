@@ -37,9 +37,9 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     output = respond(engine, batch, context, config.sampling, config.records_kept)
     if output.batch is None or not isinstance(config, PolicyConfig) or not config.staleness:
         return output
-    n = len(output.batch)
-    version = torch.full((n,), engine.version, dtype=torch.int64, device=engine.device)
-    drawn = {**output.batch.data, DRAWN_BY: Packed(version, (1,) * n)}
+    mask = output.batch["response_mask"]
+    version = torch.where(mask.values, engine.version, -1)
+    drawn = {**output.batch.data, DRAWN_BY: Packed(version, mask.lengths)}
     return CallOutput(SampleBatch(output.batch.ids, drawn), output.metrics)
 
 

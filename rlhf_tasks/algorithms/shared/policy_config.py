@@ -27,21 +27,36 @@ class PolicyConfig(Scores, MovesReference):
     importance_cap: float | None = Field(
         default=2.0,
         gt=0,
-        description="With staleness: largest weight of a token, its probability before training over that when it "
-        "was drawn; null: tokens are not weighted.",
+        description="With staleness or segments: largest weight of a token, its probability before training over "
+        "that when it was drawn; null: tokens are not weighted.",
     )
+
+    @property
+    def learns_from_older(self) -> bool:
+        """Whether older weights have drawn what the policy learns from: ahead of its training, or in segments."""
+        return self.staleness > 0 or self.sampling.segment_tokens is not None
 
     @property
     def corrects_staleness(self) -> bool:
         """Whether tokens that older weights have drawn are weighted."""
-        return self.staleness > 0 and self.importance_cap is not None
+        return self.learns_from_older and self.importance_cap is not None
+
+    @property
+    def oldest(self) -> int:
+        """The most train calls between drawing a token and learning from it."""
+        most = self.sampling.max_completion_length
+        segments = -(-most // (self.sampling.segment_tokens or most))
+        return self.staleness + segments - 1
 
     @property
     def warning(self) -> str | None:
-        if not self.staleness or self.corrects_staleness:
+        if not self.learns_from_older or self.corrects_staleness:
             return None
+        which = f"staleness={self.staleness}"
+        if self.sampling.segment_tokens is not None:
+            which = f"sampling.segment_tokens={self.sampling.segment_tokens}"
         return (
-            f"staleness={self.staleness} with importance_cap null: tokens that older weights have drawn count as if "
+            f"{which} with importance_cap null: tokens that older weights have drawn count as if "
             "the policy had drawn them. Leave importance_cap out, to weight them."
         )
 
@@ -51,6 +66,26 @@ class PolicyConfig(Scores, MovesReference):
             raise ValueError(
                 f"staleness={self.staleness} draws all responses of total_iterations={self.total_iterations} with "
                 "the initial weights. Choose a smaller staleness or more iterations."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _segments_are_of_whole_batches(self) -> Self:
+        segment = self.sampling.segment_tokens
+        if segment is not None and self.chunks > 1:
+            raise ValueError(
+                f"sampling.segment_tokens={segment} leaves samples of any part for later iterations, and "
+                f"chunks={self.chunks} scores part after part. Leave one of them out."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _caps_what_is_weighted(self) -> Self:
+        default = type(self).model_fields["importance_cap"].default
+        if self.importance_cap not in (None, default) and not self.learns_from_older:
+            raise ValueError(
+                f"importance_cap={self.importance_cap} weights the tokens that older weights have drawn, but without "
+                "staleness and sampling.segment_tokens there are none. Leave it out, or set one of these."
             )
         return self
 

@@ -164,16 +164,15 @@ def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, high: float)
     return -weight.clamp(max=1 + high) * advantages * logprobs, weight > 1 + high
 
 
-def behaviour_weights(proximal: Tensor, drawn: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+def behaviour_weights(ratio: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     """The weight of each token that an older policy has drawn: its probability under the proximal policy, before the
     train_step, over that under the policy that drew it, cut at `cap` (arXiv:2110.00641, section 3; arXiv:2505.24298,
     section 5.2; truncated as in V-trace, arXiv:1802.01561).
 
-    proximal, drawn  [T], log-probabilities under either policy
+    ratio  [T] float64 of these probabilities: each token's, or on each token its response's
     Returns (weights float64, cut), both [T], 1 and False where mask is False; cut is True where the cap applies.
     """
-    whole = torch.where(mask, bounded(proximal - drawn), 0.0).double().exp()
-    return torch.where(mask, whole.clamp(max=cap), 1.0), mask & (whole > cap)
+    return torch.where(mask, ratio.clamp(max=cap), 1.0), mask & (ratio > cap)
 
 
 def overlong_penalties(response_tokens: Tensor, most: int, buffer: float) -> Tensor:

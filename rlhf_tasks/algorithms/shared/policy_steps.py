@@ -125,10 +125,10 @@ def policy_steps(
             means over the response tokens of the applied steps
         policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault
         policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
-        those of `from_older`, with staleness. Ratio and KL are then those from the proximal policy
+        those of `from_older`, with staleness or segments. Ratio and KL are then those from the proximal policy
     """
     config = _config(context)
-    batch, weights, staleness = from_older(engine, batch, weights, config)
+    batch, weights, staleness = from_older(engine, batch, weights, config, objective.ratio)
     kept = KEPT if config.records_kept else ()
     ref = ("ref_logprobs",) if objective.beta > 0 else ()
     lengths, dtype = batch["input_ids"].lengths, batch["old_logprobs"].values.dtype
@@ -173,27 +173,30 @@ def policy_steps(
 
 
 def from_older(
-    engine: Engine, batch: SampleBatch, weights: Weights, config: PolicyConfig
+    engine: Engine, batch: SampleBatch, weights: Weights, config: PolicyConfig, ratio: Ratio
 ) -> tuple[SampleBatch, Weights, dict[str, float]]:
     """What a policy learns of samples that its older versions have drawn: (batch, weights, metrics).
 
     Where tokens are weighted, decoupled PPO: each token's weight is multiplied by its `behaviour_weights`, and the
     policy ratio is that to the proximal policy, so `old_logprobs` of the batch become `proximal_logprobs`. The
     denominators stay: a token that counts less does not make the others count more.
-    Metrics: staleness/mean and staleness/max (train calls since a sample was drawn, over the samples);
+    ratio  the objective's: where its actions are whole responses, so are those that are weighted
+    Metrics: staleness/mean and staleness/max (train calls since a token was drawn, over the response tokens);
     importance/mean, importance/cut_ratio (share of the tokens whose weight the cap cuts) and importance/effective
     (square of the sum of the weights over tokens times the sum of their squares; 1: all are equal), over the response
-    tokens. None without staleness. Collective over the mesh.
+    tokens. None where nothing is older. Collective over the mesh.
     """
-    if not config.staleness:
+    if not config.learns_from_older:
         return batch, weights, {}
-    ages = engine.version - batch[DRAWN_BY].values
-    tally = torch.bincount(ages, minlength=config.staleness + 1).double()
+    mask, drawn = batch["response_mask"].values, batch["old_logprobs"]
+    ages = engine.version - batch[DRAWN_BY].values[mask]
+    tally = torch.bincount(ages, minlength=config.oldest + 1).double()
     if not config.corrects_staleness:
         return batch, weights, _ages(engine.sum_over_dp(tally).tolist())
     assert config.importance_cap is not None, "tokens are not weighted"
-    mask, drawn, proximal = batch["response_mask"].values, batch["old_logprobs"], batch[PROXIMAL]
-    by, cut = behaviour_weights(proximal.values, drawn.values, mask, config.importance_cap)
+    proximal, lengths = batch[PROXIMAL], batch["input_ids"].lengths
+    change = torch.where(mask, proximal.values - drawn.values, 0.0).double()
+    by, cut = behaviour_weights(ratio(change, mask, lengths), mask, config.importance_cap)
     of_tokens = torch.stack(
         [mask.sum().double(), by[mask].sum(), by[mask].square().sum(), cut.sum().double()]
     )
@@ -209,7 +212,7 @@ def from_older(
 
 
 def _ages(counts: Sequence[float]) -> dict[str, float]:
-    """The metrics of the samples' ages; counts: samples of each age, over all replicas."""
+    """The metrics of the tokens' ages; counts: response tokens of each age, over all replicas."""
     n = sum(counts)
     return {
         "staleness/mean": sum(age * count for age, count in enumerate(counts)) / n if n else 0.0,

@@ -122,9 +122,9 @@ class SampleStore:
                 found.append(self.get(here, [key]))
         return found
 
-    def drop(self, ids: Sequence[int]) -> None:
-        """Forget samples under every key; unknown ids are ignored."""
-        for held in self._data.values():
+    def drop(self, ids: Sequence[int], keys: Iterable[str] | None = None) -> None:
+        """Forget samples under some keys; default: under every key. Unknown ids are ignored."""
+        for held in self._data.values() if keys is None else [self._data.get(key, {}) for key in keys]:
             for sample in ids:
                 held.pop(sample, None)
 

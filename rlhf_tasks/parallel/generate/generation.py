@@ -16,7 +16,7 @@ from rlhf_tasks.parallel.batch.micro_batch import balance
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.packed_weights import PackedWeights, can_pack
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.generate.slots import Drawing, Group, same_prompts
+from rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN, Drawing, Group, same_prompts
 from rlhf_tasks.parallel.layout.flops import generation_flops
 from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS
 from rlhf_tasks.parallel.train.engine import Engine
@@ -37,10 +37,13 @@ def generate(
     record_kept: bool = False,
     micro_batches: int = 1,
     prefill_tokens: int = PREFILL_TOKENS,
+    segment_tokens: int | None = None,
 ) -> SampleBatch | None:
     """Sample one response per prompt. All ranks of a replica (one dp rank) call it together.
 
-    batch             this dp rank's samples, with the key `prompt_ids`; no prompt may be empty, the batch may be
+    batch             this dp rank's samples, with the key `prompt_ids`; no prompt may be empty, the batch may be.
+                      Where responses go on, `prompt_ids` ends with what was drawn of them, and there are the keys
+                      BEFORE and BEGUN of slots.py
     seed, iteration, purpose  together with sample id and position, they determine the random number of each token
     groups_in_flight  groups into which the batch is cut; None: one per pipeline stage
     record_kept       also record which tokens top-k and top-p kept, for each token of a response
@@ -48,12 +51,14 @@ def generate(
                       and the cache has room for as many of the longest prompt and response. Where a sequence has
                       finished, the next one enters
     prefill_tokens    most tokens of a pass over prompts; longer prompts are cut
+    segment_tokens    most tokens that are drawn of a response now; None: all of it
 
     Returns None, except on the head: there the samples with these keys, L being the tokens of a sample:
         input_ids      [L] int64: prompt and response; the response includes the token that ended it
         response_mask  [L] bool: True on the response
         old_logprobs   [L] float32 (float64 in float64 runs): under the distribution drawn from; 0 on the prompt
-        truncated      [1] bool: the response reached max_new_tokens without a stop id or a stop string
+        truncated      [1] bool: the response reached max_new_tokens, or has no more to be drawn now, without a stop
+                       id or a stop string
     with record_kept also
         kept_counts    [L] int32: how many tokens could be drawn; 0 on the prompt
         kept_tokens    [sum(kept_counts)] int32: their ids, position after position
@@ -64,9 +69,10 @@ def generate(
     empty = [i for i, n in zip(batch.ids, batch["prompt_ids"].lengths, strict=True) if n == 0]
     if empty:
         raise ValueError(f"samples {empty[:4]} have empty prompts: there is nothing to predict from.")
-    with _multiplication(engine, params):
-        prompts = SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"].to(engine.device)})
-        drawing = Drawing(params, seed, purpose, iteration, record_kept, micro_batches, prefill_tokens)
+    steps = min(segment_tokens or params.max_new_tokens, params.max_new_tokens)
+    with _multiplication(engine, steps):
+        prompts = _begun(batch, iteration).to(engine.device)
+        drawing = Drawing(params, seed, purpose, segment_tokens, record_kept, micro_batches, prefill_tokens)
         parts = _dealt(batch["prompt_ids"], groups_in_flight or engine.placement.strategy.pp)
         groups = [Group(engine, prompts.take(part), drawing) for part in parts]
         _decode(groups)
@@ -79,10 +85,21 @@ def generate(
     return answered
 
 
-def _multiplication(engine: Engine, params: SamplingParams) -> AbstractContextManager:
+def _begun(batch: SampleBatch, iteration: int) -> SampleBatch:
+    """The prompts of a batch, with the keys that say how far responses are: by default, nothing is drawn yet."""
+    n = len(batch)
+    new = {
+        BEFORE: Packed(torch.zeros(n, dtype=torch.int64), (1,) * n),
+        BEGUN: Packed(torch.full((n,), iteration, dtype=torch.int64), (1,) * n),
+    }
+    given = {key: batch.data.get(key, packed) for key, packed in new.items()}
+    return SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"], **given})
+
+
+def _multiplication(engine: Engine, steps: int) -> AbstractContextManager:
     """The context for matrix products: packed weights, if they are possible and the steps are enough to save time."""
     stage = engine.stage
-    pays = params.max_new_tokens >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
+    pays = steps >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
     return PackedWeights() if pays else nullcontext()
 
 

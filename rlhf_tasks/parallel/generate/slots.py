@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,12 @@ from rlhf_tasks.parallel.generate.stage_messages import Relay
 from rlhf_tasks.parallel.generate.stop_strings import follow
 from rlhf_tasks.parallel.layout.slots_of import REFILL_SHARE, slots_of
 from rlhf_tasks.parallel.train.engine import Engine
+
+BEFORE = "before"
+"""The key of the number of tokens that were drawn of a response before."""
+
+BEGUN = "begun"
+"""The key of the iteration whose random numbers a sequence has: that in which it was begun."""
 
 
 class Pace(NamedTuple):
@@ -38,7 +45,8 @@ PACES = {"cpu": Pace(1, 1, graphs=False), "cuda": Pace(16, 256, graphs=True)}
 class Drawing(NamedTuple):
     """What is the same for all groups of a generation.
 
-    seed, purpose, iteration  of the random numbers
+    seed, purpose   of the random numbers
+    segment_tokens  most tokens that are drawn of a sequence; None: as many as a response may have
     record_kept     whether to record which tokens top-k and top-p kept
     micro_batches   a group of n sequences has n / micro_batches slots, rounded up
     prefill_tokens  most tokens of a pass over prompts
@@ -47,7 +55,7 @@ class Drawing(NamedTuple):
     params: SamplingParams
     seed: int
     purpose: str
-    iteration: int
+    segment_tokens: int | None
     record_kept: bool
     micro_batches: int
     prefill_tokens: int
@@ -61,6 +69,9 @@ class Group:
     decode step of its sequence begins; where a sequence with the same prompt is in a slot, it is copied from there.
     What happens follows from the tokens alone, so it is the same on all ranks.
 
+    prompts  with the keys `input_ids`: prompts, with the tokens that were drawn behind them before, which count as
+             prompt here; BEFORE [1] int64: how many these are; BEGUN [1] int64: iteration of the random numbers
+
     begun  whether a step was computed
     done   whether all sequences have finished
     """
@@ -72,7 +83,10 @@ class Group:
         self._params, self._stage, self._relay, self._device = params, engine.stage, Relay(engine), device
         self._ids, self._prompts, self._prefill_tokens = prompts.ids, packed.split(), drawing.prefill_tokens
         self._pace, self._slots = pace, slots_of(n, drawing.micro_batches)
-        columns = max(lengths) + params.max_new_tokens - 1
+        self._before = prompts[BEFORE].values
+        segment = drawing.segment_tokens or params.max_new_tokens
+        self._budgets = [min(segment, params.max_new_tokens - n) for n in self._before.tolist()]
+        most, columns = max(self._budgets), max(map(add, lengths, self._budgets)) - 1
         self._cache = KVCache(self._slots, columns, device, pace.span_multiple)
         self._graphs = DecodeGraphs(self._stage, self._cache) if pace.graphs else None
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
@@ -93,15 +107,21 @@ class Group:
         self._finished, self._matched = none.bool(), none  # _matched: states of stop strings
         # One entry per sequence:
         self._last = packed.values[torch.tensor(lengths, device=device).cumsum(0) - 1]  # token of its prompt
-        self._lengths = torch.full((n,), params.max_new_tokens, device=device)  # of its response
+        self._most = torch.tensor(self._budgets, device=device)  # tokens that are drawn now
+        self._lengths = self._most.clone()  # of its response
+        self._state = self._states_of_stop_strings()  # before the first token
         self._truncated = torch.ones(n, dtype=torch.bool, device=device)
         # One entry per sequence and token of its response, and one for what is drawn behind it:
         ids, numbers = (
             torch.tensor(prompts.ids, device=device),
-            torch.arange(params.max_new_tokens + 1, device=device),
+            torch.arange(most + 1, device=device),
         )
-        positions = torch.tensor(lengths, device=device)[:, None] + numbers
-        self._uniforms = uniform(drawing.seed, drawing.purpose, drawing.iteration, ids[:, None], positions)
+        positions, begun = torch.tensor(lengths, device=device)[:, None] + numbers, prompts[BEGUN].values
+        self._uniforms = torch.zeros(positions.shape, dtype=torch.float64, device=device)
+        for iteration in sorted(set(begun.tolist())):
+            of = (begun == iteration).nonzero().squeeze(1)
+            drawn = uniform(drawing.seed, drawing.purpose, iteration, ids[of, None], positions[of])
+            self._uniforms[of] = drawn
         self._tokens = torch.zeros(self._uniforms.shape, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros_like(self._uniforms)
         self._kept: list[list[Tensor]] | None = [[] for _ in lengths] if drawing.record_kept else None
@@ -121,7 +141,7 @@ class Group:
             return
         logits = self._relay.gather_vocabulary(output)
         uniforms = self._uniforms[self._order, self._drawn]
-        drawn = sample(logits, self._params, uniforms, self._drawn)
+        drawn = sample(logits, self._params, uniforms, self._before[self._order] + self._drawn)
         self._logprobs[self._order, self._drawn] = drawn.logprobs
         self._unsound |= (drawn.logprobs.isnan() & ~self._finished).any()
         if self._kept is not None:
@@ -150,7 +170,8 @@ class Group:
         self._order = torch.cat([self._order, new])
         self._newest = torch.cat([self._newest, self._last[new]])
         zeros = torch.zeros_like(new)
-        self._drawn, self._matched = torch.cat([self._drawn, zeros]), torch.cat([self._matched, zeros])
+        self._drawn = torch.cat([self._drawn, zeros])
+        self._matched = torch.cat([self._matched, self._state[new]])
         self._finished = torch.cat([self._finished, zeros.bool()])
         self._entering = []
 
@@ -193,25 +214,42 @@ class Group:
     def settle(self) -> None:
         """Store the tokens drawn in the last step; at a check, find which sequences leave and enter."""
         tokens = self._relay.receive_tokens(self._cache.rows)
-        order, most = self._order, self._params.max_new_tokens
+        order = self._order
+        most = self._most[order]
         self._tokens[order, self._drawn] = tokens
         ends = torch.isin(tokens, self._stops)
         if self._strings is not None:
             self._matched, completed = follow(self._strings, self._matched, tokens)
-            ends |= completed & (self._drawn >= self._params.min_new_tokens)
+            ends |= completed & (self._before[order] + self._drawn >= self._params.min_new_tokens)
         ends &= ~self._finished
         self._truncated[order] &= ~ends
         self._lengths[order] = self._lengths[order].where(~ends, self._drawn + 1)
         # Finished sequences go on until the next check: their tokens beyond the longest response share one column.
-        self._drawn = (self._drawn + 1).clamp(max=most)
+        self._drawn = torch.minimum(self._drawn + 1, most)
         self._finished |= ends | (self._drawn == most)
         self._newest = tokens
-        some_full = any(self._step + 1 - started == most for started in self._started)
+        some_full = any(
+            self._step + 1 - started == self._budgets[place]
+            for place, started in zip(self._places, self._started, strict=True)
+        )
         if some_full or (self._step + 1) % self._pace.check_every == 0:
             *finished, unsound = torch.cat([self._finished, self._unsound[None]]).tolist()
             if unsound:
                 self._refuse_unsound_logits()
             self._turn_over(finished)
+
+    def _states_of_stop_strings(self) -> Tensor:
+        """The state of each sequence's stop strings behind what was drawn of it before: [n] int64."""
+        states = torch.zeros_like(self._before)
+        if self._strings is not None:
+            for number in range(int(self._before.max())):
+                of = (self._before > number).nonzero().squeeze(1)
+                next_tokens = [
+                    self._prompts[place][number - count]
+                    for place, count in zip(of.tolist(), self._before[of].tolist(), strict=True)
+                ]
+                states[of], _ = follow(self._strings, states[of], torch.stack(next_tokens))
+        return states
 
     def _refuse_unsound_logits(self) -> None:
         """Raises ValueError, naming sample and position, for the first token that was drawn from logits that are not

@@ -33,8 +33,8 @@ from rlhf_tasks.parallel.model.tensor_parallel import (
 ROWS = 32
 """On the CPU, passes without a cache have a multiple of so many rows; those after the last token are zeros.
 
-oneDNN compiles code for every new number of rows: 5.6 ms of CPU for a product of 0.3 million weights and its gradients,
-and .6 MB that it keeps for each shape. Micro-batches of natural lengths have a new number in every step."""
+oneDNN compiles code for every new number of rows: 5.6 ms of CPU for a product of 0.3 million weights and its
+gradients, and .6 MB that it keeps for each shape. Micro-batches of natural lengths have a new number in every step."""
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 

@@ -16,6 +16,7 @@ from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.segments import functions_of, nothing_left
 from rlhf_tasks.config.sections import Role
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.environments.process import EnvironmentProcess
@@ -75,7 +76,9 @@ class OneRank:
         self.tallies: dict[str, list[Any]] = {}
         self.algorithm = algorithm(config.type)
         self.calls = self.algorithm.calls(config)
-        self.functions = load_functions(self.algorithm, [call.name for call in self.calls])
+        loaded = load_functions(self.algorithm, [call.name for call in self.calls])
+        self.functions = functions_of(loaded, self.calls)
+        self.left: dict[str, SampleBatch] = {}  # by the calls that generate in segments
 
     def iterate(self, iteration: int) -> tuple[dict[str, float], SampleStore]:
         """All calls of one iteration in the graph's order; their metrics, and the samples they left."""
@@ -93,10 +96,16 @@ class OneRank:
     ) -> dict[str, float]:
         own = part.ids(every)
         ids = range(own[0], own[-1] + 1)
-        batch = _renamed(store.get(list(ids), call.inputs), call.remap)
+        if call.segment_tokens:
+            left = self.left.get(call.name, nothing_left(call, ids, ids.start))
+            batch = SampleBatch(tuple(ids), left.data)
+        else:
+            batch = _renamed(store.get(list(ids), call.inputs), call.remap)
         before = list(range(every.start, ids.start))
         earlier = store.get(before, call.earlier) if call.earlier and before else None
         output = self.output(call, self.engines[call.role], batch, iteration, ids, part, earlier)
+        if output.left is not None:
+            self.left[call.name] = output.left
         if output.batch is not None:
             renamed = _renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()})
             store.put(SampleBatch(renamed.ids, {key: renamed[key] for key in call.outputs}))
@@ -128,6 +137,7 @@ class OneRank:
             part=part,
             earlier=earlier,
             tally=self.tallies.setdefault(call.name, []),
+            rows=lambda samples: fetch(self.rows, self.config, samples),
         )
         return self.functions[call.name](engine, batch, context)
 
