@@ -2,7 +2,7 @@
 state: a sequence of n tokens takes n / segment_tokens iterations, rounded up, and a group as many as its longest."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from typing import NamedTuple
 
 from planner.plan.workload import Lengths, Workload
@@ -42,7 +42,7 @@ def drawn(workload: Workload, group_size: int) -> Drawn:
     before = sum(
         segment * calls[tokens] * (calls[tokens] - 1) / 2 * share for tokens, share in lengths.points
     )
-    shares = Counter[int]()
+    shares = defaultdict[int, float](float)
     for tokens, share in lengths.points:
         shares[segment] += share * (calls[tokens] - 1) / of_sequence
         shares[tokens - segment * (calls[tokens] - 1)] += share / of_sequence
