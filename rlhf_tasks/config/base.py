@@ -541,6 +541,11 @@ class Scores(Samples):
     @model_validator(mode="after")
     def _turns_can_end(self) -> Self:
         played, sampling = self.environment, self.sampling
+        if played is not None and sampling.segment_tokens is not None:
+            raise ValueError(
+                f"sampling.segment_tokens={sampling.segment_tokens} cuts responses of one turn, but environment "
+                f"{played.factory} has several. Leave out one of the two."
+            )
         if played is None or played.max_turn_tokens is None:
             return self
         if sampling.min_new_tokens > played.max_turn_tokens:

@@ -96,7 +96,7 @@ def test_a_small_example_fits_under_the_heuristic(name):
     assert times == sorted(times), "the longer the answers, the longer an iteration"
 
 
-QUICK = ["plan-ppo-7b-7b", "plan-ppo-34b-7b", "plan-grpo-7b"]
+QUICK = ["plan-ppo-7b-7b", "plan-grpo-7b"]
 """Whose rehearsals take a few seconds together."""
 
 

@@ -34,7 +34,8 @@ ROWS = 32
 """On the CPU, passes without a cache have a multiple of so many rows; those after the last token are zeros.
 
 oneDNN compiles code for every new number of rows: 5.6 ms of CPU for a product of 0.3 million weights and its
-gradients, and .6 MB that it keeps for each shape. Micro-batches of natural lengths have a new number in every step."""
+gradients, and .6 MB that it keeps for each shape. Micro-batches of natural lengths have a new number in every step.
+"""
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 

@@ -257,6 +257,30 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
             {"type": "expert_iteration", "min_score": 1.0, "staleness": 1},
             "staleness: expert_iteration has no policy ratio that could correct for older weights. Leave it out",
         ),
+        (
+            {"sampling": {"max_completion_length": 8, "segment_tokens": 8}},
+            "segment_tokens=8 cuts no response of max_completion_length=8. Lower it or leave it out.",
+        ),
+        (
+            {"sampling": {"max_completion_length": 8, "segment_tokens": 0}},
+            "sampling.segment_tokens: input should be greater than or equal to 1, found 0.",
+        ),
+        (
+            {
+                "type": "expert_iteration",
+                "min_score": 1.0,
+                "sampling": {"max_completion_length": 8, "segment_tokens": 4},
+            },
+            "sampling.segment_tokens=4: expert_iteration has no policy ratio that could",
+        ),
+        (
+            {
+                "sampling": {"max_completion_length": 8, "segment_tokens": 4},
+                "environment": {"factory": "builtin:GuessingGame"},
+            },
+            "segment_tokens=4 cuts responses of one turn, but environment builtin:GuessingGame has several.",
+        ),
+        ({"importance_cap": 3.0}, "importance_cap=3.0"),
         ({"delta": 1.1}, "delta=1.1 must exceed the ratio's upper bound 1 + 0.2."),
         (
             {"type": "cispo", "delta": 9.0},

@@ -276,7 +276,6 @@ CRITIC_FREE: list[tuple[str, dict[str, Any]]] = [
 """Algorithms with one train call, and options that make it communicate."""
 
 PLANS: list[tuple[tuple[int, int, int], Literal["count", "tokens"]]] = [
-    ((2, 1, 1), "count"),
     ((2, 1, 1), "tokens"),
     ((1, 2, 2), "count"),
 ]

@@ -11,7 +11,7 @@ from rlhf_tasks.doctor.plain import difference, plain_logits, weigh
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.model.stage import Stage, check_model
+from rlhf_tasks.parallel.model.stage import ROWS, Stage, check_model
 from tests.tiny_models import CONFIGS, by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
 
 CPU = torch.device("cpu")
@@ -172,6 +172,31 @@ def test_a_sequence_does_not_see_its_neighbours():
     [stage] = pipeline(config, tiny_model(config), 1)
     a, b, c = tokens(6, 4, 5)
     torch.testing.assert_close(run([stage], [a, b, c])[6:10], run([stage], [b]))
+
+
+@pytest.mark.parametrize("lengths", [(5, 9, 1), (ROWS, ROWS)])
+def test_layers_compute_a_multiple_of_rows_on_the_cpu_and_what_pads_them_changes_nothing(
+    lengths, monkeypatch
+):
+    """Gradients included; float64, so that another order of a sum does not show."""
+
+    def passed(rows: int) -> tuple[Tensor, list[Tensor], set[int]]:
+        monkeypatch.setattr("rlhf_tasks.parallel.model.stage.ROWS", rows)
+        config = tiny_config("qwen2")  # its biases make rows of zeros something else
+        [stage] = pipeline(config, tiny_model(config).double(), 1, dtype=torch.float64)
+        seen: set[int] = set()
+        for layer in stage.model.layers.values():
+            layer.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
+        logits = run([stage], tokens(*lengths))
+        logits.square().mean().backward()
+        return logits.detach(), [p.grad for p in stage.parameters() if p.grad is not None], seen
+
+    logits, gradients, rows = passed(ROWS)
+    plain_logits, plain_gradients, plain_rows = passed(1)
+    assert rows == {-(-sum(lengths) // ROWS) * ROWS}
+    assert plain_rows == {sum(lengths)}
+    torch.testing.assert_close(logits, plain_logits, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradients, plain_gradients, rtol=1e-9, atol=1e-12)
 
 
 def test_rows_pass_the_head_alone():
