@@ -263,7 +263,7 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
         ),
         (
             {"sampling": {"max_completion_length": 8, "segment_tokens": 0}},
-            "sampling.segment_tokens: input should be greater than or equal to 1, found 0.",
+            "sampling.segment_tokens: input should be greater than 0, found 0.",
         ),
         (
             {
