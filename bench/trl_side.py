@@ -109,6 +109,7 @@ def ppo(work, clock):
         local_rollout_forward_batch_size=batch,
         num_ppo_epochs=1,
         response_length=work["new_tokens"],
+        temperature=1.0,  # as ours; with TRL's default of .7 the end token would come five times as often
         stop_token=None if work["full_length"] else "eos",
         kl_coef=0.05,
         gamma=1.0,
