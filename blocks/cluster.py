@@ -3,7 +3,7 @@
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from rlhf_tasks.config.sections import ClusterConfig
+from rlhf_tasks.config.cluster import ClusterConfig
 
 
 class RlhfCluster(Block):

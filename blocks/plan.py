@@ -3,7 +3,7 @@
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from rlhf_tasks.config.sections import Assignments
+from rlhf_tasks.config.cluster import Assignments
 
 
 class ExecutionPlan(Block):

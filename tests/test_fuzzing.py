@@ -25,7 +25,7 @@ from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
 from rlhf_tasks.checkpoint.manifest import CHECKSUM, MANIFEST, Manifest, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.checkpoint.plan_log import CHANGES, log_change, logged_changes, read_plan
-from rlhf_tasks.config.sections import DataConfig
+from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.data.chat_template import ChatTemplate, Source
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.rows import completion_example, pair_example, prompt_example

@@ -37,7 +37,7 @@ from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
 from rlhf_tasks.algorithms.pipelines import load_pipeline, stages_of
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
-from rlhf_tasks.config.sections import RuntimeConfig
+from rlhf_tasks.config.cluster import RuntimeConfig
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.system.reading import reading
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.sections import EnvironmentConfig, RewardFunction, RewardService
+from rlhf_tasks.config.rewards import EnvironmentConfig, RewardFunction, RewardService
 from rlhf_tasks.environments import builtin as environments
 from rlhf_tasks.rewards import builtin
 from rlhf_tasks.rewards.forms import BUILTIN, Parameters, RewardError

@@ -31,7 +31,7 @@ from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, sectio
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.base import MovesReference, RunConfig, Samples, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
-from rlhf_tasks.config.sections import Role
+from rlhf_tasks.config.models import Role
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling.measurements import Grid

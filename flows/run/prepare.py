@@ -32,7 +32,7 @@ from rlhf_tasks.algorithms.held_out import (
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Samples, Scores
-from rlhf_tasks.config.sections import InlineModel
+from rlhf_tasks.config.models import InlineModel
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ from pydantic_core import CoreSchema
 
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig
+from rlhf_tasks.config.cluster import Assignments
 from rlhf_tasks.config.files import MOST_PLAN_BYTES, first_fault, parse_yaml, read_yaml
-from rlhf_tasks.config.sections import Assignments
 from rlhf_tasks.spec import CallAssignment
 from rlhf_tasks.system.reading import ConfigError, reading, shown
 

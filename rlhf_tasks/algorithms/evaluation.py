@@ -17,10 +17,10 @@ from rlhf_tasks.algorithms.held_out import (
     section_of,
 )
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.generation import sampling_params
-from rlhf_tasks.algorithms.shared.reward_call import write_skipped
-from rlhf_tasks.algorithms.shared.scoring import refuse_all_skipped, score
-from rlhf_tasks.algorithms.shared.turns import draw
+from rlhf_tasks.algorithms.shared.sampling.generation import sampling_params
+from rlhf_tasks.algorithms.shared.sampling.turns import draw
+from rlhf_tasks.algorithms.shared.scores.reward_call import write_skipped
+from rlhf_tasks.algorithms.shared.scores.scoring import refuse_all_skipped, score
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer

@@ -7,7 +7,9 @@ from typing import Any
 from rlhf_tasks.algorithms.evaluate.config import AnsweringConfig, EvaluateConfig
 from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
-from rlhf_tasks.config.sections import ActorOnly, DataConfig, EvaluationConfig, RolloutModels
+from rlhf_tasks.config.data import DataConfig
+from rlhf_tasks.config.models import ActorOnly, RolloutModels
+from rlhf_tasks.config.sampling import EvaluationConfig
 from rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
 
 HELD_OUT, COMPLETIONS = "held-out.arrow", "held-out-completions.arrow"

@@ -11,8 +11,9 @@ from pydantic import Field, ValidationError
 
 from rlhf_tasks.algorithms.configurations import PIPELINE, apply_override, make_config, resolve_paths
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
+from rlhf_tasks.config.cluster import ClusterConfig
 from rlhf_tasks.config.files import first_fault, read_yaml
-from rlhf_tasks.config.sections import ClusterConfig, Settings
+from rlhf_tasks.config.settings import Settings
 from rlhf_tasks.system.reading import ConfigError, shown
 
 STAGE = "stage:"

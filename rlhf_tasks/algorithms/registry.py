@@ -18,12 +18,12 @@ from pydantic import create_model
 
 from rlhf_tasks import algorithms
 from rlhf_tasks.algorithms import presets
-from rlhf_tasks.algorithms.shared.drawn_ahead import from_older_versions
-from rlhf_tasks.algorithms.shared.environment_calls import with_environment
+from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import from_older_versions
+from rlhf_tasks.algorithms.shared.graphs.environment_calls import with_environment
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
-from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.sections import SamplingConfig
+from rlhf_tasks.config.sampling import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader
 from rlhf_tasks.spec import ModelFunctionCall
 from rlhf_tasks.system.reading import ConfigError, one_line, shown

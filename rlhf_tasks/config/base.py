@@ -13,27 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema
 
-from rlhf_tasks.config.sections import (
-    MOST_ITERATIONS,
-    MOST_SECONDS,
-    MOST_SEQS,
-    MOST_TOKENS,
-    ClusterConfig,
-    DataConfig,
-    EnvironmentConfig,
-    EvaluationConfig,
-    LoraConfig,
-    OptimizerConfig,
-    PlanningConfig,
-    PlanSource,
-    Reward,
-    RewardModelScore,
-    Role,
-    RolloutModels,
-    RuntimeConfig,
-    SamplingConfig,
-    Settings,
-)
+from rlhf_tasks.config.cluster import ClusterConfig, PlanningConfig, PlanSource, RuntimeConfig
+from rlhf_tasks.config.data import DataConfig
+from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
+from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardModelScore
+from rlhf_tasks.config.sampling import EvaluationConfig, SamplingConfig
+from rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 from rlhf_tasks.system.reading import shown
 

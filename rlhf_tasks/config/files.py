@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from rlhf_tasks.config.sections import FUNCTION_REWARD, SERVICE_REWARD
+from rlhf_tasks.config.rewards import FUNCTION_REWARD, SERVICE_REWARD
 from rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, reading, shown
 
 Value = TypeVar("Value")

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow
 import pyarrow.parquet
 
+from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.config.files import how_to_download
-from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.system.reading import DataError, one_line, reading
 
 Row = Mapping[str, Any]

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.sections import EnvironmentConfig
+from rlhf_tasks.config.rewards import EnvironmentConfig
 from rlhf_tasks.environments.episodes import Answer, Episode
 from rlhf_tasks.environments.helper import TIMEOUT_KEY
 from rlhf_tasks.rewards.forms import RewardError

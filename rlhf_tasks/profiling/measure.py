@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
-from rlhf_tasks.config.sections import OptimizerConfig
+from rlhf_tasks.config.models import OptimizerConfig
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.redistribution import redistribute
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore

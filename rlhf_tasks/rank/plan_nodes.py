@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.segments import GROUPS_BEGUN, functions_of, left_keys, nothing_left
+from rlhf_tasks.algorithms.shared.sampling.segments import GROUPS_BEGUN, functions_of, left_keys, nothing_left
 from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards

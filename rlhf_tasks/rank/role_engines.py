@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.config.sections import OptimizerConfig, Role
+from rlhf_tasks.config.models import OptimizerConfig, Role
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout

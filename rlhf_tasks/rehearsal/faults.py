@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from rlhf_tasks.config.files import first_fault, read_yaml
-from rlhf_tasks.config.sections import MOST_SECONDS, Settings
+from rlhf_tasks.config.settings import MOST_SECONDS, Settings
 from rlhf_tasks.system.reading import ConfigError
 
 Kind = Literal["kill", "hang", "stop", "error"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.sections import RewardFunction, RewardService
+from rlhf_tasks.config.rewards import RewardFunction, RewardService
 from rlhf_tasks.rewards.forms import Answers, RewardError, Values
 from rlhf_tasks.rewards.helper import late_message
 from rlhf_tasks.rewards.helper_process import HelperProcess, TooLarge

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from rlhf_tasks.config.base import Samples, TrainingConfig
-from rlhf_tasks.config.sections import DistillationModels, Role
+from rlhf_tasks.config.models import DistillationModels, Role
 
 
 class DistillationConfig(Samples, TrainingConfig):

@@ -1,7 +1,7 @@
 """The dataflow graph of on-policy distillation: the student answers, the teacher reads, the student learns."""
 
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.rollout_calls import SEQUENCES, GenerateSizes
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import SEQUENCES, GenerateSizes
 
 DATASET_KEYS = ("prompt_ids",)
 

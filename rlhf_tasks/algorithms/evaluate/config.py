@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_tasks.config.base import OnePass
-from rlhf_tasks.config.sections import SamplingConfig
+from rlhf_tasks.config.sampling import SamplingConfig
 
 
 class AnsweringConfig(SamplingConfig):

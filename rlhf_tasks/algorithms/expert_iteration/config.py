@@ -5,7 +5,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_tasks.config.base import Groups, SamplesGroups, Scores, TrainingConfig
-from rlhf_tasks.config.sections import MOST_SEQS, Role, RolloutModels
+from rlhf_tasks.config.models import Role, RolloutModels
+from rlhf_tasks.config.settings import MOST_SEQS
 
 
 class ExpertIterationConfig(Scores, TrainingConfig, SamplesGroups):

@@ -1,7 +1,7 @@
 """The dataflow graph of expert iteration."""
 
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, SEQUENCES, RolloutSizes, scored
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, SEQUENCES, RolloutSizes, scored
 
 
 @traced(PROMPT_KEYS)

@@ -8,22 +8,29 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
 from rlhf_tasks.algorithms.grpo.rounds import choose, generate_if_needed
-from rlhf_tasks.algorithms.shared import generation, ref_call, reward_call
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.critic_free import learn
-from rlhf_tasks.algorithms.shared.generated import generated, on_generated
-from rlhf_tasks.algorithms.shared.groups import group_stds, less_mean, per_group
-from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
-from rlhf_tasks.algorithms.shared.policy_math import (
+from rlhf_tasks.algorithms.shared.learning import ref_call
+from rlhf_tasks.algorithms.shared.learning.critic_free import learn
+from rlhf_tasks.algorithms.shared.learning.packed import on_tokens, response_lengths
+from rlhf_tasks.algorithms.shared.learning.policy_math import (
     cispo_loss,
     clipped_loss,
     geometric_ratio,
     overlong_penalties,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_most_tokens, per_response, per_token
-from rlhf_tasks.algorithms.shared.statistics import moments
-from rlhf_tasks.algorithms.shared.staying import without_skipped
+from rlhf_tasks.algorithms.shared.learning.policy_steps import (
+    Objective,
+    per_most_tokens,
+    per_response,
+    per_token,
+)
+from rlhf_tasks.algorithms.shared.learning.statistics import moments
+from rlhf_tasks.algorithms.shared.sampling import generation
+from rlhf_tasks.algorithms.shared.sampling.generated import generated, on_generated
+from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
+from rlhf_tasks.algorithms.shared.scores import reward_call
+from rlhf_tasks.algorithms.shared.scores.groups import group_stds, less_mean, per_group
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

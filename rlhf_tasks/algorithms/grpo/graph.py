@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from rlhf_tasks.algorithms.shared.policy_program import learned, rollout
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, STAYS, PolicySizes
+from rlhf_tasks.algorithms.shared.graphs.policy_program import learned, rollout
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, STAYS, PolicySizes
 from rlhf_tasks.spec import ModelFunctionCall
 
 

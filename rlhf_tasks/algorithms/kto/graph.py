@@ -1,6 +1,6 @@
 """The dataflow graph of KTO: the reference reads the answers, then the actor learns from them."""
 
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
 
 SEQUENCES = ("input_ids", "response_mask", "mismatched_ids", "mismatched_mask")
 DATASET_KEYS = (*SEQUENCES, "desirable")

@@ -6,7 +6,8 @@ from pydantic import Field, model_validator
 
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.config.base import Groups
-from rlhf_tasks.config.sections import MOST_ITERATIONS, ModelsConfig, OptimizerConfig, Role
+from rlhf_tasks.config.models import ModelsConfig, OptimizerConfig, Role
+from rlhf_tasks.config.settings import MOST_ITERATIONS
 
 
 class PPOConfig(PolicyConfig):

@@ -14,14 +14,14 @@ from rlhf_tasks.algorithms.ppo.learning import learning_targets
 from rlhf_tasks.algorithms.ppo.ppo_math import shifted, value_loss
 from rlhf_tasks.algorithms.ppo.value_norm import ValueNorm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.policy_math import clipped_loss, token_ratio
-from rlhf_tasks.algorithms.shared.policy_steps import Objective, Weights, policy_steps
-from rlhf_tasks.algorithms.shared.ref_call import actor_inference, ref_inference
-from rlhf_tasks.algorithms.shared.reward_call import reward_inference
-from rlhf_tasks.algorithms.shared.schedule import optimizer_steps
-from rlhf_tasks.algorithms.shared.staying import without_skipped
-from rlhf_tasks.algorithms.shared.steps import Steps
+from rlhf_tasks.algorithms.shared.learning.policy_math import clipped_loss, token_ratio
+from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, Weights, policy_steps
+from rlhf_tasks.algorithms.shared.learning.ref_call import actor_inference, ref_inference
+from rlhf_tasks.algorithms.shared.learning.schedule import optimizer_steps
+from rlhf_tasks.algorithms.shared.learning.steps import Steps
+from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
+from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
+from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

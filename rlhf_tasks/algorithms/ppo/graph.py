@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.rollout_calls import (
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import (
     KEPT,
     PROMPT_KEYS,
     SEQUENCES,

@@ -3,7 +3,7 @@
 from rlhf_tasks.algorithms.registry import Algorithm
 from rlhf_tasks.algorithms.reinforce_pp.config import ReinforcePPConfig
 from rlhf_tasks.algorithms.reinforce_pp.graph import graph
-from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS
 from rlhf_tasks.data.rows import PromptExample, prompt_example
 
 ALGORITHM = Algorithm(

@@ -4,21 +4,21 @@ from functools import partial
 
 from rlhf_tasks.algorithms.remax.config import ReMaxConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.critic_free import learn, reference_kl
-from rlhf_tasks.algorithms.shared.generation import actor_generate, respond
-from rlhf_tasks.algorithms.shared.policy_math import (
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS
+from rlhf_tasks.algorithms.shared.learning.critic_free import learn, reference_kl
+from rlhf_tasks.algorithms.shared.learning.policy_math import (
     at_last_tokens,
     clipped_loss,
     discounted_returns,
     shaped_rewards,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token
-from rlhf_tasks.algorithms.shared.ref_call import actor_inference, ref_inference
-from rlhf_tasks.algorithms.shared.reward_call import reward_inference, score_and_write
-from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
-from rlhf_tasks.algorithms.shared.staying import without_skipped
-from rlhf_tasks.algorithms.shared.token_rewards import token_rewards
+from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, per_token
+from rlhf_tasks.algorithms.shared.learning.ref_call import actor_inference, ref_inference
+from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate, respond
+from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
+from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference, score_and_write
+from rlhf_tasks.algorithms.shared.scores.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

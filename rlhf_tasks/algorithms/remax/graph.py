@@ -1,8 +1,8 @@
 """The dataflow graph of ReMax: two generations and two reward calls."""
 
-from rlhf_tasks.algorithms.shared.policy_program import learned, rollout
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.rollout_calls import (
+from rlhf_tasks.algorithms.shared.graphs.policy_program import learned, rollout
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import (
     PROMPT_KEYS,
     SEQUENCES,
     PolicySizes,

@@ -5,10 +5,10 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_tasks.algorithms.reward_model.config import RewardModelConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.shared.scoring import last_value
-from rlhf_tasks.algorithms.shared.side_by_side import side_by_side
-from rlhf_tasks.algorithms.shared.steps import Steps
+from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
+from rlhf_tasks.algorithms.shared.learning.side_by_side import side_by_side
+from rlhf_tasks.algorithms.shared.learning.steps import Steps
+from rlhf_tasks.algorithms.shared.scores.scoring import last_value
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

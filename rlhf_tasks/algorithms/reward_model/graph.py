@@ -1,6 +1,6 @@
 """The dataflow graph of reward modelling: one train_step on preference pairs."""
 
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
 
 DATASET_KEYS = ("chosen_ids", "rejected_ids", "margin")
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig
 from rlhf_tasks.config.base import Groups, SamplesGroups
-from rlhf_tasks.config.sections import MOST_SEQS
+from rlhf_tasks.config.settings import MOST_SEQS
 
 
 class RLOOConfig(CriticFreeConfig, SamplesGroups):

@@ -1,8 +1,8 @@
 """The dataflow graph of RLOO."""
 
-from rlhf_tasks.algorithms.shared.policy_program import learned, rollout
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, PolicySizes
+from rlhf_tasks.algorithms.shared.graphs.policy_program import learned, rollout
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, PolicySizes
 
 
 @traced(PROMPT_KEYS)

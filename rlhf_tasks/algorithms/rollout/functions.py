@@ -1,8 +1,8 @@
 """The calls of a rollout."""
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.reward_call import score_and_write
+from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
+from rlhf_tasks.algorithms.shared.scores.reward_call import score_and_write
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

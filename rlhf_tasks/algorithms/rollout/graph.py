@@ -1,7 +1,7 @@
 """The dataflow graph of a rollout: generate, then score."""
 
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, RolloutSizes
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, RolloutSizes
 
 DATASET_KEYS = PROMPT_KEYS
 

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_tasks.config.base import Groups, TrainingConfig
-from rlhf_tasks.config.sections import ActorOnly, Role
+from rlhf_tasks.config.models import ActorOnly, Role
 
 
 class SFTConfig(TrainingConfig):

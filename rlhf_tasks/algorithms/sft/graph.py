@@ -1,6 +1,6 @@
 """The dataflow graph of supervised fine-tuning: one train_step."""
 
-from rlhf_tasks.algorithms.shared.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
 
 DATASET_KEYS = ("input_ids", "response_mask")
 

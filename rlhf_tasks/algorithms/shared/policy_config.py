@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from rlhf_tasks.config.base import Groups, MovesReference, Scores
-from rlhf_tasks.config.sections import GRPOModels, Role
+from rlhf_tasks.config.models import GRPOModels, Role
 
 MOST_STALENESS = 16
 """Each iteration ahead is one more batch in the memory of the ranks that generate, and in every commit."""

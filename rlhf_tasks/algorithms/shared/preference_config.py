@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from rlhf_tasks.config.base import Groups, MovesReference
-from rlhf_tasks.config.sections import ReferenceModels, Role
+from rlhf_tasks.config.models import ReferenceModels, Role
 
 
 class PreferenceConfig(MovesReference):

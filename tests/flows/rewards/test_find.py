@@ -6,7 +6,7 @@ import pytest
 
 from flows.rewards.find import check_rewards
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.sections import RewardFunction, RewardService
+from rlhf_tasks.config.rewards import RewardFunction, RewardService
 from tests.flows.checked_files import refused
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from flows.rewards.find import check_environment
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.sections import EnvironmentConfig
+from rlhf_tasks.config.rewards import EnvironmentConfig
 
 ROOMS = """
 raise RuntimeError("the source is read, not run")

@@ -16,7 +16,7 @@ from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.registry import OURS, algorithm, algorithm_names
 from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.config.base import Groups, TrainingConfig
-from rlhf_tasks.config.sections import ActorOnly
+from rlhf_tasks.config.models import ActorOnly
 
 FLOWS = [rlhf_ppo, sft, reward_model, rollout, plan]
 SFT = {"models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}

@@ -8,7 +8,7 @@ from planner.plan.call_order import OrderRule, call_orders, levels, with_trailin
 from planner.plan.mesh import Cluster
 from planner.plan.template import Skeleton, Slot
 from planner.report.report import plan_document
-from rlhf_tasks.config.sections import ManualAssignment
+from rlhf_tasks.config.cluster import ManualAssignment
 
 
 def test_ppo_has_twelve_orders_and_its_own_first(make_graph):

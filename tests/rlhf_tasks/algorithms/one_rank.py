@@ -16,8 +16,8 @@ from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.segments import functions_of, nothing_left
-from rlhf_tasks.config.sections import Role
+from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, nothing_left
+from rlhf_tasks.config.models import Role
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore

@@ -11,8 +11,8 @@ import torch
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.fetch import fetch
-from rlhf_tasks.algorithms.shared.drawn_ahead import NUMBER
-from rlhf_tasks.algorithms.shared.generated import with_others
+from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import NUMBER
+from rlhf_tasks.algorithms.shared.sampling.generated import with_others
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
 from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, weights, world

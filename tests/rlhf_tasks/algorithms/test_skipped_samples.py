@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.shared.reward_call import write_skipped
+from rlhf_tasks.algorithms.shared.scores.reward_call import write_skipped
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.process import Fault

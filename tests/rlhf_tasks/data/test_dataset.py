@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.config.sections import DataConfig
+from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.data.dataset import DataError, data_set
 
 

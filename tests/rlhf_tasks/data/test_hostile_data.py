@@ -16,7 +16,7 @@ import pytest
 
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.examples import read_examples
-from rlhf_tasks.config.sections import DataConfig
+from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.data import chat_template, dataset
 from rlhf_tasks.data.chat_template import ChatTemplate, Source, serve
 from rlhf_tasks.data.dataset import MOST_LINE_BYTES, data_set

@@ -3,8 +3,8 @@
 import torch
 
 from flows.run.summary import read_jsonl
-from rlhf_tasks.algorithms.shared.reward_call import write_samples
-from rlhf_tasks.algorithms.shared.scoring import Scored
+from rlhf_tasks.algorithms.shared.scores.reward_call import write_samples
+from rlhf_tasks.algorithms.shared.scores.scoring import Scored
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.rewards.forms import Answers
 from rlhf_tasks.rewards.samples_folder import SAMPLES, read_samples

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.environment_calls import ENVIRONMENT_REWARDS
+from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_REWARDS
 from rlhf_tasks.config.base import Scores
-from rlhf_tasks.config.sections import EnvironmentConfig
+from rlhf_tasks.config.rewards import EnvironmentConfig
 from rlhf_tasks.data.chat_template import TokenizerError
 from rlhf_tasks.data.observations import Observations
 from rlhf_tasks.environments.episodes import Answer, Episode

@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.shared.packed import (
+from rlhf_tasks.algorithms.shared.learning.packed import (
     last_response_tokens,
     on_tokens,
     response_lengths,
     response_sums,
 )
-from rlhf_tasks.algorithms.shared.policy_math import (
+from rlhf_tasks.algorithms.shared.learning.policy_math import (
     at_last_tokens,
     bounded,
     cispo_loss,

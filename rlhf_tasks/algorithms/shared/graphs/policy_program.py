@@ -1,7 +1,7 @@
 """What the programs of algorithms without a critic share. Torch-free."""
 
-from rlhf_tasks.algorithms.shared.program import Handle, Models
-from rlhf_tasks.algorithms.shared.rollout_calls import KEPT, SEQUENCES, PolicySizes, scored
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT, SEQUENCES, PolicySizes, scored
 
 
 def rollout(models: Models, prompts: Handle, config: PolicySizes) -> Handle:

@@ -9,8 +9,8 @@ import torch
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.schedule import counts_per_block, learning_rate, optimizer_steps
-from rlhf_tasks.config.sections import OptimizerConfig
+from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, learning_rate, optimizer_steps
+from rlhf_tasks.config.models import OptimizerConfig
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.packed import (
+from rlhf_tasks.algorithms.shared.learning.packed import (
     last_response_tokens,
     on_tokens,
     response_lengths,

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.policy_math import at_last_tokens
-from rlhf_tasks.algorithms.shared.rollout_calls import TOKEN_REWARDS
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import TOKEN_REWARDS
+from rlhf_tasks.algorithms.shared.learning.policy_math import at_last_tokens
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.drawn_ahead import DRAWN_BY, PROXIMAL
-from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
+from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import DRAWN_BY, PROXIMAL
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT
+from rlhf_tasks.algorithms.shared.learning.packed import on_tokens, response_lengths
+from rlhf_tasks.algorithms.shared.learning.policy_math import behaviour_weights, bounded, kl_divergence
+from rlhf_tasks.algorithms.shared.learning.schedule import optimizer_steps, planned_share
+from rlhf_tasks.algorithms.shared.learning.steps import Steps
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
-from rlhf_tasks.algorithms.shared.policy_math import behaviour_weights, bounded, kl_divergence
-from rlhf_tasks.algorithms.shared.rollout_calls import KEPT
-from rlhf_tasks.algorithms.shared.schedule import optimizer_steps, planned_share
-from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT, SEQUENCES
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
-from rlhf_tasks.algorithms.shared.rollout_calls import KEPT, SEQUENCES
 from rlhf_tasks.spec import ModelFunctionCall
 from rlhf_tasks.system.reading import ConfigError
 

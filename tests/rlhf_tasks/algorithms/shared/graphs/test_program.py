@@ -7,8 +7,8 @@ import pytest
 
 from planner.plan.graph import DataflowGraph
 from rlhf_tasks.algorithms.registry import ConfigError, algorithm, in_parts
-from rlhf_tasks.algorithms.shared.program import ProgramError, concat, traced
-from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS
+from rlhf_tasks.algorithms.shared.graphs.program import ProgramError, concat, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS
 from tests.rlhf_tasks.algorithms import listed
 
 GROUP = 4

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
-from rlhf_tasks.algorithms.shared.drawn_ahead import COLUMNS, DRAWN_BY, NUMBER
-from rlhf_tasks.algorithms.shared.generated import generated, with_others
-from rlhf_tasks.algorithms.shared.generation import sampling_params
+from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import COLUMNS, DRAWN_BY, NUMBER
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
-from rlhf_tasks.algorithms.shared.rollout_calls import KEPT
+from rlhf_tasks.algorithms.shared.sampling.generated import generated, with_others
+from rlhf_tasks.algorithms.shared.sampling.generation import sampling_params
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallOutput
-from rlhf_tasks.algorithms.shared.side_by_side import Keys, apart, side_by_side
+from rlhf_tasks.algorithms.shared.learning.side_by_side import Keys, apart, side_by_side
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.config.sections import OptimizerConfig
+from rlhf_tasks.config.models import OptimizerConfig
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.layout.transfers import mini_batch_blocks
 from rlhf_tasks.system.counter_random import permutation

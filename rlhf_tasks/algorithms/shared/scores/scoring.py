@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.environment_calls import ENVIRONMENT_REWARDS
-from rlhf_tasks.algorithms.shared.rollout_calls import STAYS, TOKEN_REWARDS
+from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_REWARDS
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS, TOKEN_REWARDS
 from rlhf_tasks.config.base import Scores
-from rlhf_tasks.config.sections import RewardModelScore
+from rlhf_tasks.config.rewards import RewardModelScore
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

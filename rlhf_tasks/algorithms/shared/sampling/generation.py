@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.drawn_ahead import DRAWN_BY
+from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import DRAWN_BY
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
-from rlhf_tasks.algorithms.shared.turns import draw
+from rlhf_tasks.algorithms.shared.sampling.turns import draw
 from rlhf_tasks.config.base import Samples
-from rlhf_tasks.config.sections import SamplingConfig
+from rlhf_tasks.config.sampling import SamplingConfig
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.generate.stop_strings import StopStrings

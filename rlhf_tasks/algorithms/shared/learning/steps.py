@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from rlhf_tasks.algorithms.shared.schedule import Step
+from rlhf_tasks.algorithms.shared.learning.schedule import Step
 from rlhf_tasks.parallel.train.engine import Engine, Loss
 
 MAX_SKIPPED_CALLS = 3

@@ -7,7 +7,7 @@ A program sees no sample. Its handles know the names of keys, and its calls are 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rlhf_tasks.algorithms.shared.rollout_calls import KEPT, SEQUENCES, scored, scored_tokens
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT, SEQUENCES, scored, scored_tokens
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.spec import WHOLE, CallKind, ModelFunctionCall, Part
 from rlhf_tasks.system.reading import ConfigError

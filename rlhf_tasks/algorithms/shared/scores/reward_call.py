@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.scoring import Scored, reward_metrics, score, scores_batch
+from rlhf_tasks.algorithms.shared.scores.scoring import Scored, reward_metrics, score, scores_batch
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

@@ -1,0 +1,4 @@
+"""Inference under other policies, and the optimizer steps of train calls: schedule, losses, statistics.
+
+A loss that only one algorithm has is in that algorithm's folder.
+"""

@@ -1,0 +1,207 @@
+"""Sections of the devices, the runtime and the plan. Torch-free."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from rlhf_tasks.config.settings import MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings, form
+from rlhf_tasks.parallel.layout.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
+from rlhf_tasks.spec import CallAssignment
+
+
+class ClusterConfig(Settings):
+    """The ranks: started by us on this machine, or found in a running Dask cluster."""
+
+    address: str | None = Field(
+        default=None, description="Scheduler of a running Dask cluster; default: start one."
+    )
+    n_hosts: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of hosts.")
+    devices_per_host: int = Field(
+        default=1, gt=0, le=MAX_DEVICES, description="Number of ranks (GPUs or CPU slots) per host."
+    )
+
+    @model_validator(mode="after")
+    def _can_be_planned(self) -> Self:
+        check_count(self.n_hosts, self.devices_per_host)
+        return self
+
+    @property
+    def n_devices(self) -> int:
+        return self.n_hosts * self.devices_per_host
+
+
+class RuntimeConfig(Settings):
+    """Deadlines, waits for the disk, and restarts."""
+
+    deadline_floor_s: float = Field(
+        default=120.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Least deadline of a call, in seconds after its last rank entered it.",
+    )
+    deadline_factor: float = Field(
+        default=20.0, ge=1, le=MOST_SECONDS, description="A call's deadline divided by its predicted time."
+    )
+    io_floor_s: float = Field(
+        default=300.0,
+        ge=1,
+        le=MOST_SECONDS,
+        description="Seconds in which writing or reading a snapshot must make progress; in all it may take any time.",
+    )
+    io_least_bytes_per_s: float = Field(
+        default=1e6,
+        gt=0,
+        le=1e15,
+        description="Bytes per second that count as progress, over io_floor_s seconds.",
+    )
+    startup_timeout_s: float = Field(
+        default=180.0, gt=0, le=MOST_SECONDS, description="Seconds within which the workers must start."
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, le=10**6, description="Restarts of the ranks that are allowed between two commits."
+    )
+
+
+Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
+"""The number of a device or a host."""
+
+
+class ManualAssignment(Settings):
+    """The assignment of one call, given by hand: devices or whole hosts by number, and (dp, tp, pp)."""
+
+    devices: tuple[Number, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_DEVICES,
+        description="Devices in rank order; give either devices or hosts.",
+    )
+    hosts: tuple[Number, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_DEVICES,
+        description="Hosts, of which all devices are used; give either hosts or devices.",
+    )
+    dp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Data-parallel degree.")
+    tp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Tensor-parallel degree.")
+    pp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of pipeline stages.")
+    micro_batches: int = Field(
+        default=1,
+        gt=0,
+        le=MOST_SEQS,
+        description="Micro-batches per dp rank and (mini-)batch. Of a generation, as many sequences as one of them "
+        "has are decoded at a time, which takes less memory.",
+    )
+    balance: Literal["count", "tokens"] = Field(
+        default="count", description="What dp ranks get equal shares of: samples (count) or tokens."
+    )
+    offload: bool = Field(
+        default=False, description="Whether a frozen model is kept in host memory while it is not needed."
+    )
+    order: int | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="Position among the calls of an iteration, given for all calls or for none; default: by rule.",
+    )
+
+    @model_validator(mode="after")
+    def _placement_holds(self) -> Self:
+        if (self.devices is None) == (self.hosts is None):
+            raise ValueError(
+                f"give either devices or hosts, found {'neither' if self.hosts is None else 'both'}"
+            )
+        if self.devices is not None:
+            self.assignment(len(self.devices))  # checks the strategy against the number of devices
+        return self
+
+    def assignment(self, devices_per_host: int) -> CallAssignment:
+        """The same, as a `CallAssignment`. Raises ValueError when dp * tp * pp is not the number of devices."""
+        if self.devices is None:
+            check_count(len(self.hosts or ()), devices_per_host)
+        devices = self.devices or tuple(
+            host * devices_per_host + device
+            for host in self.hosts or ()
+            for device in range(devices_per_host)
+        )
+        placement = Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp))
+        return CallAssignment(
+            placement=placement,
+            micro_batches=self.micro_batches,
+            balance=self.balance,
+            offload=self.offload,
+            order=self.order,
+        )
+
+
+Assignments = dict[str, ManualAssignment]
+
+PlanSource = Annotated[
+    Annotated[str, Tag("path")] | Annotated[Assignments, Tag("inline")], Discriminator(form)
+]
+
+
+def _as_distribution(value: Any) -> Any:
+    return {value: 1.0} if isinstance(value, int | str) else value
+
+
+class HostDevices(Settings):
+    """Consecutive hosts that have the same device."""
+
+    n_hosts: int = Field(gt=0, le=MAX_DEVICES, description="Number of hosts of this class.")
+    device: str = Field(description="Their device: a preset's name, or a YAML file with its figures.")
+
+
+DeviceSource = Annotated[
+    Annotated[str, Tag("path")] | Annotated[tuple[HostDevices, ...], Tag("inline")], Discriminator(form)
+]
+
+
+class PlanningConfig(Settings):
+    """Settings that only the planner reads: lengths and costs that a run would show by itself, and the devices."""
+
+    prompt_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_TOKENS,
+        description="Tokens of a prompt (where nothing is generated: of a row); default: taken from the data.",
+    )
+    new_tokens: (
+        Annotated[
+            dict[Annotated[int, Field(gt=0, le=MOST_TOKENS)], Annotated[float, Field(ge=0, le=1)]],
+            BeforeValidator(_as_distribution),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Generated tokens of a response: a number or {number: share}; "
+        "default: sampling.max_completion_length.",
+    )
+    device: DeviceSource | None = Field(
+        default=None,
+        description="Device: a preset (a100-80g-sxm, h100-sxm, cpu-slot, ...), or a YAML file with its figures; "
+        "where hosts differ, [{n_hosts, device}] in the order of the hosts; default: this machine's.",
+    )
+    reward_seconds_per_sequence: float = Field(
+        default=0.0,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Seconds that all Python rewards together take for one sequence, as you measured them; "
+        "default: only their node costs time.",
+    )
+    time_limit_s: float = Field(
+        default=10.0, gt=0, le=MOST_SECONDS, description="Seconds that a search may take."
+    )
+
+    @field_validator("new_tokens")
+    @classmethod
+    def _shares_add_up(cls, value: dict[int, float] | None) -> dict[int, float] | None:
+        if value is not None and abs(sum(value.values()) - 1) > 1e-6:
+            raise ValueError(f"the shares add up to {sum(value.values()):g}, not to 1")
+        return value
