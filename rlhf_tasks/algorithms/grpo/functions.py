@@ -11,6 +11,7 @@ from rlhf_tasks.algorithms.grpo.rounds import choose, generate_if_needed
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.learning import ref_call
 from rlhf_tasks.algorithms.shared.learning.critic_free import learn
+from rlhf_tasks.algorithms.shared.learning.groups import group_stds, less_mean, per_group
 from rlhf_tasks.algorithms.shared.learning.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.learning.policy_math import (
     cispo_loss,
@@ -30,7 +31,6 @@ from rlhf_tasks.algorithms.shared.sampling import generation
 from rlhf_tasks.algorithms.shared.sampling.generated import generated, on_generated
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores import reward_call
-from rlhf_tasks.algorithms.shared.scores.groups import group_stds, less_mean, per_group
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

@@ -11,9 +11,9 @@ import torch
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
+from rlhf_tasks.algorithms.shared.learning.groups import all_equal, per_group
 from rlhf_tasks.algorithms.shared.sampling.generated import generated, with_others
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
-from rlhf_tasks.algorithms.shared.scores.groups import all_equal, per_group
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

@@ -5,6 +5,7 @@ from functools import partial
 from rlhf_tasks.algorithms.reinforce_pp.config import ReinforcePPConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.learning.critic_free import learn, reference_kl
+from rlhf_tasks.algorithms.shared.learning.groups import less_mean, per_group
 from rlhf_tasks.algorithms.shared.learning.policy_math import (
     at_last_tokens,
     clipped_loss,
@@ -17,7 +18,6 @@ from rlhf_tasks.algorithms.shared.learning.ref_call import actor_inference, ref_
 from rlhf_tasks.algorithms.shared.learning.statistics import moments, whitened
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
-from rlhf_tasks.algorithms.shared.scores.groups import less_mean, per_group
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.scores.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch

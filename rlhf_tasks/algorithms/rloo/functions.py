@@ -5,13 +5,13 @@ from functools import partial
 from rlhf_tasks.algorithms.rloo.config import RLOOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.learning.critic_free import learn, reference_kl
+from rlhf_tasks.algorithms.shared.learning.groups import less_others, per_group
 from rlhf_tasks.algorithms.shared.learning.packed import on_tokens, response_sums
 from rlhf_tasks.algorithms.shared.learning.policy_math import clipped_loss, response_ratio, token_ratio
 from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, per_response, per_sum
 from rlhf_tasks.algorithms.shared.learning.ref_call import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
-from rlhf_tasks.algorithms.shared.scores.groups import less_others, per_group
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.learning.groups import all_equal, per_group
 from rlhf_tasks.algorithms.shared.learning.packed import on_tokens
 from rlhf_tasks.algorithms.shared.learning.policy_math import kl_divergence
 from rlhf_tasks.algorithms.shared.learning.policy_steps import Counts, Objective, Weights, policy_steps
 from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block
 from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig
-from rlhf_tasks.algorithms.shared.scores.groups import all_equal, per_group
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.rewards.forms import RewardError
