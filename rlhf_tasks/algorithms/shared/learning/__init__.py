@@ -1,4 +1,4 @@
-"""Inference under other policies, and the optimizer steps of train calls: scores in groups, losses, schedule, statistics.
+"""Inference under other policies; the optimizer steps of train calls: groups, losses, schedule, statistics.
 
 A loss that only one algorithm has is in that algorithm's folder.
 """
