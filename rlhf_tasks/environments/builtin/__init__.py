@@ -1,4 +1,4 @@
-"""Environments that are built in: `factory: builtin:NAME`. docs/data-and-rewards.md says what each does."""
+"""Environments that are built in: `factory: builtin:NAME`. docs/extending.md says how they are used."""
 
 from rlhf_tasks.environments.builtin.calculator import Calculator
 from rlhf_tasks.environments.builtin.guessing import GuessingGame
