@@ -37,13 +37,15 @@ class PlanChange(Frozen):
 def plan_digest(plan: ExecutionPlan) -> str:
     """SHA-256 of a plan, which identifies it in the log and in manifests.
 
-    A lead of 0 is left out: plans of runs from before there were leads have the digests of then.
+    A lead of 0, and segments that there are not, are left out: plans of runs from before there were such have the digests
+    of then.
     """
     document = plan.model_dump(mode="json")
     for node in document["nodes"]:
         for part in (node, node.get("call")):
-            if isinstance(part, dict) and part.get("lead") == 0:
-                del part["lead"]
+            for name, nothing in (("lead", 0), ("segment_tokens", None)):
+                if isinstance(part, dict) and part.get(name, ...) == nothing:
+                    del part[name]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

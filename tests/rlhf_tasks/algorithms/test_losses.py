@@ -188,14 +188,18 @@ ADVANTAGES = {"rloo": rloo_advantages, "remax": remax_advantages, "reinforce_pp"
 
 
 def token_losses(config: Any, sample: Sample, advantages: list[float]) -> list[Tensor]:
+    def of_actions(change: Tensor) -> Tensor:
+        """Where a whole response is the action, all its tokens have its change."""
+        if getattr(config, "importance_sampling_level", "token") != "sequence":
+            return change
+        return (change.sum() if config.type == "rloo" else change.mean()).expand(len(sample))
+
     weights = torch.ones(len(sample), dtype=torch.float64)
     proximal = sample.old
     if getattr(config, "staleness", 0) and config.importance_cap is not None:
         proximal = sample.proximal
-        weights = (proximal - sample.old).exp().clamp(max=config.importance_cap)
-    change = sample.new - proximal
-    if getattr(config, "importance_sampling_level", "token") == "sequence":
-        change = (change.sum() if config.type == "rloo" else change.mean()).expand(len(sample))
+        weights = of_actions(proximal - sample.old).exp().clamp(max=config.importance_cap)
+    change = of_actions(sample.new - proximal)
     cispo = getattr(config, "loss_type", "") == "cispo"
     in_loss = {"reinforce_pp": "k2" if getattr(config, "baseline", "") == "group" else ""}
     estimator = in_loss.get(config.type, "" if config.type in ("rloo", "remax") else "k3")
@@ -309,7 +313,7 @@ def batch_of(samples: list[Sample]) -> SampleBatch:
         "greedy_scores": [torch.tensor([s.greedy_score], dtype=torch.float64) for s in samples],
         "truncated": [torch.tensor([s.truncated]) for s in samples],
         "proximal_logprobs": [_with_prompt(s, s.proximal) for s in samples],
-        "drawn_by": [torch.tensor([2]) for _ in samples],
+        "drawn_by": [_with_prompt(s, torch.full((len(s),), 2), -1) for s in samples],
     }
     return SampleBatch(tuple(range(len(samples))), {key: Packed.of(values) for key, values in parts.items()})
 
