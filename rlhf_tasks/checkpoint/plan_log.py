@@ -37,8 +37,8 @@ class PlanChange(Frozen):
 def plan_digest(plan: ExecutionPlan) -> str:
     """SHA-256 of a plan, which identifies it in the log and in manifests.
 
-    A lead of 0, and segments that there are not, are left out: plans of runs from before there were such have the digests
-    of then.
+    A lead of 0, and segments that there are not, are left out: plans of runs from before there were such have the
+    digests of then.
     """
     document = plan.model_dump(mode="json")
     for node in document["nodes"]:

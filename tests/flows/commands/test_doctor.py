@@ -33,6 +33,7 @@ def doctor(capsys):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_every_comparison_of_every_strategy_is_a_line(doctor, model):
     status, out, err = doctor(model, "--strategy", "1,2,1", "1,1,2")

@@ -268,7 +268,7 @@ def impatient(monkeypatch):
 
 
 @cluster_test
-@pytest.mark.parametrize("source", ["api of a pipeline", "folder"])
+@pytest.mark.parametrize("source", [pytest.param("api of a pipeline", marks=pytest.mark.slow), "folder"])
 def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluster, tmp_path, last, source):
     async def order(command, state):
         if source == "folder":
