@@ -90,7 +90,8 @@ def _serve(rank: int, pipe: Connection) -> None:
 class NodeTime(NamedTuple):
     """One node of one iteration on one rank; times by the host's monotonic clock.
 
-    cpu_s  CPU seconds of all threads of the process, for comparisons on a busy machine
+    cpu_s    CPU seconds of all threads of the process, for comparisons on a busy machine
+    metrics  that the rank reports of the node
     """
 
     iteration: int
@@ -98,6 +99,7 @@ class NodeTime(NamedTuple):
     started_s: float
     ended_s: float
     cpu_s: float
+    metrics: Mapping[str, float]
 
 
 class PlanRun(NamedTuple):
@@ -138,7 +140,9 @@ def run_plan(
             result = executor.execute(request, plan.node(request.key.node))
             used_s = time.process_time() - cpu_s
             peak = max(peak, result.peak_bytes)
-            times.append(NodeTime(iteration, request.key.node, started_s, time.monotonic(), used_s))
+            times.append(
+                NodeTime(iteration, request.key.node, started_s, time.monotonic(), used_s, result.metrics)
+            )
         ended.set(f"{iteration}/{rank}", "")
     executor.close(keep_state=False)
     return PlanRun(times, peak)
