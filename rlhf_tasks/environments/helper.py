@@ -7,10 +7,8 @@ ends.
 """
 
 import asyncio
-import faulthandler
 import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 
 from rlhf_tasks.environments.episodes import Answer, Episode, Played
 from rlhf_tasks.rewards.forms import RewardError
-from rlhf_tasks.rewards.helper import MARGIN_S, MOST_TRACEBACK, STACK_SIGNAL, late_message, raised
+from rlhf_tasks.rewards.helper import MARGIN_S, MOST_TRACEBACK, connected, late_message, raised
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
 
 TIMEOUT_KEY = "environment.turn_timeout_s"
@@ -26,13 +24,7 @@ TIMEOUT_KEY = "environment.turn_timeout_s"
 
 def serve() -> None:
     """Answer turns until an environment fails. sys.argv[2] is the descriptor of the file to dump stacks to."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # an environment may read its input
-    os.dup2(2, 1)  # or print: neither may mix with requests and replies
-    stacks = int(sys.argv[2])
-    faulthandler.enable(stacks, all_threads=False)
-    faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
+    requests, replies = connected()
 
     def tell(reply: Mapping[str, Any]) -> None:
         replies.write(json.dumps(reply).encode() + b"\n")

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from rlhf_tasks.rewards.forms import (
     Answers,
@@ -44,15 +44,24 @@ MARGIN_S = 0.5  # async rewards time out this much before the process does, so t
 MOST_MESSAGE, MOST_TRACEBACK = 400, 8000  # characters
 
 
-def serve() -> None:
-    """Answer requests until a reward fails. sys.argv[2] is the descriptor of the file to dump stacks to."""
+def connected() -> tuple[BinaryIO, BinaryIO]:
+    """(requests, replies) of a helper process. Its code may read its input and print: neither mixes with these.
+
+    From here on STACK_SIGNAL and a crash dump the stack to the file whose descriptor is sys.argv[2].
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # a reward may read its input
-    os.dup2(2, 1)  # or print: neither may mix with requests and replies
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
     stacks = int(sys.argv[2])
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
+    return requests, replies
+
+
+def serve() -> None:
+    """Answer requests until a reward fails. sys.argv[2] is the descriptor of the file to dump stacks to."""
+    requests, replies = connected()
     start = json.loads(requests.readline())
     folder = start["kept"] and Path(start["kept"])
     kept = KeptValues(folder, start["writer"])

@@ -92,6 +92,16 @@ def weights(run: OneRank, role: str) -> dict[str, torch.Tensor]:
     return {name: w.detach().clone() for name, w in run.engines[role].stage.named_slices().items()}
 
 
+def trained(run: OneRank, store: SampleStore, n: int) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """The metrics of the train calls on the first n samples or places, and the weights after them."""
+    metrics: dict[str, float] = {}
+    for call in run.calls:
+        if call.kind == "train_step":
+            metrics |= run.call(call, 0, store, range(n))
+    roles = [role for role, engine in run.engines.items() if engine.optimizer is not None]
+    return metrics, [w for role in roles for w in weights(run, role).values()]
+
+
 def changed(run: OneRank, role: str, before: dict[str, torch.Tensor]) -> bool:
     return any(not torch.equal(w, before[name]) for name, w in weights(run, role).items())
 

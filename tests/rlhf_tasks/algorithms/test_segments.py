@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import NUMBER
 from rlhf_tasks.algorithms.shared.sampling.generated import with_others
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
-from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, weights, world
+from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, trained, weights, world
 
 __all__ = ["folder", "world"]  # fixtures
 
@@ -142,13 +142,3 @@ def test_an_iteration_in_which_nothing_ends_learns_nothing_and_one_with_empty_mi
 def made(run: OneRank) -> list[str]:
     """The keys that the calls of a run make."""
     return [key for call in run.calls for key in call.outputs]
-
-
-def trained(run: OneRank, store: SampleStore, n: int) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """The metrics of the train calls on the first n places, and the weights after them."""
-    metrics: dict[str, float] = {}
-    for call in run.calls:
-        if call.kind == "train_step":
-            metrics |= run.call(call, 0, store, range(n))
-    roles = [role for role, engine in run.engines.items() if engine.optimizer is not None]
-    return metrics, [w for role in roles for w in weights(run, role).values()]

@@ -11,12 +11,12 @@ import torch
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.shared.scores.reward_call import write_skipped
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.process import Fault
 from rlhf_tasks.rewards.samples_folder import mean_scores
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
-from tests.rlhf_tasks.algorithms.test_one_rank import N_SEQS, document, folder, weights, whole, world
+from tests.rlhf_tasks.algorithms.test_one_rank import N_SEQS, document, folder, trained, weights, whole, world
 
 __all__ = ["folder", "world"]  # fixtures
 
@@ -61,16 +61,6 @@ def start(folder: Path, tmp_path: Path) -> Iterator[Any]:
 def lines(run_folder: Path) -> list[dict[str, Any]]:
     files = sorted((run_folder / "skipped-samples").glob("*"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def trained(run: OneRank, store: SampleStore, n: int) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """The metrics of the train calls on the first n samples, and the weights after them."""
-    metrics: dict[str, float] = {}
-    for call in run.calls:
-        if call.kind == "train_step":
-            metrics |= run.call(call, 0, store, range(n))
-    roles = [role for role, engine in run.engines.items() if engine.optimizer is not None]
-    return metrics, [w for role in roles for w in weights(run, role).values()]
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
