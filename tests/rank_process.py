@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import tests.tiny_models  # noqa: F401
+from tests import rendezvous
 
 
 def _end_with_parent(parent: int) -> None:
@@ -31,7 +32,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _run(store: dist.Store, message: bytes) -> tuple[bool, object]:
+def _run(store: dist.TCPStore, message: bytes) -> tuple[bool, object]:
     """Answer (True, result) or (False, traceback). The message is (run, rank, world, timeout_s, call)."""
     try:
         run, rank, world, timeout_s, call = pickle.loads(message)
@@ -45,6 +46,7 @@ def _run(store: dist.Store, message: bytes) -> tuple[bool, object]:
             )
         except RuntimeError as error:
             return False, f"the ranks have not found each other: {error}"
+        rendezvous.port, rendezvous.prefix = store.port, f"world-of-run-{run}"
         function, args = pickle.loads(call)
         return True, function(rank, world, *args)
     except BaseException:  # noqa: BLE001  pytest's own outcomes are BaseExceptions; the parent raises it again

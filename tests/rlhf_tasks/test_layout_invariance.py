@@ -18,6 +18,7 @@ from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan
+from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import learning_config, ppo_config
@@ -72,7 +73,7 @@ FROZEN_AND_TRAINED = {
 FOLLOWS_ALONE = {"ref_inference": ALONE, "actor_train": ALONE}
 
 
-def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str, port: int) -> list[dict]:
+def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str) -> list[dict]:
     """Metrics of three iterations as one rank saw them, node by node."""
     dist.destroy_process_group()
     plan = ExecutionPlan.model_validate_json(plan_json)
@@ -90,8 +91,8 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             restore_step=None,
             iterations=3,
             store_host="127.0.0.1",
-            store_port=port,
-            store_prefix=f"invariance-{Path(folder).name}",
+            store_port=rendezvous.port,
+            store_prefix=rendezvous.prefix,
             timeout_s=240.0,
         )
     )
@@ -120,14 +121,12 @@ def trajectory(
     plan = prepared.plan
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     prepared.rows.keep(folder)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     per_rank = ranks.run(
         n_ranks,
         run_iterations,
         plan.model_dump_json(),
         json.loads(config.model_dump_json()),
         str(folder),
-        store.port,
     )
     merged = []
     for iteration in range(3):

@@ -3,7 +3,6 @@
 import json
 import shutil
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from rlhf_tasks.protocol.messages import GenerationSpec, RunSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import CallNode, ExecutionPlan, SaveNode, SyncNode
+from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.settings import DEADLINES, SETTINGS
 from tests.tiny_runs import TWO_RANKS, ppo_config
@@ -35,12 +35,12 @@ both by ZeRO."""
 class Rank:
     """One rank's executor, which is led through generations of one attempt."""
 
-    def __init__(self, rank: int, documents: dict, port: int) -> None:
+    def __init__(self, rank: int, documents: dict) -> None:
         self.rank, self.parts = rank, []
         self.run = RunSpec.model_validate(documents["run"])
         self.plans = [ExecutionPlan.model_validate(plan) for plan in documents["plans"]]
         self.folder = Path(self.run.run_folder)
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+        self.store = rendezvous.store()
         self.executor = Executor(rank, self.parts.append)
 
     def load(
@@ -59,8 +59,8 @@ class Rank:
                 restore_step=step,
                 iterations=2,
                 store_host="127.0.0.1",
-                store_port=self.store.port,
-                store_prefix=f"generation-{generation}",
+                store_port=rendezvous.port,
+                store_prefix=f"{rendezvous.prefix}/generation-{generation}",
                 timeout_s=120.0,
             )
         )
@@ -149,10 +149,10 @@ def files_hidden(rank: Rank, name: str):
     rank.meet(f"{name} back")
 
 
-def change_the_plan(number: int, world: int, documents: dict, port: int) -> dict[str, bool]:
+def change_the_plan(number: int, world: int, documents: dict) -> dict[str, bool]:
     """What of a way of loading the commit gives on this rank what its files give."""
     dist.destroy_process_group()
-    rank = Rank(number, documents, port)
+    rank = Rank(number, documents)
     rank.load(0, None)
     rank.train()
     rank.executor.close(keep_state=True)
@@ -171,10 +171,10 @@ def change_the_plan(number: int, world: int, documents: dict, port: int) -> dict
     return same
 
 
-def after_an_abort(number: int, world: int, documents: dict, port: int) -> bool:
+def after_an_abort(number: int, world: int, documents: dict) -> bool:
     """Whether anything is kept of a generation that was aborted."""
     dist.destroy_process_group()
-    rank = Rank(number, documents, port)
+    rank = Rank(number, documents)
     rank.load(0, None)
     assert rank.executor._run.keep() is not None
     rank.executor._aborted = True
@@ -219,19 +219,12 @@ def documents(tmp_path, request) -> dict:
     return {"run": run.model_dump(mode="json"), "plans": [plan.model_dump(mode="json") for plan in plans]}
 
 
-@pytest.fixture
-def store():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 @pytest.mark.dist
-def test_state_comes_from_the_ranks_bit_by_bit_and_from_the_commit_where_one_lacks_it(
-    ranks, documents, store
-):
-    for same in ranks.run(2, change_the_plan, documents, store.port):
+def test_state_comes_from_the_ranks_bit_by_bit_and_from_the_commit_where_one_lacks_it(ranks, documents):
+    for same in ranks.run(2, change_the_plan, documents):
         assert [way for way, is_same in same.items() if not is_same] == []
 
 
 @pytest.mark.dist
-def test_nothing_is_kept_of_an_aborted_generation(ranks, documents, store):
-    assert ranks.run(2, after_an_abort, documents, store.port) == [False, False]
+def test_nothing_is_kept_of_an_aborted_generation(ranks, documents):
+    assert ranks.run(2, after_an_abort, documents) == [False, False]

@@ -26,12 +26,13 @@ from rlhf_tasks.profiling.measure import (
 from rlhf_tasks.profiling.measurements import Grid, Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import GenerationSpec
+from tests import rendezvous
 from tests.tiny_models import tiny_config
 
 GRID = Grid(tokens=(8, 32), lengths=(8,), rows=(1, 4), contexts=(4,))
 
 
-def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
+def measure(rank: int, world: int, document: dict) -> list[dict]:
     """All pieces on one rank, once each, by a clock that ticks with every look at it."""
     dist.destroy_process_group()
     spec = ProfileSpec.model_validate(document)
@@ -51,8 +52,8 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
             restore_step=None,
             iterations=1,
             store_host="127.0.0.1",
-            store_port=port,
-            store_prefix="profile",
+            store_port=rendezvous.port,
+            store_prefix=rendezvous.prefix,
             timeout_s=240.0,
         )
     )
@@ -69,8 +70,7 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
     config.save_pretrained(tmp_path)
     pieces = pieces_of({str(tmp_path): GRID}, 2, 2)
     spec = ProfileSpec(dtype="float32", devices_per_host=2, pieces=pieces)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    per_rank = ranks.run(2, measure, json.loads(spec.model_dump_json()), store.port)
+    per_rank = ranks.run(2, measure, json.loads(spec.model_dump_json()))
     shape = ModelShape.from_folder(tmp_path)
     found = [Measurements.model_validate(piece) for rank in per_rank for piece in rank]
     profile = MeasuredProfile.of("cpu-slot", 1, 2, shape, 4, found)

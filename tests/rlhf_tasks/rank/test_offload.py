@@ -23,6 +23,7 @@ from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
+from tests import rendezvous
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
@@ -76,7 +77,7 @@ def generation(
     )
 
 
-def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str, port: int) -> list[dict]:
+def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str) -> list[dict]:
     """Metrics of two iterations as one rank saw them, node by node."""
     dist.destroy_process_group()
     real = role_engines.copier
@@ -84,7 +85,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
     try:
         plan = ExecutionPlan.model_validate_json(plan_json)
         executor = Executor(rank, lambda part: None)
-        executor.load(generation(plan, rank, world, config, folder, port, Path(folder).name))
+        executor.load(generation(plan, rank, world, config, folder, rendezvous.port, rendezvous.prefix))
         seen = []
         for iteration in range(2):
             metrics: dict[str, float] = {}
@@ -125,8 +126,7 @@ def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path):
         folder = tmp_path / f"run-{offload}"
         folder.mkdir()
         shutil.copy(tmp_path / ROWS, folder)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = plan.model_dump_json(), json.loads(config.model_dump_json()), str(folder), store.port
+        arguments = plan.model_dump_json(), json.loads(config.model_dump_json()), str(folder)
         metrics.append(ranks.run(2, run_iterations, *arguments))
     assert metrics[0] == metrics[1]
     assert any("loss" in name for name in metrics[0][0][1])
