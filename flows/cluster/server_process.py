@@ -6,17 +6,20 @@ HOME is the server's own PREFECT_HOME; its file `auth` holds the login. The proc
 default on a free port. It writes its address to HOME/api-url, prints it as one line, and serves until its standard
 input closes: the kernel closes that pipe however the parent dies. There is one server per HOME (flock): a second one
 prints the address of the first, and exits. A database that cannot be used is renamed; the line then says so after the
-address.
+address. A new database is a copy of an empty one, which the first server of an account makes.
 """
 
+import asyncio
 import fcntl
 import os
+import shutil
 import socket
 import sqlite3
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 LOCKED_S = 10.0  # to wait for the database's lock: only this server writes to it, so a longer lock is a fault
@@ -70,6 +73,36 @@ def put_aside(database: Path) -> str:
     )
 
 
+def empty_database() -> Path:
+    """Where this account keeps the empty database of the installed Prefect."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "prefect-rlhf" / f"prefect-{version('prefect')}.db"
+
+
+def begin_database(database: Path) -> None:
+    """Make a new database, with Prefect's tables. Its settings must be in the environment.
+
+    Prefect makes the tables by all migrations since its first release, which takes four seconds of a core and waits
+    for the disk three hundred times. So that is done once, and later databases are copies.
+    """
+    kept = empty_database()
+    if kept.exists() and not damage(kept):
+        shutil.copyfile(kept, database)
+        return
+    from prefect.server.database import provide_database_interface
+
+    asyncio.run(provide_database_interface().create_db())
+    with suppress(OSError):  # without a cache that can be written, the next server migrates again
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
+        try:
+            with closing(sqlite3.connect(database)) as made, closing(sqlite3.connect(partial)) as copy:
+                made.backup(copy)
+            partial.replace(kept)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
 def stop_with_parent(server) -> None:
     """Ask the server to finish as soon as standard input closes; exit 5 s later in any case."""
     sys.stdin.buffer.read()
@@ -97,6 +130,9 @@ def main(home: Path, port: int) -> None:
     os.environ.update(environment)
     (home / "api-url").write_text(environment["PREFECT_API_URL"])
     print(environment["PREFECT_API_URL"], said, flush=True)
+
+    if not (home / "prefect.db").exists():
+        begin_database(home / "prefect.db")
 
     import uvicorn  # Prefect reads its settings when it is imported
 

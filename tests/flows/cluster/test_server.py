@@ -23,7 +23,7 @@ from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.cluster.server import RESTARTS, OwnServer, _login, own_server, prefect_server, refuse_dead_server
-from flows.cluster.server_process import put_aside
+from flows.cluster.server_process import begin_database, empty_database, put_aside
 from rlhf_tasks.algorithms.configurations import ConfigError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -221,6 +221,23 @@ def test_a_run_folder_whose_data_base_is_damaged_gets_a_server_all_the_same(tmp_
         assert recorded() == 3
     (line,) = said(caplog)
     assert "Prefect begins with an empty one" in line
+
+
+def test_the_first_server_of_an_account_makes_an_empty_data_base_and_later_ones_copy_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kept = empty_database()
+    kept.parent.mkdir(parents=True)
+    no_data_base(kept)  # as good as none: it is made anew
+    with own_server(tmp_path / "first"):
+        recorded()
+    with closing(sqlite3.connect(kept)) as made:
+        assert made.execute("SELECT count(*) FROM flow_run").fetchone() == (0,)
+        made.execute("CREATE TABLE mark (of INT)")
+    begin_database(tmp_path / "second.db")
+    with closing(sqlite3.connect(tmp_path / "second.db")) as copied:
+        assert copied.execute("SELECT count(*) FROM mark").fetchone() == (0,)
 
 
 @pytest.mark.parametrize("auth", ["", "admin:secret"])
