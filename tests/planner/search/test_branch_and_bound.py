@@ -70,7 +70,7 @@ SCORED = ("actor_generate", "ref_inference", "reward_inference", "actor_train")
     [
         (Cluster(1, 8), ("actor_generate", "ref_inference", "actor_train"), 1, 80e9),
         (Cluster(1, 8), ("actor_generate", "actor_train"), 8, 0.5e9),
-        (Cluster(1, 8), SCORED, 1, 80e9),
+        pytest.param(Cluster(1, 8), SCORED, 1, 80e9, marks=pytest.mark.slow),
         (Cluster(2, 2), ("actor_generate", "critic_inference", "critic_train"), 2, 0.6e9),
         (Cluster(2, 2), ("actor_generate", "ref_inference", "critic_inference", "critic_train"), 1, 80e9),
         (Cluster(1, 1), SCORED, 1, 0.9e9),

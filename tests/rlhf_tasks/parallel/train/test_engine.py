@@ -442,7 +442,12 @@ def _counted(rank: int, world: int, trial: Trial, counted: str | None):
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize(
-    "strategy", [ParallelStrategy(*s) for s in [(1, 1, 1), (4, 1, 1), (1, 2, 2), (1, 4, 1)]], ids=str
+    "strategy",
+    [
+        *(ParallelStrategy(*s) for s in [(1, 1, 1), (4, 1, 1), (1, 2, 2)]),
+        pytest.param(ParallelStrategy(1, 4, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_head_without_the_tokens_that_do_not_count_gives_the_same(ranks, head: Head, strategy) -> None:
     start = _expected("qwen3-tied", head, torch.float64).start
