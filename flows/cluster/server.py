@@ -40,7 +40,7 @@ from flows.view.prefect_api import NO_LOGIN
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError
 
-START_DEADLINE_S = 300.0  # 10-17 s on two quiet cores the first time; shared machines are slower
+START_DEADLINE_S = 300.0  # 4 s on two quiet cores, 10-17 the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
 FOREIGN_ANSWER_S = 30.0  # to wait for a configured server's answer: a busy one may be slow
 RESTARTS = 5  # of a server that keeps dying
