@@ -100,7 +100,7 @@ def random_assignments(graph: DataflowGraph, cluster: Cluster, draw: Random) -> 
 class Reality:
     """The models, the cluster and the settings of one benchmark.
 
-    The profile and each pass need a new pool, because the ranks of a real run have done nothing before it either.
+    The profile and each plan need a new pool, because the ranks of a real run have done nothing before it either.
     """
 
     def __init__(self, n_ranks: int, folder: Path) -> None:
@@ -204,8 +204,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[MeasuredProfil
 def run_in_passes(reality: Reality, outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> None:
     """Run every plan once in each pass, and add the figures to its outcome."""
     for number in range(arguments.passes):
-        with RankPool(arguments.ranks) as pool:
-            for outcome in outcomes:
+        for outcome in outcomes:
+            with RankPool(arguments.ranks) as pool:
                 outcome.passes.append(reality.run(pool, Candidate(*outcome[:3]), arguments.iterations))
         print(f"pass {number + 1} of {arguments.passes} has ended", flush=True)
 

@@ -44,7 +44,7 @@ class MeasuredProfile(Frozen):
     model          the model's shape; itemsize: bytes of a parameter
     operations     seconds of layers, model ends and updates; exchanges: of collectives and messages
     dispatch_s     seconds between two nodes of a plan on a rank
-    process_bytes  memory of a rank's process besides tensors
+    process_bytes  memory of a rank's process besides tensors, the least of those measured
     threads        of each rank on a CPU; 0: unknown
     computed_from  source of a computed profile's figures, as in `preset of h100-sxm`; None for a measured profile
     Raises ValueError when a figure is missing or impossible.
@@ -111,7 +111,8 @@ class MeasuredProfile(Frozen):
                 for (k, r, x, b), seconds in exchanges.items()
             ),
             dispatch_s=dispatch_s,
-            process_bytes=max(found.process_bytes for found in measured),
+            # A process keeps code of every shape that it has multiplied, and those of a profile are many.
+            process_bytes=min((found.process_bytes for found in measured if found.process_bytes), default=0),
             threads=max(found.threads for found in measured),
         )
 

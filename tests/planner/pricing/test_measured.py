@@ -108,7 +108,7 @@ def test_means_over_ranks(tiny):
 
     profile = MeasuredProfile.of("cpu-slot", 1, 2, tiny, 4, [found(1.0), found(3.0), Measurements()])
     assert [o.seconds for o in profile.operations] == [2.0]
-    assert profile.process_bytes == 3
+    assert profile.process_bytes == 1
 
 
 def test_a_profile_of_another_model_is_refused(cost_of, sampled, llama):
