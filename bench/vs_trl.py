@@ -183,7 +183,11 @@ def other(python: Path | str, *command: str, work: Work) -> list[Row]:
 
 
 def ours(work: Work, overrides: Sequence[str]) -> list[Row]:
-    """Run `prefect-rlhf run`. CPU seconds are those of all its processes between two committed iterations."""
+    """Run `prefect-rlhf run`.
+
+    CPU seconds are those of all its processes between the first commit and the last, an equal share for each iteration
+    between them: a commit may have many short ones.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ours-", dir=work.folder))
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(configuration(work, folder)))
@@ -191,16 +195,18 @@ def ours(work: Work, overrides: Sequence[str]) -> list[Row]:
     command = [script, "run", work.algorithm.replace("_", "-"), "--config", config, *overrides]
     with (folder / "log").open("w") as file:
         process = subprocess.Popen(command, env=child_environment(), stdout=file, stderr=file, cwd=folder)
-        cpu: list[float] = []
+        committed: list[tuple[int, float]] = []  # (iterations, CPU seconds so far)
         while process.poll() is None:
-            if len(metrics_of(folder)) > len(cpu):
-                cpu.append(cpu_s(process.pid))
+            n = len(metrics_of(folder))
+            if n > (committed[-1][0] if committed else 0):
+                committed.append((n, cpu_s(process.pid)))
             time.sleep(POLL_S)
     if process.returncode:
         sys.exit(f"{work}: our run failed\n{(folder / 'log').read_text()[-3000:]}")
     rows = [iteration_row(metrics) for metrics in metrics_of(folder)]
-    for place in range(1, min(len(cpu), len(rows))):
-        rows[place]["cpu"] = cpu[place] - cpu[place - 1]
+    (first, before_s), (last, after_s) = committed[0], committed[-1]
+    for row in rows[first:last]:
+        row["cpu"] = (after_s - before_s) / (last - first)
     return rows
 
 
