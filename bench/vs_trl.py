@@ -185,8 +185,8 @@ def other(python: Path | str, *command: str, work: Work) -> list[Row]:
 def ours(work: Work, overrides: Sequence[str]) -> list[Row]:
     """Run `prefect-rlhf run`.
 
-    CPU seconds are those of all its processes between the first commit and the last, an equal share for each iteration
-    between them: a commit may have many short ones.
+    CPU seconds are those of all its processes between the first commit and the last, an equal share for each
+    iteration between them: a commit may have many short ones.
     """
     folder = Path(tempfile.mkdtemp(prefix="ours-", dir=work.folder))
     config = folder / "config.yaml"
