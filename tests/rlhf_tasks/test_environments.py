@@ -2,9 +2,12 @@
 
 import json
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,6 +17,7 @@ from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.rewards.forms import RewardError
+from rlhf_tasks.system.counter_random import counter_bits
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, trajectory
 from tests.rlhf_tasks.test_parts import of_calls
@@ -159,6 +163,30 @@ def test_turns_and_observations_take_turns_and_only_what_is_drawn_is_marked(run)
     assert torch.all(batch["old_logprobs"].values[~batch["response_mask"].values] == 0)
 
 
+def test_the_reward_is_the_sum_over_all_turns(run):
+    begun = run()
+    batch, rows = drawn(begun), fetch(begun.rows, begun.config, list(range(16)))["columns"].texts()
+    wanted, numbers = [], []
+    for (ids, marks), row in zip(responses(begun, batch), rows, strict=True):
+        turns = [
+            begun.tokenizer.decode([token for token, _ in turn])
+            for mark, turn in groupby(zip(ids, marks, strict=True), key=itemgetter(1))
+            if mark == "x"
+        ]
+        wanted.append(sum(len(text) / 16 - (json.loads(row)["answer"] in text) for text in turns))
+        numbers.append(len(turns))
+    assert max(numbers) > 1
+    assert batch["environment_rewards"].values.tolist() == pytest.approx(wanted)
+
+
+def test_an_environments_seed_is_a_function_of_the_runs_the_iteration_and_the_sample(run, tmp_path):
+    log = tmp_path / "seeds"
+    begun, ids = run(environment={**PLAYED, "kwargs": {"counted": str(log)}}), range(5, 12)
+    drawn(begun, ids, iteration=2)
+    wanted = counter_bits(0, "environment/rollout", 2, np.array(ids), np.zeros(1, dtype=np.int64)).tolist()
+    assert lines(log) == wanted
+
+
 def test_the_budget_and_the_number_of_turns_truncate(run):
     short = drawn(run(sampling={"max_completion_length": 10}))
     most = max(mask.sum().item() for mask in short["response_mask"].split())
@@ -168,6 +196,9 @@ def test_the_budget_and_the_number_of_turns_truncate(run):
     assert torch.equal(once["truncated"].values, short["truncated"].values)
     whole = drawn(run(sampling={"max_completion_length": 13}))
     assert max(mask.sum().item() for mask in whole["response_mask"].split()) == 10
+    uneven = run(sampling={"max_completion_length": 14, "stop_token_ids": list(range(32, 64))})
+    lengths = [len(marks) for _, marks in responses(uneven, drawn(uneven))]
+    assert max(lengths) == 14, "though others of the same turn have more room"
 
 
 def test_scores_are_the_sum_of_environment_and_rewards(run, tmp_path):

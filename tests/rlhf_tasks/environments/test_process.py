@@ -100,6 +100,23 @@ class Fragile:
         time.sleep(self.slow_s)
         return f"turn {self.turns}", 0, False
 
+class Counted:
+    """Says how many there are."""
+
+    alive = 0
+
+    def __init__(self):
+        Counted.alive += 1
+
+    def __del__(self):
+        Counted.alive -= 1
+
+    def reset(self, row, seed):
+        pass
+
+    def step(self, text):
+        return str(Counted.alive), 0, False
+
 class Mute:
     def reset(self, row, seed):
         pass
@@ -173,6 +190,12 @@ def test_a_process_that_is_killed_from_outside_is_given_all_turns_again(start, t
     os.kill(keeper.children(recursive=True)[-1].pid, signal.SIGKILL)
     assert process.answers(episodes("a", "b", samples=(1,))) == [Answer("b:2:101", 0.5, False)]
     assert log.read_text().split() == ["1", "a", "1", "a", "1", "b"]
+
+
+def test_environments_that_no_turn_comes_to_any_more_are_let_go_as_a_new_batch_begins(start):
+    process = start("Counted")
+    assert process.answers(episodes("a"))[-1].observation == "4"
+    assert process.answers(episodes("b", samples=(7,))) == [Answer("1", 0.0, False)]
 
 
 SENTENCES = {
