@@ -296,6 +296,25 @@ def test_a_sample_on_which_a_reward_fails_counts_in_no_mean_of_the_environment_e
     assert metrics["rewards/Echo/mean"] == metrics["reward"] == pytest.approx(played[stays].mean().item())
 
 
+def test_in_an_evaluation_a_failed_answer_counts_as_zero(run, folder, tmp_path):
+    kept = ("data", "output_dir", "sampling", "environment", "on_reward_error", "dtype", "batch_size")
+    trained = run(environment={**PLAYED, "factory": MOODY}, on_reward_error="skip").config
+    own = {key: value for key, value in trained.model_dump(mode="json").items() if key in kept}
+    begun = OneRank(
+        make_config({**own, "type": "evaluate", "models": {"actor": str(folder / "actor")}}), tmp_path
+    )
+    metrics, store = begun.iterate(0)
+    begun.close()
+    batch = store.get(range(16), ["stays", "scores", "environment_fault", "environment_rewards"])
+    failed = torch.tensor([bool(fault) for fault in batch["environment_fault"].texts()])
+    assert metrics["skipped_samples"] == failed.sum() > 1
+    assert batch["stays"].values.all()
+    played = batch["environment_rewards"].values
+    assert torch.equal(batch["scores"].values, torch.where(failed, 0.0, played))
+    assert metrics["reward"] == pytest.approx(played[~failed].sum().item() / 16)
+    assert metrics["rewards/Moody/mean"] == pytest.approx(played[~failed].mean().item())
+
+
 def test_an_environment_that_fails_on_every_sample_ends_the_run(run, tmp_path):
     (tmp_path / "rooms.py").write_text(
         "class Bad:\n    def reset(self, row, seed):\n        raise LookupError('closed')\n\n"
