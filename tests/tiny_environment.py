@@ -27,3 +27,17 @@ class Echo:
         await asyncio.sleep(self._wait_s * self._left)
         self._left -= 1
         return f"<{len(text)}>", len(text) / 16 - (self._answer in text), self._left == 0
+
+
+class Moody(Echo):
+    """Echo, but in some episodes of its choice it raises, in others what it says at its last turn is long."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        super().reset(row, seed)
+        self._mood = seed // 3 % 4
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        said, reward, done = await super().step(text)
+        if done and self._mood == 0:
+            raise ValueError("in a mood")
+        return (99 * said, reward, False) if done and self._mood == 1 else (said, reward, done)

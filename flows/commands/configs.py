@@ -1,6 +1,7 @@
 """`prefect-rlhf config`: schema, show, validate."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import yaml
 from cyclopts import Parameter
 
 from flows.commands.plans import show_warnings
-from flows.rewards.trial import try_rewards
+from flows.rewards.trial import try_environment, try_rewards
 from flows.run.prepare import prepare
 from flows.run.run_folder import open_run
 from flows.run.stages import check_stages
@@ -70,7 +71,7 @@ def validate(
     overrides
         `key.sub=value`, the value being YAML.
     rewards
-        Also call each Python reward once, on the first row of the data that it scores, in a separate process.
+        Also call each Python reward and the environment once, on the first row of their data, in a separate process.
     """
     if is_pipeline(config):
         stages = stages_of(load_pipeline(config, overrides))
@@ -87,7 +88,7 @@ def validate(
 
 
 def _try_rewards(settings: RunConfig) -> None:
-    """Print each reward's value. Raises ConfigError with a sentence for each that failed."""
+    """Print what each reward and the environment gave. Raises ConfigError with a sentence for each that failed."""
     own, of_evaluation = settings if isinstance(settings, Scores) else None, evaluation_of(settings)
     if own is not None and of_evaluation is not None and own.rewards == of_evaluation.rewards:
         of_evaluation = None
@@ -95,11 +96,11 @@ def _try_rewards(settings: RunConfig) -> None:
     if not scored:
         raise ConfigError(f"--rewards: a run of type {settings.type!r} has no rewards. Leave it out.")
     faults = []
-    for tried in (each for part in scored for each in try_rewards(part)):
+    of_environment = try_environment(own) if own is not None else ()
+    for tried in chain(*map(try_rewards, scored), of_environment):
         if tried.fault:
             faults.append(tried.fault)
             continue
-        gave = "no verdict" if tried.value is None else f"{tried.value:g}"
-        print(f"reward {tried.name}: {gave} for {tried.where} ({tried.seconds:.2f} s)")
+        print(f"{tried.name}: {tried.gave} for {tried.where} ({tried.seconds:.2f} s)")
     if faults:
         raise ConfigError(" ".join(faults))

@@ -1,6 +1,7 @@
-"""Calls each reward of a configuration once, on a row of its data, in a process like that of a run."""
+"""Calls each reward and the environment of a configuration once, on a row of its data, in a process like a run's."""
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,8 +9,12 @@ from typing import NamedTuple
 from flows.rewards.find import blocks_named
 from rlhf_tasks.algorithms.examples import first_example
 from rlhf_tasks.config.base import Scores
+from rlhf_tasks.data.observations import Observations
 from rlhf_tasks.data.rows import prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.environments.episodes import Answer, Episode, shown
+from rlhf_tasks.environments.observed import observed
+from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.rewards.forms import Answers, RewardError, total
 from rlhf_tasks.rewards.process import RewardProcess
 
@@ -17,15 +22,16 @@ COMPLETION_TOKENS = 16
 
 
 class Tried(NamedTuple):
-    """The result of one reward.
+    """The result of a reward or an environment.
 
-    value  of the whole answer; None where the reward gave no verdict or failed
-    where  the row that it judged
+    name   with what it is, for sentences
+    gave   in words
+    where  the row that it was given
     fault  "" where it did not fail
     """
 
     name: str
-    value: float | None
+    gave: str
     seconds: float
     where: str
     fault: str
@@ -46,15 +52,41 @@ def try_rewards(config: Scores) -> Iterator[Tried]:
         tried = config.model_copy(update={"rewards": (reward,), "on_reward_error": "stop"})
         alone = RewardProcess(tried, blocks=blocks)
         started_s = time.monotonic()
-        value, fault = None, ""
+        gave, fault = "no verdict", ""
         try:
             (given,) = alone.submit(answers).result().values[reward.name]
-            value = None if given is None else total(given)
+            if given is not None:
+                gave = f"{total(given):g}"
         except RewardError as error:
             fault = str(error)
         finally:
             alone.close()
-        yield Tried(reward.name, value, time.monotonic() - started_s, where, fault)
+        yield Tried(f"reward {reward.name}", gave, time.monotonic() - started_s, where, fault)
+
+
+def try_environment(config: Scores) -> Iterator[Tried]:
+    """Answer one turn, where the run has an environment. The turn is the end of the row's own prompt."""
+    if config.environment is None:
+        return
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+    placed, example = first_example(config, prompt_example, tokenizer)
+    ids, row = example.prompt_ids[-COMPLETION_TOKENS:], json.loads(example.columns)
+    process = EnvironmentProcess(config.model_copy(update={"on_reward_error": "stop"}))
+    started_s = time.monotonic()
+    gave, fault = "", ""
+    try:
+        (answer,) = process.answers([Episode(0, row, config.seed, [tokenizer.decode(ids)])])
+        assert isinstance(answer, Answer), "failures are raised"
+        gave = f"reward {answer.reward:g}, over"
+        if not answer.done:
+            observed(Observations(tokenizer), config, answer.observation, row.get("prompt"), ids[-1])
+            gave = f"reward {answer.reward:g}, {shown(answer.observation)}"
+    except RewardError as error:
+        fault = str(error)
+    finally:
+        process.close()
+    name = f"environment {config.environment.name}"
+    yield Tried(name, gave, time.monotonic() - started_s, placed.where, fault)
 
 
 def _answers(config: Scores) -> tuple[Answers, str]:

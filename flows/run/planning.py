@@ -29,7 +29,7 @@ from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.examples import prompt_tokens as tokens_of_prompts
 from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, section_of
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.config.base import MovesReference, RunConfig, Samples, TrainingConfig
+from rlhf_tasks.config.base import MovesReference, RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
 from rlhf_tasks.config.models import Role
 from rlhf_tasks.data.dataset import data_set
@@ -271,7 +271,7 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
     elif prompt_tokens is None:
         prompt_tokens = tokens_of_prompts(config)
     prompt = _mean(prompt_tokens)
-    longest = None
+    longest, played = None, config.environment if isinstance(config, Scores) else None
     if isinstance(config, Samples):
         longest = config.sampling.max_completion_length
         shares = planning.new_tokens or {longest: 1.0}
@@ -282,13 +282,16 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
             )
     else:  # nothing is generated: a row's last token stands for the new one
         prompt, shares = max(1, prompt - 1), {1: 1.0}
+    mean = sum(tokens * share for tokens, share in shares.items())
     return Workload(
         prompt_tokens=prompt,
         prompt_lengths=Lengths.of(prompt_tokens) if len(set(prompt_tokens)) > 1 else None,
         new_tokens=Lengths(points=tuple(sorted(shares.items()))),
         max_new_tokens=longest,
         segment_tokens=config.sampling.segment_tokens if isinstance(config, Samples) else None,
-        counted_tokens=None if longest is None else sum(tokens * share for tokens, share in shares.items()),
+        turns=1 if played is None else played.turns_of(mean),
+        environment_s=0.0 if played is None else planning.environment_seconds_per_turn,
+        counted_tokens=None if longest is None else mean,
         epochs=config.passes,
         itemsize=ITEMSIZES[config.dtype],
         recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,

@@ -22,6 +22,7 @@ from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_co
 from rlhf_tasks.algorithms.held_out import section_of
 from rlhf_tasks.checkpoint.accepted_changes import Accepted, last_accepted, write_accepted
 from rlhf_tasks.checkpoint.commits import lost_commits, step_folder, steps_of
+from rlhf_tasks.checkpoint.in_flight import in_flight
 from rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
@@ -79,7 +80,8 @@ def refuse_changes(folder: Path, prepared: Prepared) -> None:
 
 
 def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
-    """Accept what has changed since a run's last commit, and record it in its folder. Returns a sentence for each.
+    """Accept what has changed since a run's last commit, and record it in its folder. Returns a sentence for each,
+    and one for the samples in flight, which do not count any more.
 
     Damaged journals lose the lines that cannot be read; the damaged file is kept under another name. Raises
     ConfigError for what cannot be accepted: lost commits, another shape of a trained model, and another
@@ -98,7 +100,17 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
             write_accepted(folder, accepted)
         replace_file(folder / CONFIG, prepared.config.model_dump_json(indent=2))
         keep_identity(folder, prepared)
-    return changes
+    return changes if manifest is None or not changes else (*changes, *_let_go(folder, manifest))
+
+
+def _let_go(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """A sentence about the samples that a commit has in flight, where it has some."""
+    drawn, begun = in_flight(step_folder(folder, manifest.step), manifest)
+    if drawn or begun:
+        yield (
+            f"{drawn} samples that were drawn ahead and {begun} that were begun in segments are let go, since they "
+            f"are of the configuration before; iteration {manifest.step + 1} draws its own"
+        )
 
 
 def keep_identity(folder: Path, prepared: Prepared) -> None:

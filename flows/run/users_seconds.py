@@ -16,8 +16,7 @@ def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) ->
     """
     answers, section = evaluation_of(config), section_of(config)
     found: dict[str, float] = {}
-    environment = config.environment if isinstance(config, Scores) else None
-    play_s = 0.0 if environment is None else longest_play_s(environment)
+    play_s = longest_play_s(config) if isinstance(config, Scores) else 0.0
     for node in plan.nodes:
         match node:
             case CallNode(call=call):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.calibrate import with_measured_moves
-from planner.pricing.call_formulas import CallCost, Crossings, OnMesh, generate, infer, train, unreduced
+from planner.pricing.call_formulas import CallCost, Crossings, OnMesh, infer, train, unreduced
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import Sizes, sizes
 from planner.pricing.devices import DeviceProfile
@@ -18,6 +18,7 @@ from planner.pricing.measured import MeasuredProfile, ProfileError, ProfileTable
 from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, factor_of
 from planner.pricing.segments import ending
+from planner.pricing.turns import generate_in_turns
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
@@ -120,7 +121,7 @@ class CostModel:
         known = self._costs.setdefault(key, {})
         if missing := [count for count in counts if count not in known]:
             price: Callable[[OnMesh, ModelFunctionCall, int], CallCost] = {
-                "generate": generate,
+                "generate": generate_in_turns,
                 "inference": infer,
                 "train_step": train,
             }[call.kind]
@@ -221,7 +222,7 @@ class CostModel:
             if asked.answers:
                 call = _evaluates(role, "generate", at_once * asked.answers)
                 on = mesh(asked.prompt_tokens, asked.new_tokens)
-                generated, rewards_s = generate(on, call, 1), on.share(call) * on.workload.reward_s
+                generated, rewards_s = generate_in_turns(on, call, 1), on.share(call) * on.workload.reward_s
                 parts.append(CallCost(generated.seconds + rewards_s, generated.active_bytes))
             if asked.completion_tokens:
                 on = mesh(max(1, asked.completion_tokens - 1), 1)

@@ -27,7 +27,7 @@ from rlhf_tasks.config.sampling import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader
 from rlhf_tasks.spec import ModelFunctionCall
 from rlhf_tasks.system.reading import ConfigError, one_line, shown
-from rlhf_tasks.system.source import module_file, names_bound
+from rlhf_tasks.system.source import module_file, names_bound, names_imported
 
 GROUP = "prefect_rlhf.algorithms"
 OURS = "prefect-rlhf"
@@ -97,11 +97,11 @@ class Algorithm:
         """
         calls = self.graph(config)
         if isinstance(config, Scores) and config.environment is not None:
-            calls = with_environment(calls)
+            calls = with_environment(calls, config.on_reward_error == "skip")
         if isinstance(config, PolicyConfig):
             calls = from_older_versions(calls, config)
         calls = in_parts(calls, config.chunks if isinstance(config, Scores) else 1)
-        self._refuse_missing([call.name for call in calls])
+        self._refuse_missing(calls)
         marks = {key for call in calls for key in call.outputs if call.remap.get(key, key) == STAYS}
         blind = [call.name for call in calls if call.kind == "train_step" and marks - set(call.inputs)]
         if blind:
@@ -130,8 +130,9 @@ class Algorithm:
             )
         return {key: values[key] for key in stored}
 
-    def _refuse_missing(self, calls: Sequence[str]) -> None:
-        """Raises ConfigError for a call without a function. Reads only the module's source: it may import torch."""
+    def _refuse_missing(self, calls: Sequence[ModelFunctionCall]) -> None:
+        """Raises ConfigError for a call without a function, and for one in segments with a function of its own. Reads
+        only the module's source: it may import torch."""
         module = self.functions
         try:
             file = module_file(module)
@@ -143,17 +144,27 @@ class Algorithm:
         if file is None:  # e.g. a compiled module: the ranks will find out
             return
         try:
-            bound = set(names_bound(ast.parse(file.read_bytes(), str(file)).body))
+            body = ast.parse(file.read_bytes(), str(file)).body
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as fault:
             raise ConfigError(
                 f"{_whose(self.name, self.package)} has its functions in {file}, which is not valid Python "
                 f"({one_line(str(fault))}). Fix or uninstall that package."
             ) from None
-        missing = [call for call in calls if call not in bound]
-        if missing and "*" not in bound:
+        bound = set(names_bound(body))
+        if "*" in bound:
+            return
+        missing = [call.name for call in calls if call.name not in bound]
+        if missing:
             raise ConfigError(
                 f"{_whose(self.name, self.package)} has the call {missing[0]!r} in its graph but no function of that "
                 f"name in {module}. Fix or uninstall that package."
+            )
+        ours = names_imported(body, "rlhf_tasks")
+        own = [call for call in calls if call.segment_tokens and call.name not in ours]
+        if own and self.package != OURS:
+            raise ConfigError(
+                f"sampling.segment_tokens={own[0].segment_tokens}: {_whose(self.name, self.package)} draws by a "
+                f"function {own[0].name!r} of its own, which knows no segments. Leave it out."
             )
 
 

@@ -1,13 +1,16 @@
 """Samples that were drawn ahead of their training, in a commit: one safetensors file for each head that has some.
 
 A file has, for each key, the packed values, the number of rows of each sample, and the samples' ids. So any other
-layout can read it: a head reads the files of all, and keeps its own samples.
+layout can read it: a head reads the files of all, and keeps its own samples. Its header has the metrics of these
+samples, which stand in the lines of the iterations that learn from them.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load, save
 
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
@@ -17,17 +20,21 @@ from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.system.byte_count import ByteCount
 
 _VALUES, _LENGTHS, _IDS = "values", "lengths", "ids"
+_METRICS = "metrics"
+
+IterationMetrics = Mapping[int, Mapping[str, float]]
+"""Iteration -> metrics of a call on its samples."""
 
 
-def packed_bytes(batches: Iterable[SampleBatch]) -> bytes:
-    """Batches of different keys as the bytes of a file."""
+def packed_bytes(batches: Iterable[SampleBatch], metrics: IterationMetrics) -> bytes:
+    """Batches of different keys, and the metrics of their samples, as the bytes of a file."""
     tensors = {}
     for batch in batches:
         for key, packed in batch.data.items():
             tensors[f"{key}/{_VALUES}"] = packed.values.detach().cpu().contiguous()
             tensors[f"{key}/{_LENGTHS}"] = torch.tensor(packed.lengths, dtype=torch.int64)
             tensors[f"{key}/{_IDS}"] = torch.tensor(batch.ids, dtype=torch.int64)
-    return save(tensors)
+    return save(tensors, {_METRICS: json.dumps(metrics)})
 
 
 def unpacked(data: bytes) -> list[SampleBatch]:
@@ -57,6 +64,12 @@ class DrawnSamples:
             self.first_sample = manifest.cursor
             self._files = {c: [folder / f.file for f in manifest.files if f.role == c] for c in calls}
         self.ready = bool(self._files) and all(self._files.values())
+
+    def metrics(self, call: str) -> dict[int, dict[str, float]]:
+        """The metrics of a call on the samples of the iterations to come, which all heads have."""
+        with safe_open(self._files[call][0], "pt") as file:
+            of_iterations = json.loads(file.metadata()[_METRICS])
+        return {int(iteration): metrics for iteration, metrics in of_iterations.items()}
 
     def of(self, call: str) -> SampleStore:
         """All that the commit has of the samples of a call, from the files of all heads."""

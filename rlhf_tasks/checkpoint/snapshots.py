@@ -7,7 +7,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
-from rlhf_tasks.checkpoint.drawn_samples import packed_bytes
+from rlhf_tasks.checkpoint.drawn_samples import IterationMetrics, packed_bytes
 from rlhf_tasks.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -91,9 +91,12 @@ class SnapshotWriter:
 
         self._in_background(write, path, role, copied, state_size_bytes(shards), step)
 
-    def save_samples(self, call: str, batches: Sequence[SampleBatch], step: int) -> None:
-        """Copy samples that a call has made for later iterations, and write the copy in the background, as `save`."""
-        data, path = packed_bytes(batches), self._path(call, step)
+    def save_samples(
+        self, call: str, batches: Sequence[SampleBatch], metrics: IterationMetrics, step: int
+    ) -> None:
+        """Copy samples that a call has made for later iterations, with their metrics, and write the copy in the
+        background, as `save`."""
+        data, path = packed_bytes(batches, metrics), self._path(call, step)
 
         def write() -> Written:
             return write_checked(path, pieces_of(data), self._moved, self._given_up)

@@ -195,6 +195,12 @@ class PlanningConfig(Settings):
         description="Seconds that all Python rewards together take for one sequence, as you measured them; "
         "default: only their node costs time.",
     )
+    environment_seconds_per_turn: float = Field(
+        default=0.0,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Seconds until the environments of a rank's batch have answered a turn, as you measured them.",
+    )
     time_limit_s: float = Field(
         default=10.0, gt=0, le=MOST_SECONDS, description="Seconds that a search may take."
     )

@@ -1,5 +1,6 @@
 """Sections of what scores responses: functions, services, an environment, a reward model. Torch-free."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -165,6 +166,12 @@ class EnvironmentConfig(Settings):
     def name(self) -> str:
         """Its name in metrics: `rewards/<name>/mean`."""
         return self.factory.rpartition(":")[2]
+
+    def turns_of(self, tokens: float) -> int:
+        """The turns of a response of so many tokens, as the planner counts them: as many as these fill, or, where a
+        turn has no bound, `max_turns`."""
+        fill = tokens if self.max_turn_tokens is None else tokens / self.max_turn_tokens
+        return min(self.max_turns, max(1, math.ceil(fill)))
 
 
 class RewardModelScore(Settings):

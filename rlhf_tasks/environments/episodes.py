@@ -33,6 +33,12 @@ class Answer(NamedTuple):
     done: bool
 
 
+class Failed(NamedTuple):
+    """In place of an answer where failed samples are skipped: a sentence that says how the environment failed."""
+
+    reason: str
+
+
 class Played:
     """The environments of one process, each with the number of turns that it has answered.
 

@@ -2,8 +2,8 @@
 
 Requests and replies are lines of JSON, as in rewards/helper.py. The first request has the factory and its
 arguments; its reply is `{"pid": ...}`. The replies to a further request are `{"at": [sample, method]}` before each
-call, and then `{"answers": [...]}`, or `{"fault": ..., "traceback": ..., "sample": ...}`, after which the process
-ends.
+call, and then `{"answers": [...]}`, each the fields of an Answer, or of a Failed where failed samples are skipped; or
+`{"fault": ..., "traceback": ..., "sample": ...}`, after which the process ends.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_tasks.environments.episodes import Answer, Episode, Played
+from rlhf_tasks.environments.episodes import Answer, Episode, Failed, Played
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.helper import MARGIN_S, MOST_TRACEBACK, connected, late_message, raised
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
@@ -47,7 +47,7 @@ def serve() -> None:
                     played.forget()
                 episodes = [Episode(*each) for each in asked["episodes"]]
                 until_s = asked["until_s"] - MARGIN_S
-                turns = _Turns(played, name, tell, until_s, asked["timeout_s"])
+                turns = _Turns(played, name, tell, until_s, asked["timeout_s"], start["skips"])
                 tell({"answers": loop.run(turns.answers(episodes))})
     except RewardError as error:
         tell({"fault": str(error), "traceback": error.traceback[-MOST_TRACEBACK:], "sample": error.place})
@@ -58,16 +58,20 @@ class _Turns:
 
     until_s    time.monotonic() until which all must be answered
     timeout_s  the seconds that they had
+    skips      whether an episode in which the environment fails has a Failed for its answer
     """
 
-    def __init__(self, played: Played, name: str, tell: Any, until_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, played: Played, name: str, tell: Any, until_s: float, timeout_s: float, skips: bool
+    ) -> None:
         self._played, self._name, self._tell, self._until_s = played, name, tell, until_s
-        self._timeout_s = timeout_s
+        self._timeout_s, self._skips = timeout_s, skips
 
-    async def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+    async def answers(self, episodes: Sequence[Episode]) -> list[Answer | Failed]:
         """One answer for each episode, in their order, whichever comes first.
 
-        Raises RewardError, whose `place` is the sample, for the first episode that has none.
+        Raises RewardError, whose `place` is the sample, for the first episode that has none; where such are skipped,
+        only where no environment could be made.
         """
         tasks = [asyncio.ensure_future(self._answer(episode)) for episode in episodes]
         left_s = max(self._until_s - time.monotonic(), 0.0)
@@ -76,12 +80,17 @@ class _Turns:
             task.cancel()
         if late:
             await asyncio.wait(late, timeout=MARGIN_S / 2)
+        found = list[Answer | Failed]()
         for episode, task in zip(episodes, tasks, strict=True):
-            if task in late:
+            if task not in late:
+                found.append(task.result())
+            elif self._skips:
+                found.append(Failed(str(self._late(episode, task))))
+            else:
                 raise self._late(episode, task)
-        return [task.result() for task in tasks]
+        return found
 
-    async def _answer(self, episode: Episode) -> Answer:
+    async def _answer(self, episode: Episode) -> Answer | Failed:
         called = [""]
 
         def at(method: str) -> None:
@@ -91,14 +100,17 @@ class _Turns:
         try:
             return await self._played.answer(episode, at)
         except RewardError as error:
-            raise RewardError(str(error), error.traceback, episode.sample) from None
+            failed = RewardError(str(error), error.traceback, episode.sample)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit among it
             what = f"{self._name}: {called[0] or 'making it'}"
-            raise raised(what, error, self._played.file, episode.sample) from None
+            failed = raised(what, error, self._played.file, episode.sample)
+        if self._skips and called[0]:
+            return Failed(str(failed))
+        raise failed
 
-    def _late(self, episode: Episode, task: "asyncio.Task[Answer]") -> RewardError:
+    def _late(self, episode: Episode, task: "asyncio.Task[Answer | Failed]") -> RewardError:
         try:
             task.result()
             frames = []

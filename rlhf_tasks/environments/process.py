@@ -9,19 +9,23 @@ from typing import Any
 
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.rewards import EnvironmentConfig
-from rlhf_tasks.environments.episodes import Answer, Episode
+from rlhf_tasks.environments.episodes import Answer, Episode, Failed
 from rlhf_tasks.environments.helper import TIMEOUT_KEY
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.helper import late_message
 from rlhf_tasks.rewards.helper_process import HelperProcess, TooLarge
-from rlhf_tasks.rewards.process import ENDING_S
+from rlhf_tasks.rewards.process import ENDING_S, MOST_LOST
 
 SERVE = "rlhf_tasks.environments.helper:serve"
 
 
-def longest_play_s(environment: EnvironmentConfig) -> float:
-    """Seconds that all turns of a batch may take until its environments are reported as late."""
-    return environment.max_turns * (environment.turn_timeout_s + ENDING_S)
+def longest_play_s(config: Scores) -> float:
+    """Seconds that all turns of a batch may take until its environments are reported as late: those of each turn, as
+    often as a process is started anew. 0 without an environment."""
+    if config.environment is None:
+        return 0.0
+    times = 1 + (MOST_LOST if config.on_reward_error == "skip" else 0)
+    return config.environment.max_turns * times * (config.environment.turn_timeout_s + ENDING_S)
 
 
 class EnvironmentProcess:
@@ -33,16 +37,17 @@ class EnvironmentProcess:
     def __init__(self, config: RunConfig) -> None:
         self._parts: list[_Part] = []
         if isinstance(config, Scores) and config.environment is not None:
-            memory_bytes = config.reward_memory_bytes
-            self._parts = [_Part(config.environment, memory_bytes) for _ in range(config.reward_processes)]
+            of_part = (config.environment, config.reward_memory_bytes, config.on_reward_error == "skip")
+            self._parts = [_Part(*of_part) for _ in range(config.reward_processes)]
         self._threads = ThreadPoolExecutor(max(len(self._parts), 1), thread_name_prefix="environments")
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
+    def answers(self, episodes: Sequence[Episode]) -> list[Answer | Failed]:
         """The environments' answers to the last turn of each episode, in their order.
 
         All must be in their first turn, which begins a new batch, or none. Raises RewardError, whose `place` is the
         id of the sample where it is known, when an environment cannot be found, raises, answers no text or number, is
-        late or too large, or ends its process.
+        late or too large, or ends its process. With `on_reward_error: skip`, an episode in which it did so is Failed
+        instead.
         """
         of_parts: list[list[Episode]] = [[] for _ in self._parts]
         for episode in episodes:
@@ -67,10 +72,13 @@ class EnvironmentProcess:
 
 
 class _Part:
-    """One helper process, started with its first request, and again after it was killed from outside."""
+    """One helper process, started with its first request, and again after it was lost.
 
-    def __init__(self, environment: EnvironmentConfig, most_bytes: int) -> None:
-        self._environment, self._most_bytes = environment, most_bytes
+    skips  whether an episode in which the environment fails is Failed, and the others go on
+    """
+
+    def __init__(self, environment: EnvironmentConfig, most_bytes: int, skips: bool) -> None:
+        self._environment, self._most_bytes, self._skips = environment, most_bytes, skips
         self._helper: HelperProcess | None = None
         self._closed = False
 
@@ -87,8 +95,26 @@ class _Part:
         if helper is not None:
             helper.close()
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer]:
-        """Answers to some episodes. Raises RewardError."""
+    def answers(self, episodes: Sequence[Episode]) -> list[Answer | Failed]:
+        """Answers to some episodes. Raises RewardError.
+
+        Where failed samples are skipped, a process that is lost over one of them is started anew and given all turns
+        of the others again, with as much time.
+        """
+        lost: dict[int, Failed] = {}
+        while True:
+            try:
+                found = iter(self._answered([each for each in episodes if each.sample not in lost]))
+            except _Lost as error:
+                if not self._skips or len(lost) == MOST_LOST:
+                    raise
+                lost[error.sample] = Failed(str(error))
+            else:
+                return [lost.get(each.sample) or next(found) for each in episodes]
+
+    def _answered(self, episodes: Sequence[Episode]) -> list[Answer | Failed]:
+        if not episodes:
+            return []
         for _ in range(2):
             try:
                 found = self._asked(episodes)
@@ -106,18 +132,19 @@ class _Part:
     def _name(self) -> str:
         return f"environment {self._environment.factory}"
 
-    def _asked(self, episodes: Sequence[Episode]) -> list[Answer] | None:
+    def _asked(self, episodes: Sequence[Episode]) -> list[Answer | Failed] | None:
         """The answers; None where the process was killed from outside."""
         if self._closed:
             raise RewardError("the rank's environment process is closed.")
         timeout_s = self._environment.turn_timeout_s
-        until_s = time.monotonic() + timeout_s
+        asked_s = since_s = time.monotonic()
+        until_s = asked_s + timeout_s
         helper = self._helper = self._helper or HelperProcess(SERVE)
         at: tuple[int | None, str] = (None, "")
         try:
             if not helper.started:
-                kwargs = self._environment.kwargs
-                helper.start({"factory": self._environment.factory, "kwargs": kwargs}, until_s)
+                of_user = self._environment.model_dump(include={"factory", "kwargs"})
+                helper.start({**of_user, "skips": self._skips}, until_s)
             request = {
                 "begins": len(episodes[0].texts) == 1,
                 "episodes": episodes,
@@ -128,16 +155,18 @@ class _Part:
             helper.lines.send(json.dumps(request), until_s, look)
             while (reply := helper.lines.read(until_s, look)) is not None:
                 if "at" in reply:
-                    at = reply["at"]
+                    at, since_s = reply["at"], time.monotonic()
                 else:
                     return self._read(reply)
         except TimeoutError:
             where, frames = helper.stack()
             late = late_message(self._doing(at[1]), timeout_s, where, TIMEOUT_KEY)
-            raise RewardError(late, frames, at[0]) from None
+            if time.monotonic() - since_s < timeout_s / 2:  # the batch as a whole is late
+                raise RewardError(late, frames, at[0]) from None
+            raise _lost(late, frames, at[0]) from None
         except TooLarge as error:
             where, frames = helper.stack()
-            raise RewardError(
+            raise _lost(
                 f"{self._doing(at[1])} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes "
                 f"allows {self._most_bytes / 1e9:.1f} GB. Mend it or raise reward_memory_bytes.",
                 frames,
@@ -145,10 +174,10 @@ class _Part:
             ) from None
         return self._ended(helper, at)
 
-    def _read(self, reply: Mapping[str, Any]) -> list[Answer]:
+    def _read(self, reply: Mapping[str, Any]) -> list[Answer | Failed]:
         if "fault" in reply:
             raise RewardError(reply["fault"], reply["traceback"], reply["sample"])
-        return [Answer(*each) for each in reply["answers"]]
+        return [Failed(*each) if len(each) == 1 else Answer(*each) for each in reply["answers"]]
 
     def _ended(self, helper: HelperProcess, at: tuple[int | None, str]) -> None:
         """None where the process was killed from outside. Raises RewardError where the environment ended it."""
@@ -158,7 +187,22 @@ class _Part:
         if how is None:
             return
         where, frames = helper.written_stack()
-        raise RewardError(f"{self._doing(at[1])} ended its process with {how}{where}.", frames, at[0])
+        raise _lost(f"{self._doing(at[1])} ended its process with {how}{where}.", frames, at[0])
 
     def _doing(self, method: str) -> str:
         return f"{self._name}: {method}" if method else self._name
+
+
+class _Lost(RewardError):
+    """The process was ended in the call for one sample."""
+
+    sample: int = -1
+
+
+def _lost(message: str, frames: str, sample: int | None) -> RewardError:
+    """The error of a process that ends, or must be ended. sample: for which it has called the environment last"""
+    if sample is None:
+        return RewardError(message, frames)
+    error = _Lost(message, frames, sample)
+    error.sample = sample
+    return error

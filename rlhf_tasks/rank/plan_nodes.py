@@ -97,6 +97,8 @@ class RankRun:
         self._samples = SampleStore()
         # (call, iteration of its samples) -> what its parts have left for their metrics
         self._tallies: dict[tuple[str, int], list[Any]] = {}
+        # call -> iteration -> metrics of its samples, until its last part of that iteration tells them
+        self._untold: dict[str, dict[int, dict[str, float]]] = {}
         self._engines = RoleEngines(spec.plan, self._config, self._groups, moved)
         self._writer = SnapshotWriter(spec, on_saved, moved)
         self._at_step: dict[str, int] = {}  # role -> the step it was saved as; removed when it changes again
@@ -207,12 +209,15 @@ class RankRun:
 
     @_perform.register
     def _call(self, node: CallNode, request: NodeRequest) -> Outcome:
-        metrics: Mapping[str, float] = {}
         engine = self._engines.get(node.call.role, node.placement)
         flops_before = engine.flops
+        untold = self._untold.setdefault(node.call.name, {})
         for iteration in self._served(node, request):
             metrics = self._run(node, request, engine, iteration)
-        return Outcome(metrics, flops=engine.flops - flops_before)
+            untold.setdefault(iteration, {}).update(metrics)
+        is_last = node.part.number == node.part.of - 1
+        told = untold.pop(request.key.iteration, {}) if is_last else {}
+        return Outcome(told, flops=engine.flops - flops_before)
 
     def _run(
         self, node: CallNode, request: NodeRequest, engine: Engine, iteration: int
@@ -310,7 +315,8 @@ class RankRun:
         if request.in_snapshot and self._spec.rank in node.writers:
             step = request.key.iteration + 1
             ids = [sample for i in self._kept(node, step) for sample in self._ids(request, i)]
-            self._writer.save_samples(node.call, self._samples.held(ids), step)
+            untold = self._untold.get(node.call, {})
+            self._writer.save_samples(node.call, self._samples.held(ids), untold, step)
         return Outcome()
 
     @_perform.register
@@ -351,9 +357,10 @@ class RankRun:
 
     def _take_drawn(self) -> None:
         """Take what the commit has of this rank's samples, in this plan's layout: as if the fetch and the calls that
-        run ahead, or generate in segments, had left them here."""
+        run ahead, or generate in segments, had left them here. Their metrics are for all ranks of the calls."""
         rank, n_seqs = self._spec.rank, self._plan.n_seqs
         for save in self._ahead if self._drawn.ready else ():
+            self._untold[save.call] = self._drawn.metrics(save.call)
             if rank not in save.writers:
                 continue
             stored = self._drawn.of(save.call)

@@ -52,6 +52,18 @@ def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     return spec if spec.submodule_search_locations else None
 
 
+def names_imported(body: Sequence[ast.stmt], package: str) -> set[str]:
+    """The names that a module's top level takes from modules of a package, and binds in no other way."""
+    taken = [
+        node
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        and not node.level
+        and (node.module or "").partition(".")[0] == package
+    ]
+    return set(names_bound(taken)) - set(names_bound([node for node in body if node not in taken]))
+
+
 def names_bound(body: Sequence[ast.stmt]) -> Iterator[str]:
     """The names that a module's top level binds, also inside if, try and with; `*` for a star import."""
     for node in body:

@@ -2,9 +2,12 @@
 
 import json
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,6 +17,7 @@ from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.rewards.forms import RewardError
+from rlhf_tasks.system.counter_random import counter_bits
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, trajectory
 from tests.rlhf_tasks.test_parts import of_calls
@@ -22,6 +26,7 @@ from tests.tiny_runs import ppo_config, write_model, write_prompts
 pytestmark = pytest.mark.dist
 
 ECHO = f"{Path(__file__).parents[1]}/tiny_environment.py:Echo"
+MOODY = ECHO.replace("Echo", "Moody")
 SAMPLING = {"max_completion_length": 30}
 PLAYED = {"factory": ECHO, "max_turn_tokens": 8}
 
@@ -83,6 +88,10 @@ def drawn(run, ids=range(16), iteration=0):
     return output.batch
 
 
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def responses(run, batch):
     """Of each sample the text behind its prompt, and as many marks: x where a token was drawn."""
     found = []
@@ -92,12 +101,27 @@ def responses(run, batch):
     return found
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness):
-    config: Any = partial(ppo_config, environment=PLAYED, sampling=SAMPLING, staleness=staleness)
+@pytest.mark.parametrize(
+    ("staleness", "factory"),
+    [
+        (0, ECHO),
+        pytest.param(1, ECHO, marks=pytest.mark.slow),
+        pytest.param(1, MOODY, marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness, factory):
+    config: Any = partial(
+        ppo_config,
+        environment={**PLAYED, "factory": factory},
+        sampling=SAMPLING,
+        staleness=staleness,
+        on_reward_error="skip" if factory == MOODY else "stop",
+    )
     more = {"actor_inference": {"devices": [0]}} if staleness else {}
     reference = trajectory(ranks, tmp_path, 1, {**PLANS["one rank"][1], **more}, config)
     assert len({seen["actor_train/loss/policy"] for seen in reference}) == 3
+    if factory == MOODY:
+        assert all(0 < seen["reward_inference/skipped_samples"] < 16 for seen in reference)
     assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
     for name in list(PLANS)[1:]:
         found = trajectory(ranks, tmp_path, PLANS[name][0], {**PLANS[name][1], **more}, config)
@@ -139,6 +163,30 @@ def test_turns_and_observations_take_turns_and_only_what_is_drawn_is_marked(run)
     assert torch.all(batch["old_logprobs"].values[~batch["response_mask"].values] == 0)
 
 
+def test_the_reward_is_the_sum_over_all_turns(run):
+    begun = run()
+    batch, rows = drawn(begun), fetch(begun.rows, begun.config, list(range(16)))["columns"].texts()
+    wanted, numbers = [], []
+    for (ids, marks), row in zip(responses(begun, batch), rows, strict=True):
+        turns = [
+            begun.tokenizer.decode([token for token, _ in turn])
+            for mark, turn in groupby(zip(ids, marks, strict=True), key=itemgetter(1))
+            if mark == "x"
+        ]
+        wanted.append(sum(len(text) / 16 - (json.loads(row)["answer"] in text) for text in turns))
+        numbers.append(len(turns))
+    assert max(numbers) > 1
+    assert batch["environment_rewards"].values.tolist() == pytest.approx(wanted)
+
+
+def test_an_environments_seed_is_a_function_of_the_runs_the_iteration_and_the_sample(run, tmp_path):
+    log = tmp_path / "seeds"
+    begun, ids = run(environment={**PLAYED, "kwargs": {"counted": str(log)}}), range(5, 12)
+    drawn(begun, ids, iteration=2)
+    wanted = counter_bits(0, "environment/rollout", 2, np.array(ids), np.zeros(1, dtype=np.int64)).tolist()
+    assert lines(log) == wanted
+
+
 def test_the_budget_and_the_number_of_turns_truncate(run):
     short = drawn(run(sampling={"max_completion_length": 10}))
     most = max(mask.sum().item() for mask in short["response_mask"].split())
@@ -148,6 +196,9 @@ def test_the_budget_and_the_number_of_turns_truncate(run):
     assert torch.equal(once["truncated"].values, short["truncated"].values)
     whole = drawn(run(sampling={"max_completion_length": 13}))
     assert max(mask.sum().item() for mask in whole["response_mask"].split()) == 10
+    uneven = run(sampling={"max_completion_length": 14, "stop_token_ids": list(range(32, 64))})
+    lengths = [len(marks) for _, marks in responses(uneven, drawn(uneven))]
+    assert max(lengths) == 14, "though others of the same turn have more room"
 
 
 def test_scores_are_the_sum_of_environment_and_rewards(run, tmp_path):
@@ -158,7 +209,7 @@ def test_scores_are_the_sum_of_environment_and_rewards(run, tmp_path):
     judged = (samples["scores"].values - samples["environment_rewards"].values).mean().item()
     assert 2 * metrics["rewards/length_reward/mean"] == pytest.approx(judged)
     [path] = (tmp_path / "samples").glob("*.jsonl")
-    written = [json.loads(line)["rewards"]["Echo"] for line in path.read_text().splitlines()]
+    written = [line["rewards"]["Echo"] for line in lines(path)]
     assert written == samples["environment_rewards"].values.tolist()[: len(written)]
 
 
@@ -202,6 +253,81 @@ def test_an_environment_that_fails_is_told_with_the_sample_its_row_and_its_turn(
         'whose turn 1 was "'
     )
     assert drawn(run(environment={**bad, "max_observation_tokens": 45}))["truncated"].values.all()
+
+
+def test_a_sample_on_which_the_environment_fails_leaves_the_batch_as_after_a_rewards_fault(run, tmp_path):
+    plain = drawn(run())
+    begun = run(environment={**PLAYED, "factory": MOODY}, on_reward_error="skip")
+    metrics, store = begun.iterate(0)
+    keys = ("stays", "scores", "environment_rewards", "truncated", "input_ids", "response_mask")
+    batch = store.get(range(16), keys)
+    stays = batch["stays"].values
+    assert metrics["skipped_samples"] == 16 - stays.sum() > 1
+    rewards = batch["environment_rewards"].values[stays]
+    assert metrics["rewards/Moody/mean"] == metrics["reward"] == pytest.approx(rewards.mean().item())
+    of_plain, of_moody = responses(begun, plain), responses(begun, batch)
+    assert of_moody == of_plain, "an episode that fails at its end has all its turns"
+    assert torch.equal(batch["truncated"].values, ~stays)
+    listed = lines(tmp_path / "skipped-samples/00000000-0000.jsonl")
+    assert [line["sample"] for line in listed] == (~stays).nonzero().flatten().tolist()
+    assert {(line["iteration"], line["reward"]) for line in listed} == {(0, "Moody")}
+    assert {line["reason"].partition("tiny_environment.py")[0] for line in listed} == {
+        f"environment {MOODY.removesuffix('tiny_environment.py:Moody')}"
+    }
+    reasons = " ".join(line["reason"] for line in listed)
+    assert "step raised ValueError: in a mood at " in reasons
+    assert "an observation has 297 tokens, but 30 are allowed." in reasons
+    [samples] = (tmp_path / "samples").glob("*.jsonl")
+    shown = lines(samples)
+    assert [line["score"] is None for line in shown] == (~stays).tolist()[: len(shown)]
+    assert [line["rewards"]["Moody"] is None for line in shown] == (~stays).tolist()[: len(shown)]
+
+
+def test_a_sample_on_which_a_reward_fails_counts_in_no_mean_of_the_environment_either(run, tmp_path):
+    (tmp_path / "picky.py").write_text(
+        "def picky(data_source=None, solution_str='', ground_truth=None, **columns):\n"
+        "    assert len(solution_str) % 2, 'even'\n    return 0.0\n"
+    )
+    rewards = [{"function": f"{tmp_path}/picky.py:picky"}]
+    metrics, store = run(rewards=rewards, on_reward_error="skip").iterate(0)
+    batch = store.get(range(16), ["stays", "environment_rewards"])
+    stays, played = batch["stays"].values, batch["environment_rewards"].values
+    assert 0 < stays.sum() < 16
+    assert metrics["rewards/Echo/mean"] == metrics["reward"] == pytest.approx(played[stays].mean().item())
+
+
+def test_in_an_evaluation_a_failed_answer_counts_as_zero(run, folder, tmp_path):
+    kept = ("data", "output_dir", "sampling", "environment", "on_reward_error", "dtype", "batch_size")
+    trained = run(environment={**PLAYED, "factory": MOODY}, on_reward_error="skip").config
+    own = {key: value for key, value in trained.model_dump(mode="json").items() if key in kept}
+    begun = OneRank(
+        make_config({**own, "type": "evaluate", "models": {"actor": str(folder / "actor")}}), tmp_path
+    )
+    metrics, store = begun.iterate(0)
+    begun.close()
+    batch = store.get(range(16), ["stays", "scores", "environment_fault", "environment_rewards"])
+    failed = torch.tensor([bool(fault) for fault in batch["environment_fault"].texts()])
+    assert metrics["skipped_samples"] == failed.sum() > 1
+    assert batch["stays"].values.all()
+    played = batch["environment_rewards"].values
+    assert torch.equal(batch["scores"].values, torch.where(failed, 0.0, played))
+    assert metrics["reward"] == pytest.approx(played[~failed].sum().item() / 16)
+    assert metrics["rewards/Moody/mean"] == pytest.approx(played[~failed].mean().item())
+
+
+def test_an_environment_that_fails_on_every_sample_ends_the_run(run, tmp_path):
+    (tmp_path / "rooms.py").write_text(
+        "class Bad:\n    def reset(self, row, seed):\n        raise LookupError('closed')\n\n"
+        "    def step(self, text):\n        pass\n"
+    )
+    bad = {"factory": f"{tmp_path}/rooms.py:Bad"}
+    with pytest.raises(RewardError) as caught:
+        run(environment=bad, on_reward_error="skip").iterate(0)
+    assert str(caught.value) == (
+        "a reward or the environment failed on every sample of iteration 0, so none is left. Of sample 0: "
+        f"environment {tmp_path}/rooms.py:Bad: reset raised LookupError: closed at {tmp_path}/rooms.py:3. "
+        "skipped-samples in the run folder has the others."
+    )
 
 
 def test_what_no_environment_can_answer_is_refused(folder):

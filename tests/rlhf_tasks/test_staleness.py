@@ -44,20 +44,21 @@ PLANS = {
 
 
 def by_hand(config) -> list[dict[str, float]]:
-    """The actor's and the critic's losses, call by call in this process: without plan, sequencer or versions' checks.
+    """The metrics of all calls, call by call in this process: without plan, sequencer or versions' checks.
 
-    The samples of iteration t are drawn when the actor has been trained max(0, t - staleness) times.
+    The samples of iteration t are drawn when the actor has been trained max(0, t - staleness) times; what is told of
+    them belongs to iteration t nevertheless.
     """
     run, store, told = OneRank(config, Path(config.output_dir)), SampleStore(), []
-    named = {call.name: call for call in run.calls}
+    named, drawn = {call.name: call for call in run.calls}, []
     for trained in range(3):
         for t in range(3):
             ids = range(t * config.batch_size, (t + 1) * config.batch_size)
             if max(0, t - config.staleness) == trained:
                 store.put(fetch(run.rows, config, ids))
-                run.call(named["actor_generate"], t, store, ids)
+                drawn.append(run.call(named["actor_generate"], t, store, ids))
         ids = range(trained * config.batch_size, (trained + 1) * config.batch_size)
-        metrics = {}
+        metrics = {f"actor_generate/{k}": v for k, v in drawn[trained].items()}
         for call in run.calls:
             if call.kind != "generate":
                 metrics |= {f"{call.name}/{k}": v for k, v in run.call(call, trained, store, ids).items()}
@@ -75,6 +76,7 @@ def test_every_sample_is_drawn_by_the_version_that_is_due(ranks, tmp_path, stale
     with world_of_one():
         wanted = by_hand(config(tmp_path, dtype="float64"))
     assert len({seen["actor_train/loss/policy"] for seen in wanted}) == 3
+    assert len({seen["actor_generate/completions/mean_length"] for seen in wanted}) > 1
     assert not differences([{k: v for k, v in w.items() if "per_s" not in k} for w in wanted], found)
 
 

@@ -48,6 +48,17 @@ def test_the_head_and_micro_batches_are_planned_for_as_the_engine_computes_them(
     assert workload_of(SFTConfig.model_validate(rows)).counted_share == 1
 
 
+def test_turns_are_planned_for_where_an_environment_answers():
+    played = {"factory": "builtin:GuessingGame", "max_turns": 3, "max_turn_tokens": 8}
+    planning = {"prompt_tokens": 16, "new_tokens": {4: 0.5, 16: 0.5}, "environment_seconds_per_turn": 0.5}
+    alone, answered = (
+        workload_of(PPOConfig.model_validate(ppo(planning=planning, environment=environment)))
+        for environment in (None, played)
+    )
+    assert (alone.turns, alone.environment_s) == (1, 0.0)
+    assert (answered.turns, answered.environment_s) == (2, 0.5)
+
+
 INF = float("inf")
 
 

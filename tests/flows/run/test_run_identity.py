@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from flows.run import planning
 from flows.run.prepare import prepare
@@ -14,9 +15,12 @@ from flows.run.summary import read_jsonl
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
+from rlhf_tasks.checkpoint.drawn_samples import packed_bytes
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Part, RoleRecord, StoredFile, read_manifest
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.state.files import pieces_of, write_checked
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import NodeKey, NodeResult
@@ -56,7 +60,8 @@ def snapshots_of(folder, prepared, attempt=1):
     return RunSnapshots(spec)
 
 
-def commit(snapshots, prepared, folder, step):
+def commit(snapshots, prepared, folder, step, in_flight=b""):
+    """in_flight: a file of samples, of a run that draws ahead"""
     unfinished = unfinished_folder(folder, step, 1)
     unfinished.mkdir()
     (unfinished / "actor.safetensors").touch()
@@ -70,12 +75,17 @@ def commit(snapshots, prepared, folder, step):
         placement=Placement((0,), ParallelStrategy()),
     )
     part = Part(stored=stored, record=record).model_dump(mode="json")
+    saves = {"save": {0: part}}
+    if in_flight:
+        written = write_checked(unfinished / "drawn.safetensors", pieces_of(in_flight))
+        drawn = StoredFile(role="actor_generate", file="drawn.safetensors", **written._asdict())
+        saves["save_samples"] = {0: Part(stored=drawn, record=None).model_dump(mode="json")}
     results = {}
     if step:
         key = NodeKey("mine", 1, 0, step - 1, "actor_train")
         done = NodeResult(key=key, rank=0, started_s=1.0, ended_s=2.0, metrics={"loss": float(step)})
         results = {step - 1: {"actor_train": {0: done}}}
-    order = WriteCommit(step, tuple(results), {"save": {0: part}}, 8 * step, {"actor": step}, prepared.plan)
+    order = WriteCommit(step, tuple(results), saves, 8 * step, {"actor": step}, prepared.plan)
     snapshots.commit(order, results)
 
 
@@ -119,6 +129,28 @@ CHANGES = {
         "lineage.jsonl:1 is not as it was written",
     ),
 }
+
+
+def test_an_accepted_change_says_how_many_samples_in_flight_it_lets_go(run, resume):
+    prepared = prepare(make_config(json.loads((run / "config.json").read_text())), run)
+    snapshots = snapshots_of(run, prepared)
+    snapshots.latest()
+    batches = [
+        SampleBatch((24, 25), {"old_logprobs": Packed(torch.ones(5), (2, 3))}),
+        SampleBatch((32, 33), {"left_number": Packed(torch.tensor([40, -1]), (1, 1))}),
+    ]
+    commit(snapshots, prepared, run, 3, packed_bytes(batches, {}))
+    status, said, _ = resume("--accept-changes")
+    assert status == 0
+    assert "let go" not in said, "nothing has changed"
+    CHANGES["the learning rate"][0](run)
+    status, said, _ = resume("--accept-changes")
+    assert status == 0, said
+    assert (
+        "accepted: 2 samples that were drawn ahead and 1 that were begun in segments are let go, since they are of "
+        "the configuration before; iteration 4 draws its own"
+    ) in said
+    assert len(json.loads((run / "accepted.jsonl").read_text())["changes"]) == 1
 
 
 @pytest.mark.parametrize("change", CHANGES)

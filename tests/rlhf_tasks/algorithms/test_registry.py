@@ -251,3 +251,51 @@ def test_a_graph_that_needs_a_configuration_to_be_drawn_says_so(tuned):
         ConfigError, match=r"graph of 'tuned' cannot be drawn without a configuration: .*unheard_of"
     ):
         algorithm_graph("tuned")
+
+
+GRPO = """
+from typing import Literal
+from rlhf_tasks.algorithms.grpo import ALGORITHM as OURS
+from rlhf_tasks.algorithms.grpo.config import GRPOConfig
+from dataclasses import replace
+
+class TunedConfig(GRPOConfig):
+    type: Literal["tuned"] = "tuned"
+
+ALGORITHM = replace(OURS, config=TunedConfig, functions="tuned.functions")
+"""
+REST = "from rlhf_tasks.algorithms.grpo.functions import actor_inference, actor_train, reward_inference\n"
+
+
+@pytest.mark.parametrize(
+    ("functions", "segment", "refused"),
+    [
+        ("from rlhf_tasks.algorithms.grpo.functions import actor_generate", 4, False),
+        ("from rlhf_tasks.algorithms.grpo.functions import *", 4, False),
+        ("def actor_generate(engine, batch, context): ...", None, False),
+        ("def actor_generate(engine, batch, context): ...", 4, True),
+        ("from tuned.more import actor_generate", 4, True),
+    ],
+)
+def test_only_our_own_generation_draws_in_segments(tuned, functions, segment, refused):
+    tuned(**{"tuned/__init__.py": GRPO, "tuned/functions.py": f"{REST}{functions}\n"})
+    sampling = {"max_completion_length": 8, "segment_tokens": segment}
+    config = make_config(
+        {
+            "type": "tuned",
+            "models": {"actor": "a"},
+            "data": {"train": "d"},
+            "sampling": sampling,
+            "rewards": [{"function": "m:f"}],
+            "total_iterations": 1,
+        }
+    )
+    if not refused:
+        assert next(call.segment_tokens for call in algorithm("tuned").calls(config)) == segment
+        return
+    with pytest.raises(ConfigError) as told:
+        algorithm("tuned").calls(config)
+    assert str(told.value) == (
+        "sampling.segment_tokens=4: the algorithm 'tuned' of the package tuned-models draws by a function "
+        "'actor_generate' of its own, which knows no segments. Leave it out."
+    )

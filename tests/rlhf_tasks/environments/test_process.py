@@ -9,9 +9,10 @@ import psutil
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.environments.episodes import Answer, Episode
-from rlhf_tasks.environments.process import EnvironmentProcess
+from rlhf_tasks.environments.episodes import Answer, Episode, Failed
+from rlhf_tasks.environments.process import EnvironmentProcess, longest_play_s
 from rlhf_tasks.rewards.forms import RewardError
+from rlhf_tasks.rewards.process import ENDING_S, MOST_LOST
 
 pytestmark = pytest.mark.cluster
 
@@ -83,6 +84,39 @@ class Waiting(Failing):
             await asyncio.sleep(1000)
         return "on", 0, False
 
+class Fragile:
+    """Ends its process for the first samples, as many as it is told; another is always a little late."""
+
+    def __init__(self, lost=0, slow_s=0.0):
+        self.lost, self.slow_s = lost, slow_s
+
+    def reset(self, row, seed):
+        self.n, self.turns = row["n"], 0
+
+    def step(self, text):
+        self.turns += 1
+        if self.n < self.lost:
+            os._exit(4)
+        time.sleep(self.slow_s)
+        return f"turn {self.turns}", 0, False
+
+class Counted:
+    """Says how many there are."""
+
+    alive = 0
+
+    def __init__(self):
+        Counted.alive += 1
+
+    def __del__(self):
+        Counted.alive -= 1
+
+    def reset(self, row, seed):
+        pass
+
+    def step(self, text):
+        return str(Counted.alive), 0, False
+
 class Mute:
     def reset(self, row, seed):
         pass
@@ -94,6 +128,25 @@ numbers = [1]
 '''
 
 
+def config_of(factory: str, processes: int, timeout_s: float, skips: bool, **kwargs: Any) -> Any:
+    return make_config(
+        {
+            "type": "rollout",
+            "models": {"actor": "a"},
+            "data": {"train": "d"},
+            "sampling": {"max_completion_length": 4},
+            "reward_processes": processes,
+            "on_reward_error": "skip" if skips else "stop",
+            "environment": {
+                "factory": factory,
+                "kwargs": kwargs,
+                "turn_timeout_s": timeout_s,
+                "max_turns": 3,
+            },
+        }
+    )
+
+
 @pytest.fixture
 def start(tmp_path) -> Iterator[Any]:
     """Start the process of environments, named in `rooms.py`."""
@@ -101,17 +154,12 @@ def start(tmp_path) -> Iterator[Any]:
     (tmp_path / "unsound.py").write_text("import a_module_that_is_not_there\n")
     started: list[EnvironmentProcess] = []
 
-    def make(name: str, processes: int = 1, timeout_s: float = 100.0, **kwargs: Any) -> EnvironmentProcess:
+    def make(
+        name: str, processes: int = 1, timeout_s: float = 100.0, skips=False, **kwargs: Any
+    ) -> EnvironmentProcess:
         factory = name if ":" in name else f"{tmp_path}/rooms.py:{name}"
-        document = {
-            "type": "rollout",
-            "models": {"actor": "a"},
-            "data": {"train": "d"},
-            "sampling": {"max_completion_length": 4},
-            "reward_processes": processes,
-            "environment": {"factory": factory, "kwargs": kwargs, "turn_timeout_s": timeout_s},
-        }
-        started.append(EnvironmentProcess(make_config(document)))
+        config = config_of(factory, processes, timeout_s, skips, **kwargs)
+        started.append(EnvironmentProcess(config))
         return started[-1]
 
     yield make
@@ -142,6 +190,12 @@ def test_a_process_that_is_killed_from_outside_is_given_all_turns_again(start, t
     os.kill(keeper.children(recursive=True)[-1].pid, signal.SIGKILL)
     assert process.answers(episodes("a", "b", samples=(1,))) == [Answer("b:2:101", 0.5, False)]
     assert log.read_text().split() == ["1", "a", "1", "a", "1", "b"]
+
+
+def test_environments_that_no_turn_comes_to_any_more_are_let_go_as_a_new_batch_begins(start):
+    process = start("Counted")
+    assert process.answers(episodes("a"))[-1].observation == "4"
+    assert process.answers(episodes("b", samples=(7,))) == [Answer("1", 0.0, False)]
 
 
 SENTENCES = {
@@ -197,3 +251,55 @@ def test_what_is_no_environment_is_named(start, tmp_path, name, sentence):
     with pytest.raises(RewardError, match="environment") as caught:
         start(factory).answers(episodes("a"))
     assert sentence in str(caught.value)
+
+
+ON = Answer("on", 0.0, False)
+
+
+@pytest.mark.parametrize("how", SENTENCES)
+def test_where_failed_samples_are_skipped_the_others_have_their_answers(start, tmp_path, how):
+    sentence, sample = SENTENCES[how]
+    file = tmp_path / "rooms.py"
+    process = start("Failing", how=how, skips=True)
+    found = process.answers(episodes("a"))
+    failed = Failed(f"environment {file}:Failing: {sentence.format(file=file)}")
+    if how == "begins":  # which it does for every sample
+        assert found == 4 * [failed]
+    else:
+        assert found == [failed if n == sample else ON for n in range(4)]
+        assert process.answers(episodes("a", "b", samples=(0, 2, 3))) == 3 * [ON]
+
+
+@pytest.mark.parametrize("name", ["Failing", "Waiting"])
+def test_so_they_have_where_it_never_answers_one_sample(start, name):
+    found = start(name, timeout_s=3.0, how="hangs", skips=True).answers(episodes("a"))
+    assert [found[0], *found[2:]] == 3 * [ON]
+    assert "step gave no answer in 3 s at" in found[1].reason
+
+
+def test_a_process_lost_over_a_sample_is_begun_anew_with_the_turns_of_the_others(start):
+    process = start("Fragile", lost=2, skips=True)
+    found = process.answers(episodes("a", "b"))
+    assert found[2:] == 2 * [Answer("turn 2", 0.0, False)]
+    assert [each.reason.partition("step ")[2] for each in found[:2]] == 2 * [
+        "ended its process with exit status 4."
+    ]
+
+
+def test_what_is_no_samples_own_fault_is_not_skipped(start):
+    samples = tuple(range(MOST_LOST + 2))
+    for name, sentence, kwargs in (
+        ("Failing", "making it raised TypeError", {}),
+        ("silent", "Mute has no method 'step'", {}),
+        ("Fragile", "ended its process with exit status 4", {"lost": MOST_LOST + 1}),
+        ("Fragile", "step gave no answer in 3 s", {"slow_s": 1.0, "timeout_s": 3.0}),
+    ):
+        with pytest.raises(RewardError, match=sentence):
+            start(name, skips=True, **kwargs).answers(episodes("a", samples=samples))
+
+
+def test_the_deadline_allows_for_every_turn_and_every_process_that_may_be_lost():
+    for skips, times in ((False, 1), (True, MOST_LOST + 1)):
+        config = config_of("builtin:GuessingGame", 1, 7.0, skips)
+        assert longest_play_s(config) == 3 * times * (7.0 + ENDING_S)
+        assert longest_play_s(config.model_copy(update={"environment": None})) == 0

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rlhf_tasks.system.source import module_file, names_bound
+from rlhf_tasks.system.source import module_file, names_bound, names_imported
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,19 @@ from rlhf_tasks.system.source import module_file, names_bound
 )
 def test_names_are_those_of_the_top_level(source, bound):
     assert set(names_bound(ast.parse(source).body)) == bound
+
+
+@pytest.mark.parametrize(
+    ("source", "imported"),
+    [
+        ("from ours import b\nfrom ours.more import c as d, e\nfrom theirs import f", {"b", "d", "e"}),
+        ("from ours import b, c\ndef b(): ...", {"c"}),
+        ("from ours import b as c\nb = 1", {"c"}),
+        ("import ours\nfrom .ours import b\nfrom ourselves import c", set()),
+    ],
+)
+def test_names_that_come_from_a_package_are_those_that_nothing_else_binds(source, imported):
+    assert names_imported(ast.parse(source).body, "ours") == imported
 
 
 @pytest.fixture

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_REWARDS
+from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
 from rlhf_tasks.config.base import Scores
-from rlhf_tasks.config.rewards import EnvironmentConfig
-from rlhf_tasks.data.chat_template import TokenizerError
 from rlhf_tasks.data.observations import Observations
-from rlhf_tasks.environments.episodes import Answer, Episode
+from rlhf_tasks.environments.episodes import Answer, Episode, Failed
+from rlhf_tasks.environments.observed import observed
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
@@ -43,15 +42,17 @@ def draw(
     observations, and `old_logprobs` are 0 there. `truncated` says that the environment had not ended the episode. A
     response ends with a token that was drawn: an observation behind which no token or no turn is left is not part of
     it. There is one key more: `environment_rewards` [1] float64, the sum of the environment's rewards.
-    Collective over the replica. Raises RewardError, naming the sample, where the environment fails.
+    Collective over the replica. Raises RewardError, naming the sample, where the environment fails. With
+    `on_reward_error: skip` such a response ends with the turn that has no answer, and says why under a further key,
+    `environment_fault`: text, empty where nothing failed.
     """
     config = context.config
-    environment = config.environment if isinstance(config, Scores) else None
-    one_turn = (context.config.seed, context.iteration, purpose, None, record_kept, context.micro_batches)
-    if environment is None:
+    one_turn = (config.seed, context.iteration, purpose, None, record_kept, context.micro_batches)
+    if not isinstance(config, Scores) or config.environment is None:
         return generate(engine, batch, sampling, *one_turn)
+    environment = config.environment
     lengths = dict(zip(batch.ids, batch["prompt_ids"].lengths, strict=True))
-    table = _Table(batch, context, environment, sampling, purpose, engine) if engine.is_head else None
+    table = _Table(batch, context, config, sampling, purpose, engine) if engine.is_head else None
     waiting = batch
     for number in range(environment.max_turns):
         behind = zip(waiting.ids, waiting["prompt_ids"].lengths, strict=True)
@@ -78,6 +79,7 @@ class _Sequence:
     texts      of its turns
     reward     sum of the environment's
     truncated  whether the environment has not ended it
+    fault      how the environment has failed; "" where it has not
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class _Sequence:
         self.parts: dict[str, list[Tensor]] = {}
         self.row, self.seed, self._room, self._dtype = row, seed, most, dtype
         self.texts: list[str] = []
-        self.reward, self.truncated = 0.0, True
+        self.reward, self.truncated, self.fault = 0.0, True, ""
         self._given(prompt)
 
     @property
@@ -141,19 +143,17 @@ class _Table:
         self,
         batch: SampleBatch,
         context: CallContext,
-        environment: EnvironmentConfig,
+        config: Scores,
         sampling: SamplingParams,
         purpose: str,
         engine: Engine,
     ) -> None:
-        self._context, self._environment, self._engine = context, environment, engine
+        self._context, self._config, self._engine = context, config, engine
         self._observations = Observations(context.tokenizer)
         self._nothing: dict[str, Tensor] = {}  # key -> a tensor without rows
         dtype = torch.promote_types(engine.stage.dtype, torch.float32)
-        most = environment.max_observation_tokens
-        self._most_observed = sampling.max_new_tokens if most is None else most
         seeds = counter_bits(
-            context.config.seed,
+            config.seed,
             f"environment/{purpose}",
             context.iteration,
             torch.tensor(batch.ids, dtype=torch.int64),
@@ -185,7 +185,7 @@ class _Table:
         packed = Packed(values, tuple(len(context) for context in contexts))
         return SampleBatch(tuple(following), {"prompt_ids": packed})
 
-    def _answers(self, samples: Sequence[int]) -> list[Answer]:
+    def _answers(self, samples: Sequence[int]) -> list[Answer | Failed]:
         if not samples:
             return []
         at = self._sequences
@@ -206,25 +206,24 @@ class _Table:
             f" It was at sample {sample} ({self._context.where(sample)}), whose turn {len(texts)} was {said}."
         )
 
-    def _goes_on(self, sample: int, answer: Answer, last: int, is_last: bool) -> bool:
+    def _goes_on(self, sample: int, answer: Answer | Failed, last: int, is_last: bool) -> bool:
         """Take an answer. Returns whether the policy draws another turn; then the observation is added before it."""
         sequence = self._sequences[sample]
+        if isinstance(answer, Failed):
+            sequence.fault = answer.reason
+            return False
         sequence.reward += answer.reward
         sequence.truncated = not answer.done
         if answer.done:
             return False
         try:
-            ids = self._observations.ids(answer.observation, sequence.row.get("prompt"), last)
-        except TokenizerError as error:
-            raise RewardError(
-                f"environment {self._environment.factory}: {error}{self._about(sample)}"
-            ) from None
-        if len(ids) > self._most_observed:
-            raise RewardError(
-                f"environment {self._environment.factory}: an observation has {len(ids)} tokens, but "
-                f"{self._most_observed} are allowed. Shorten it, or raise environment.max_observation_tokens or "
-                f"sampling.max_completion_length.{self._about(sample)}"
-            )
+            prompt = sequence.row.get("prompt")
+            ids = observed(self._observations, self._config, answer.observation, prompt, last)
+        except RewardError as error:
+            if self._config.on_reward_error != "skip":
+                raise RewardError(f"{error}{self._about(sample)}") from None
+            sequence.fault = str(error)
+            return False
         if is_last or len(ids) >= sequence.room:
             return False
         sequence.observe(ids)
@@ -241,4 +240,8 @@ class _Table:
         truncated = torch.tensor([each.truncated for each in made], dtype=torch.bool, device=device)
         rewards = torch.tensor([each.reward for each in made], dtype=torch.float64, device=device)
         data |= {"truncated": Packed(truncated, one), ENVIRONMENT_REWARDS: Packed(rewards, one)}
+        if self._config.on_reward_error == "skip":
+            faults = [each.fault.encode(errors="backslashreplace") for each in made]
+            text = torch.tensor(list(b"".join(faults)), dtype=torch.uint8, device=device)
+            data[ENVIRONMENT_FAULT] = Packed(text, tuple(map(len, faults)))
         return SampleBatch(tuple(self._sequences), data)

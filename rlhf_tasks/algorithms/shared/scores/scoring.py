@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_REWARDS
+from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
 from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS, TOKEN_REWARDS
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.config.rewards import RewardModelScore
@@ -35,7 +35,8 @@ class Scored:
     logged        name of a Python reward -> the values that it logged, see `Judged`
     reward_model  [n] float64, raw scores of the reward model; None without one
     answers       the samples as the rewards got them
-    faults        id of a sample that a reward failed on -> the fault; its score is 0, and no reward has a value
+    faults        id of a sample that a reward or the environment failed on -> the fault; its score is 0, and no
+                  reward has a value
     stays         [n] bool: whether a sample stays in the batch
     of_tokens     n tensors [response tokens] float64, which add up to the scores, where a reward judges tokens or
                   steps: what is judged as a whole is at the last token
@@ -105,6 +106,9 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None
     reach(Point.REWARD)
+    if config.environment is not None and ENVIRONMENT_FAULT in batch.data:
+        told = enumerate(batch[ENVIRONMENT_FAULT].texts())
+        faults |= {place: Fault(config.environment.name, reason) for place, reason in told if reason}
     rewards = {
         name: [None if place in faults else value for place, value in enumerate(values)]
         for name, values in rewards.items()
@@ -114,7 +118,9 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     if config.environment is not None:
         played = batch[ENVIRONMENT_REWARDS].values.double().cpu()
         penalties = penalties + played
-        named[config.environment.name] = played.tolist()
+        named[config.environment.name] = [
+            None if place in faults else value for place, value in enumerate(played.tolist())
+        ]
     model_part = None if raw is None else reward_model_part(raw, config.reward_model)
     weighted = [(function.weight, rewards[function.name]) for function in config.rewards]
     of_tokens = None
@@ -282,15 +288,17 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
 
 
 def refuse_all_skipped(faults: Mapping[int, Fault], skipped: int, judged: int, context: CallContext) -> None:
-    """Raises RewardError on a head when a reward failed on all samples of the iteration.
+    """Raises RewardError on a head when a reward, or the environment, failed on all samples of the iteration.
 
     faults   of this head's samples
     skipped  samples of all heads on which a reward failed
     judged   samples of all heads
     """
     if skipped == judged and faults:
-        first = faults[min(faults)]
+        first, config = faults[min(faults)], context.config
+        played = isinstance(config, Scores) and config.environment is not None
         raise RewardError(
-            f"a reward failed on every sample of iteration {context.iteration}, so none is left. Of sample "
-            f"{min(faults)}: {first.reason} {SKIPPED_SAMPLES} in the run folder has the others."
+            f"a reward{' or the environment' if played else ''} failed on every sample of iteration "
+            f"{context.iteration}, so none is left. Of sample {min(faults)}: {first.reason} "
+            f"{SKIPPED_SAMPLES} in the run folder has the others."
         )

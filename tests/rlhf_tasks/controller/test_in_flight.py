@@ -1,0 +1,181 @@
+"""Runs whose commits have samples in flight, drawn ahead of their training or not to their end: whatever dies, these
+come from the commit, bit by bit.
+
+The product's executor and snapshots on two ranks; generation is dealt over both.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from distributed.comm import CommClosedError
+
+from flows.run.prepare import prepare
+from rlhf_tasks.checkpoint.commits import step_folder
+from rlhf_tasks.checkpoint.in_flight import in_flight
+from rlhf_tasks.checkpoint.manifest import read_manifest
+from rlhf_tasks.protocol.messages import Faulted, PlanChanged
+from tests.committed import assert_same_run, metrics_of, state_at
+from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume, run_undisturbed, spec_of_job
+from tests.rlhf_tasks.controller.test_kills import armed
+from tests.tiny_runs import TWO_RANKS, ppo_config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+AT = 2
+SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop_token_ids": list(range(32, 64))}
+WHOLE = {"max_completion_length": 12}
+
+
+class Case(NamedTuple):
+    """What is in flight: so many iterations ahead, and whether in segments."""
+
+    staleness: int
+    segments: bool
+
+    @property
+    def iterations(self):
+        """The commit after iteration AT has sequences that have not ended, and as many ready samples as any."""
+        return AT + 2 + self.staleness
+
+    def plan(self, later=False):
+        generation: dict[str, Any] = {"devices": [0, 1], "dp": 2}
+        if not self.segments:
+            generation["balance"] = "tokens"
+        first = {**TWO_RANKS, "actor_generate": generation, "actor_inference": {"devices": [1]}}
+        changed = {
+            "actor_generate": {"devices": [1]},
+            "actor_train": {"devices": [0, 1], "tp": 2},
+        }
+        return {**first, **changed} if later else first
+
+    def prepared(self, base, later=False):
+        return prepare(
+            ppo_config(
+                base,
+                plan=self.plan(later),
+                cluster={"devices_per_host": 2},
+                total_iterations=self.iterations,
+                staleness=self.staleness,
+                sampling=SEGMENTS if self.segments else WHOLE,
+                dtype="float64",
+                keep_last=4,
+                optimizer={"learning_rate": 1e-2},
+            )
+        )
+
+
+class Played(NamedTuple):
+    """A case, its prepared job, and the folder of its run that nothing disturbed."""
+
+    case: Case
+    job: Any
+    undisturbed: Path
+
+    def spec(self, cluster, folder, **options):
+        return spec_of_job(cluster, self.job, folder, self.case.iterations, **options)
+
+    def assert_same(self, folder):
+        assert_same_run(folder, self.undisturbed)
+        assert state_at(folder, AT + 1) == state_at(self.undisturbed, AT + 1)
+
+
+def each(*cases):
+    """A test of each of these cases; the first one of all is in the default suite."""
+    return pytest.mark.parametrize(
+        "played",
+        [
+            pytest.param(
+                case,
+                id=f"staleness-{case.staleness}{'-segments' if case.segments else ''}",
+                marks=() if case == Case(1, True) else pytest.mark.slow,
+            )
+            for case in cases
+        ],
+        indirect=True,
+    )
+
+
+IN_SEGMENTS = (Case(1, True), Case(0, True), Case(2, True))
+AHEAD = Case(2, False)
+
+
+@pytest.fixture(scope="module")
+def played(request, cluster, tmp_path_factory):
+    case, base = request.param, tmp_path_factory.mktemp("job")
+    job = case.prepared(base)
+    with found(cluster, base) as now:  # other cases have killed processes
+        spec = spec_of_job(now, job, base / "undisturbed", case.iterations)
+        return Played(case, job, run_undisturbed(now, spec))
+
+
+def drawn_at(folder, step):
+    """The ids of the samples that a commit has for later iterations."""
+    tensors, _ = state_at(folder, step)
+    ids = [
+        held
+        for (role, _, name), (_, held) in tensors.items()
+        if role == "actor_generate" and name == "old_logprobs/ids"
+    ]
+    return sorted(int.from_bytes(held[i : i + 8], "little") for held in ids for i in range(0, len(held), 8))
+
+
+@each(AHEAD)
+def test_a_commit_has_the_samples_of_the_iterations_to_come(played):
+    case, folder = played.case, played.undisturbed
+    assert [line["staleness/max"] for line in metrics_of(folder)] == [0, 1, 2, 2, 2, 2]
+    for step in (AT + 1, AT + 2, case.iterations):
+        assert read_manifest(step_folder(folder, step)).cursor == 16 * step
+        wanted = range(16 * step, 16 * min(step + case.staleness, case.iterations))
+        assert drawn_at(folder, step) == list(wanted)
+
+
+@each(*IN_SEGMENTS)
+def test_a_commit_has_the_sequences_that_have_not_ended_and_the_last_iteration_leaves_none(played):
+    case, folder = played.case, played.undisturbed
+    at = step_folder(folder, AT + 1)
+    drawn, begun = in_flight(at, read_manifest(at))
+    assert begun > 0
+    assert bool(drawn) == bool(case.staleness)
+    told = [line["segments/unfinished"] for line in metrics_of(folder) if "segments/unfinished" in line]
+    assert told[-1] == 0 < max(told)
+
+
+@pytest.mark.parametrize("point", ["generation", pytest.param("answer", marks=pytest.mark.slow)])
+@each(*IN_SEGMENTS, AHEAD)
+def test_a_rank_that_is_killed_costs_nothing(cluster, played, tmp_path, point):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with found(cluster, folder) as now, armed(now, f"{point}:kill@rank1@iter{AT}@gen0"):
+        events = asyncio.run(attend(now, played.spec(now, folder)))
+    assert of_type(events, Faulted)
+    assert committed(events) == list(range(played.case.iterations))
+    played.assert_same(folder)
+
+
+@each(*IN_SEGMENTS, AHEAD)
+def test_nor_does_a_whole_run_that_is_killed_and_resumed(cluster, played, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (
+        found(cluster, folder) as now,
+        armed(now, f"manifest_synced:kill@iter{AT}@attempt1"),
+        pytest.raises(CommClosedError),
+    ):
+        asyncio.run(attend(now, played.spec(now, folder)))
+    gone = {now.controller.address}
+    events = resume(cluster, folder, gone, lambda now: played.spec(now, folder, attempt=2))
+    assert committed(events) == list(range(AT, played.case.iterations))
+    played.assert_same(folder)
+
+
+@each(*IN_SEGMENTS, AHEAD)
+def test_what_one_plan_has_in_flight_goes_on_under_another(cluster, played, tmp_path):
+    folder, later = tmp_path / "run", played.case.prepared(tmp_path, later=True).plan
+    folder.mkdir()
+    with found(cluster, folder) as now:
+        events = asyncio.run(attend(now, played.spec(now, folder), later=(AT, later)))
+    assert [event.planned.iteration for event in of_type(events, PlanChanged)] == [AT]
+    for mine, wanted in zip(metrics_of(folder), metrics_of(played.undisturbed), strict=True):
+        assert mine == pytest.approx(wanted, rel=1e-9, abs=1e-11)
