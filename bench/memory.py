@@ -1,6 +1,7 @@
 """Peak memory of a training step on each rank, beside what the planner has room for, on CPU ranks.
 
     python -m bench.memory [--strategies 1,1,1 2,1,1 ...] [--layers 7] [--hidden 512] [--micro-batches 2]
+        [--recompute selective]
 
 Each strategy has ranks of its own, with one thread each: they build a Llama that trains (float32, vocabulary of 4096)
 and make two steps on 16 sequences of 128 tokens. A rank's figure is the most anonymous memory that it has held beyond
@@ -11,6 +12,7 @@ parameters, gradients, optimizer and activations.
 import argparse
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from planner.pricing.devices import preset
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
@@ -57,7 +59,12 @@ def llama(layers: int, hidden: int) -> LlamaConfig:
 
 
 def measure(
-    rank: int, config: LlamaConfig, strategy: ParallelStrategy, micro_batches: int, folder: str
+    rank: int,
+    config: LlamaConfig,
+    strategy: ParallelStrategy,
+    micro_batches: int,
+    recompute: Recompute,
+    folder: str,
 ) -> None:
     """One rank process: train, and write the peak to a file of the folder."""
     torch.set_num_threads(1)
@@ -69,17 +76,29 @@ def measure(
         give_back()
         before = process_bytes(CPU)
         reset_peak(CPU)
-        _train(config, placement, groups, micro_batches)
+        _train(config, placement, groups, micro_batches, recompute)
         peaks.append(peak_bytes(CPU) - before)
     Path(folder, str(rank)).write_text(str(peaks[-1]))
     leave_world()
 
 
-def _train(config: LlamaConfig, placement: Placement, groups: ProcessGroups, micro_batches: int) -> None:
+def _train(
+    config: LlamaConfig,
+    placement: Placement,
+    groups: ProcessGroups,
+    micro_batches: int,
+    recompute: Recompute,
+) -> None:
     layout = Layout(ModelShape.from_config(config.to_dict()), "lm", placement)
     tp_group = groups[placement.tp_group(groups.rank)]
     stage = Stage(
-        config, layout, placement.coordinate(groups.rank), tp_group, device=CPU, dtype=torch.float32
+        config,
+        layout,
+        placement.coordinate(groups.rank),
+        tp_group,
+        device=CPU,
+        dtype=torch.float32,
+        recompute=recompute,
     )
     initialise(stage, seed=0)
     engine = Engine(stage, layout, groups, SETTINGS)
@@ -94,10 +113,14 @@ def _train(config: LlamaConfig, placement: Placement, groups: ProcessGroups, mic
         engine.train_step(batch, loss, float(SEQUENCES * TOKENS), micro_batches, 1e-4)
 
 
-def planned_bytes(config: LlamaConfig, strategy: ParallelStrategy, micro_batches: int) -> list[float]:
+def planned_bytes(
+    config: LlamaConfig, strategy: ParallelStrategy, micro_batches: int, recompute: Recompute
+) -> list[float]:
     """[stages] bytes that a plan has room for on a device of each stage."""
     model = RoleModel(shape=ModelShape.from_config(config.to_dict()))
-    workload = Workload(prompt_tokens=TOKENS - 1, new_tokens=Lengths.fixed(1), itemsize=4, recompute=False)
+    workload = Workload(
+        prompt_tokens=TOKENS - 1, new_tokens=Lengths.fixed(1), itemsize=4, recompute=recompute
+    )
     cost = CostModel(Cluster(1, strategy.size), preset("cpu-slot"), {"actor": model}, workload)
     placement = Placement(tuple(range(strategy.size)), strategy)
     call = ModelFunctionCall(
@@ -115,15 +138,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--recompute", choices=get_args(Recompute), default="none")
     arguments = parser.parse_args()
     config = llama(arguments.layers, arguments.hidden)
+    how = (arguments.micro_batches, arguments.recompute)
     print(f"{'(dp,tp,pp)':<12}{'fullest rank, MB':>18}{'planned, MB':>13}{'ratio':>7}")
     for text in arguments.strategies:
         strategy = ParallelStrategy(*map(int, text.split(",")))
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, (config, strategy, arguments.micro_batches, folder), nprocs=strategy.size)
+            mp.spawn(measure, (config, strategy, *how, folder), nprocs=strategy.size)
             peaks = [int(Path(folder, str(rank)).read_text()) for rank in range(strategy.size)]
-        planned = max(planned_bytes(config, strategy, arguments.micro_batches))
+        planned = max(planned_bytes(config, strategy, *how))
         print(
             f"({text})     {max(peaks) / 1e6:18.0f}{planned / 1e6:13.0f}{max(peaks) / planned:7.2f}",
             flush=True,
