@@ -2,17 +2,22 @@
 
     python -m bench.memory [--strategies 1,1,1 2,1,1 ...] [--layers 7] [--hidden 512] [--micro-batches 2]
         [--recompute selective]
+    python -m bench.memory --drawing 64,131072
 
 Each strategy has ranks of its own, with one thread each: they build a Llama that trains (float32, vocabulary of 4096)
 and make two steps on 16 sequences of 128 tokens. A rank's figure is the most anonymous memory that it has held beyond
 what its process held before, so malloc's own overhead and gloo's buffers count. The plan's is the formula's for
 parameters, gradients, optimizer and activations.
+
+With --drawing, 1, 2 and 4 tp ranks draw so many tokens (rows, vocabulary), each from float32 logits of its part, by
+temperature alone, by top-k and by top-p. The plan's figure is the formula's for all of them.
 """
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,13 +27,17 @@ from transformers import LlamaConfig
 
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.pricing.call_formulas import DRAWN_BYTES
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
+from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample
+from rlhf_tasks.parallel.generate.vocabulary import Vocabulary
 from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
-from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.slices import Layout, split
+from rlhf_tasks.parallel.layout.slots_of import SAMPLED_AT_ONCE
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise
@@ -38,6 +47,7 @@ from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 from rlhf_tasks.system.memory import give_back, peak_bytes, process_bytes, reset_peak
 
 CPU = torch.device("cpu")
+DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.7}, {"top_k": 50}, {"top_p": 0.9})
 SEQUENCES, TOKENS, STEPS = 16, 128, 2
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
 
@@ -130,6 +140,42 @@ def planned_bytes(
     return [a + b for a, b in zip(cost.training_bytes("actor", placement), active, strict=True)]
 
 
+def measure_drawing(rank: int, world: int, rows: int, vocab: int, folder: str) -> None:
+    """One rank process: draw, and write the peaks of all ways of it to a file of the folder."""
+    torch.set_num_threads(1)
+    join_world(dist.FileStore(f"{folder}/store", world), rank, world, 600.0, CPU)
+    group = ProcessGroups([tuple(range(world))], 600.0, CPU)[range(world)]
+    parts = tuple(split(vocab, world, i).size for i in range(world))
+    vocabulary = Vocabulary(parts, rank, group, tuple(range(world)))
+    peaks = []
+    for settings in DRAWN:
+        params = SamplingParams(max_new_tokens=1, **settings)
+        for _ in range(2):
+            give_back()
+            before = process_bytes(CPU)
+            reset_peak(CPU)
+            logits = torch.randn(rows, parts[rank])
+            uniforms = torch.rand(rows, dtype=torch.float64)
+            sample(logits, params, uniforms, torch.zeros(rows, dtype=torch.int64), vocabulary)
+            peak = peak_bytes(CPU) - before
+            del logits
+        peaks.append(peak)
+    Path(folder, str(rank)).write_text(json.dumps(peaks))
+    leave_world()
+
+
+def drawing(rows: int, vocab: int) -> None:
+    print(f"{'tp':<4}" + "".join(f"{way!s:>24}" for way in DRAWN) + f"{'planned, MB':>14}")
+    for world in (1, 2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(measure_drawing, (world, rows, vocab, folder), nprocs=world)
+            peaks = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
+        logits = rows * -(-vocab // world)
+        planned = logits * 4 + min(logits, SAMPLED_AT_ONCE) * DRAWN_BYTES
+        fullest = "".join(f"{max(of_way) / 1e6:24.0f}" for of_way in zip(*peaks, strict=True))
+        print(f"{world:<4}{fullest}{planned / 1e6:14.0f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -139,7 +185,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--recompute", choices=get_args(Recompute), default="none")
+    parser.add_argument("--drawing", help="rows,vocabulary")
     arguments = parser.parse_args()
+    if arguments.drawing:
+        drawing(*map(int, arguments.drawing.split(",")))
+        return
     config = llama(arguments.layers, arguments.hidden)
     how = (arguments.micro_batches, arguments.recompute)
     print(f"{'(dp,tp,pp)':<12}{'fullest rank, MB':>18}{'planned, MB':>13}{'ratio':>7}")

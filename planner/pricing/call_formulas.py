@@ -18,7 +18,7 @@ from planner.pricing.run_history import Factor
 from planner.pricing.segments import drawn
 from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, slots_of
+from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, SAMPLED_AT_ONCE, slots_of
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.train.state_layout import BUCKET
 from rlhf_tasks.profiling.measurements import Exchange, Pass
@@ -30,6 +30,7 @@ and other memory traffic. For Llama 7B on an A100 .06, by its traffic; on a CPU 
 and 2048 (bfloat16, float32), and more below, where Python sees each operator of both passes."""
 
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
+DRAWN_BYTES = 16  # of a logit that is being drawn from: its float64 score and the sum up to it (sampling.py)
 MATRICES = 7  # of a layer of Llama's kind
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
 
@@ -346,8 +347,9 @@ def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallC
 
     def active(stage: int) -> float:
         cache = most_at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
-        logits = slots * local.vocab * 4 if stage == pp - 1 else 0.0
+        logits = slots * local.vocab if stage == pp - 1 else 0
+        drawing = logits * workload.itemsize + min(logits, SAMPLED_AT_ONCE) * DRAWN_BYTES
         read = min(math.ceil(slots * now.reads - 1e-9) * now.read_tokens, PREFILL_TOKENS)
-        return cache + max(mesh.working_bytes(read, 0, False), logits)
+        return cache + max(mesh.working_bytes(read, 0, False), drawing)
 
     return CallCost(seconds, tuple(mesh.each_stage(active)))

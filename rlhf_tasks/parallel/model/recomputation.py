@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_tasks.parallel.layout.shape import Recompute
@@ -86,7 +87,7 @@ class _Keeping(_Dear):
         result = func(*args, **(kwargs or {}))
         if self._is_dear(func, args):
             # Autograd will attach the graph to the tensors of the result: what is kept must not hold it.
-            self._kept.append((func, torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, result)))
+            self._kept.append((func, tree_map_only(Tensor, Tensor.detach, result)))
         return result
 
 

@@ -169,7 +169,8 @@ class Stage(nn.Module):
         assert (tp_group is None) == (layout.placement.strategy.tp == 1), "tp_group does not fit the strategy"
         self.config, self.coordinate, self.tp_group = config, coordinate, tp_group
         self.layout, self.trained = layout.whole, layout
-        self.device, self.dtype, self.recompute = device, dtype, recompute
+        self.device, self.dtype = device, dtype
+        self.recompute: Recompute = recompute
         self.is_first = coordinate.pp == 0
         self.is_last = coordinate.pp == layout.placement.strategy.pp - 1
         self.layers = layout.stage_layers(coordinate.pp)
