@@ -83,8 +83,10 @@ def forced(lengths: Sequence[int]) -> Iterator[None]:
     last = torch.tensor([PROMPT + length - 1 for length in lengths])
     ends = uniform(0, "rollout", 0, torch.arange(len(lengths)), last)
 
-    def drawn(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_tokens: Tensor) -> Draw:
-        free = sample(logits, params, uniforms, new_tokens)
+    def drawn(
+        logits: Tensor, params: SamplingParams, uniforms: Tensor, new_tokens: Tensor, *more: Any
+    ) -> Draw:
+        free = sample(logits, params, uniforms, new_tokens, *more)
         others = torch.where(free.tokens == STOP, STOP + 1, free.tokens)
         return free._replace(tokens=torch.where(torch.isin(uniforms, ends), STOP, others))
 

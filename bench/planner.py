@@ -99,7 +99,7 @@ def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
         "critic": RoleModel(shape=shape(critic), head="scalar"),
         "reward": RoleModel(shape=shape(critic), head="scalar"),
     }
-    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(896), itemsize=2, recompute=True)
+    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(896), itemsize=2, recompute="full")
     return Problem(graph, CostModel(Cluster(hosts, 8), preset("a100-80g-sxm"), models, workload))
 
 

@@ -68,7 +68,7 @@ def cost_model(profile: MeasuredProfile, setting: Setting, config: PPOConfig) ->
         max_new_tokens=setting.new_tokens,
         epochs=config.num_ppo_epochs,
         itemsize=profile.itemsize,
-        recompute=False,
+        recompute="none",
     )
     device = recalibrated(preset("cpu-slot"), profile)
     cluster = Cluster(profile.n_hosts, profile.devices_per_host)

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
 from rlhf_tasks.spec import Frozen, ModelFunctionCall
 
 PARTS = 32
@@ -99,7 +99,7 @@ class Workload(Frozen):
     counted_tokens   mean tokens of a sequence that pass a language model's head in training and inference; None: all
     epochs           passes of a train_step over the batch
     itemsize         bytes of a parameter or activation
-    recompute        activations are recomputed in the backward pass
+    recompute        which activations of a layer its backward pass computes again
     micro_batch_tokens  most tokens of a micro-batch in training and inference; None: no limit
     reward_s         seconds of the Python rewards per sequence
     evaluation       of the role that the graph has evaluated
@@ -116,7 +116,7 @@ class Workload(Frozen):
     counted_tokens: float | None = Field(None, gt=0)
     epochs: int = Field(1, gt=0)
     itemsize: int = Field(gt=0)
-    recompute: bool
+    recompute: Recompute
     micro_batch_tokens: int | None = Field(None, gt=0)
     reward_s: float = Field(0.0, ge=0)
     evaluation: Evaluation | None = None

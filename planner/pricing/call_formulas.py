@@ -17,13 +17,20 @@ from planner.pricing.rooflines import GRADIENT_BYTES, Timing
 from planner.pricing.run_history import Factor
 from planner.pricing.segments import drawn
 from rlhf_tasks.parallel.layout.flops import layer_flops
-from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, slots_of
+from rlhf_tasks.parallel.layout.shape import Recompute
+from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, SAMPLED_AT_ONCE, slots_of
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.train.state_layout import BUCKET
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 from rlhf_tasks.spec import ModelFunctionCall
 
+REWORK = 0.1
+"""Share of a layer's forward pass that its backward pass repeats under selective recomputation: norms, activations
+and other memory traffic. For Llama 7B on an A100 .06, by its traffic; on a CPU core .04 to .17 at hidden sizes of 768
+and 2048 (bfloat16, float32), and more below, where Python sees each operator of both passes."""
+
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
+DRAWN_BYTES = 16  # of a logit that is being drawn from: its float64 score and the sum up to it (sampling.py)
 MATRICES = 7  # of a layer of Llama's kind
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
 
@@ -122,10 +129,10 @@ class OnMesh:
         """Seconds of a pass over a micro-batch: (one layer, rest of the first stage, rest of the last stage)."""
         timing = self.timing
         layer_s = timing.layer_s(kind, tokens, context) * self._layer_factor(kind, tokens, context)
-        if kind == "backward" and self.workload.recompute:
-            layer_s += timing.layer_s("forward", tokens, context) * self._layer_factor(
-                "forward", tokens, context
-            )
+        repeated = {"none": 0.0, "selective": REWORK, "full": 1.0}[self.workload.recompute]
+        if kind == "backward" and repeated:
+            forward_s = timing.layer_s("forward", tokens, context)
+            layer_s += repeated * forward_s * self._layer_factor("forward", tokens, context)
         embedding_s = timing.embedding_s(kind, tokens)
         passing = tokens if kind in ("prefill", "decode") else self.counted(tokens)
         head_s = timing.head_s(kind, passing, context)
@@ -167,22 +174,27 @@ class OnMesh:
         size_bytes = len(call.inputs) * tokens * TOKEN_BYTES
         return self.exchange_s("share", ranks, size_bytes, self.crossings.tp or self.crossings.pp)
 
-    @property
-    def kept_bytes(self) -> float:
-        """Bytes per token that a layer keeps for the backward pass: with recomputation its input alone.
+    def kept_bytes(self, recompute: Recompute) -> float:
+        """Bytes per token that a layer keeps for the backward pass: with full recomputation its input alone.
 
-        Else all that a layer of Llama's kind computes with: in float32 the input of each of its two norms, and that
-        normalised; the inputs of its products (two norms' outputs, attention's, the gated one); queries and keys as
-        rotated, and values; attention's output, sequence by sequence; gate, its activation, and up.
+        With selective recomputation also the results of its products and of attention. Else all that a layer of
+        Llama's kind computes with: in float32 the input of each of its two norms, and that normalised; the inputs of
+        its products (two norms' outputs, attention's, the gated one); queries and keys as rotated, and values;
+        attention's output, sequence by sequence; gate, its activation, and up.
         """
         local, itemsize = self.local, self.workload.itemsize
-        if self.workload.recompute:
+        if recompute == "full":
             return local.hidden * itemsize
+        if recompute == "selective":
+            return (3 * local.hidden + 2 * local.query + 2 * local.kv + 2 * local.intermediate) * itemsize
         products = 2 * local.hidden + 3 * local.query + 2 * local.kv + 4 * local.intermediate
         return 4 * local.hidden * NORM_BYTES + products * itemsize
 
     def working_bytes(self, tokens: float, stage: int, gradients: bool) -> float:
-        """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's."""
+        """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's.
+
+        In a backward pass a layer's are gradients, and what is recomputed.
+        """
         local, itemsize = self.local, self.workload.itemsize
         layer = (
             tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate) * itemsize
@@ -190,7 +202,10 @@ class OnMesh:
         logits = 0.0
         if stage == self.strategy.pp - 1:
             logits = self.counted(tokens) * local.vocab * itemsize * (2 if gradients else 1)
-        return max(layer * (2 if gradients else 1), logits)
+        if gradients:
+            layer *= 2
+            layer += tokens * (self.kept_bytes("none") - self.kept_bytes(self.workload.recompute))
+        return max(layer, logits)
 
 
 def infer(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
@@ -227,7 +242,7 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
 
     share = fullest_share(call, s.dp)
     fullest = -(-share // micro_batches) * length
-    per_token = mesh.each_stage(lambda stage: mesh.layers(stage) * mesh.kept_bytes)
+    per_token = mesh.each_stage(lambda stage: mesh.layers(stage) * mesh.kept_bytes(workload.recompute))
     working = mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, True))
     # 1F1B: a stage keeps the activations of as many micro-batches as there are stages from it to the last one.
     in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))
@@ -332,8 +347,9 @@ def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallC
 
     def active(stage: int) -> float:
         cache = most_at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
-        logits = slots * local.vocab * 4 if stage == pp - 1 else 0.0
+        logits = slots * local.vocab if stage == pp - 1 else 0
+        drawing = logits * workload.itemsize + min(logits, SAMPLED_AT_ONCE) * DRAWN_BYTES
         read = min(math.ceil(slots * now.reads - 1e-9) * now.read_tokens, PREFILL_TOKENS)
-        return cache + max(mesh.working_bytes(read, 0, False), logits)
+        return cache + max(mesh.working_bytes(read, 0, False), drawing)
 
     return CallCost(seconds, tuple(mesh.each_stage(active)))

@@ -19,7 +19,7 @@ from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutM
 from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardModelScore
 from rlhf_tasks.config.sampling import EvaluationConfig, SamplingConfig
 from rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings
-from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
 from rlhf_tasks.system.reading import shown
 
 if TYPE_CHECKING:
@@ -241,9 +241,11 @@ class TrainingConfig(RunConfig):
     lora: LoraConfig | None = Field(
         default=None, description="Train low-rank adapters of every role that trains; default: all weights."
     )
-    gradient_checkpointing: bool = Field(
-        default=False,
-        description="Recompute a layer's activations in its backward pass: less memory, more time.",
+    gradient_checkpointing: Recompute = Field(
+        default="none",
+        description="Activations that a layer's backward pass computes again, for less memory: none; selective (what "
+        "is cheap: saves half of the memory, costs little time); full (all: costs a forward pass). false means none, "
+        "true full.",
     )
     micro_batch_tokens: int | None = Field(
         default=None,
@@ -280,6 +282,11 @@ class TrainingConfig(RunConfig):
         """The Python rewards that score the answers to held-out rows."""
         own = self.rewards if isinstance(self, Scores) else ()
         return () if self.evaluation is None else self.evaluation.rewards or own
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _all_or_none(cls, value: Any) -> Any:
+        return {False: "none", True: "full"}[value] if isinstance(value, bool) else value
 
     @field_validator("num_mini_batches")
     @classmethod

@@ -9,7 +9,7 @@ from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.config.models import OptimizerConfig, Role
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.model.stage import Stage
@@ -54,7 +54,9 @@ class RoleEngines:
         self._dtype = DTYPES[config.dtype]
         self._seed = config.seed
         self._config = config
-        self._recompute = isinstance(config, TrainingConfig) and config.gradient_checkpointing
+        self._recompute: Recompute = (
+            config.gradient_checkpointing if isinstance(config, TrainingConfig) else "none"
+        )
         self._most_tokens = config.micro_batch_tokens if isinstance(config, TrainingConfig) else None
         self._frozen: dict[tuple[Role, Placement], dict[str, Tensor]] = {}
         self._engines: dict[tuple[str, Placement], Engine] = {}

@@ -139,7 +139,7 @@ def ppo_cost(llama) -> Callable[..., CostModel]:
             )
             for role, head in heads.items()
         }
-        sizes = {"prompt_tokens": 128, "new_tokens": Lengths.fixed(128), "itemsize": 2, "recompute": True}
+        sizes = {"prompt_tokens": 128, "new_tokens": Lengths.fixed(128), "itemsize": 2, "recompute": "full"}
         return CostModel(cluster, device or preset("a100-80g-sxm"), models, Workload(**(sizes | workload)))
 
     return make

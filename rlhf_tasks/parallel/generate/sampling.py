@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_tasks.parallel.generate.stop_strings import StopStrings
+from rlhf_tasks.parallel.generate.vocabulary import Vocabulary
+from rlhf_tasks.parallel.layout.slots_of import SAMPLED_AT_ONCE
 from rlhf_tasks.system.counter_random import counter_bits
 
 
@@ -67,54 +70,187 @@ class Draw(NamedTuple):
     logprobs  [n] float64, under the distribution drawn from, after exclusion, temperature, top-k and top-p. Greedy
               sampling reports the log-probability at temperature 1 instead. NaN where there is no distribution (a
               logit is NaN or +inf, or all are -inf); the token is then arbitrary
-    scores    [n, vocab] float64, the logits of that distribution; -inf for the tokens that could not be drawn
+    kept      [n, this rank's part of the vocabulary] bool, the tokens that could be drawn; None unless asked for
     """
 
     tokens: Tensor
     logprobs: Tensor
-    scores: Tensor
+    kept: Tensor | None
 
 
-def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_tokens: Tensor) -> Draw:
-    """Draw one token per row by inverting the cumulative distribution in float64.
+def sample(
+    logits: Tensor,
+    params: SamplingParams,
+    uniforms: Tensor,
+    new_tokens: Tensor,
+    vocabulary: Vocabulary | None = None,
+    record_kept: bool = False,
+) -> Draw:
+    """Draw one token per row by inverting the cumulative distribution in float64, over the parts of the vocabulary.
 
-    logits      [n, vocab] float, of the whole vocabulary
-    uniforms    [n] float64 in [0, 1); greedy sampling does not use them
-    new_tokens  [n] int64, number of each token in its response, from 0; below `params.min_new_tokens`, stop ids are
-                excluded
+    logits       [n, this rank's part of the vocabulary] float
+    uniforms     [n] float64 in [0, 1); greedy sampling does not use them
+    new_tokens   [n] int64, number of each token in its response, from 0; below `params.min_new_tokens`, stop ids are
+                 excluded
+    vocabulary   its parts; None: this rank has all of it
+    record_kept  whether to tell which tokens could be drawn
+    Returns tokens and logprobs bit-equal on all tp ranks. Collective over these. No rank sees more of another's part
+    than its greatest logits (top-k) and sums. Rows are drawn a few at a time, which bounds the temporary memory.
     """
-    scores = logits.to(torch.float64, copy=True)
-    if params.min_new_tokens and params.stop_ids:
-        stops = torch.tensor(params.stop_ids, device=logits.device)
-        early = new_tokens[:, None] < params.min_new_tokens
-        scores[:, stops] = scores[:, stops].masked_fill(early, -torch.inf)
+    vocabulary = vocabulary or Vocabulary((logits.shape[1],))
+    rows = SAMPLED_AT_ONCE // max(vocabulary.sizes)
+    rows = max(
+        1, rows if params.top_p == 1 else rows // 3
+    )  # a search for the nucleus takes three times the memory
+    drawn = [
+        _sample(*parts, params, vocabulary, record_kept)
+        for parts in zip(logits.split(rows), uniforms.split(rows), new_tokens.split(rows), strict=True)
+    ]
+    kept = [draw.kept for draw in drawn if draw.kept is not None]
+    return Draw(
+        torch.cat([draw.tokens for draw in drawn]),
+        torch.cat([draw.logprobs for draw in drawn]),
+        torch.cat(kept) if record_kept else None,
+    )
+
+
+def _sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    new_tokens: Tensor,
+    params: SamplingParams,
+    vocabulary: Vocabulary,
+    record_kept: bool,
+) -> Draw:
+    """`sample` of a few rows."""
+    logits = _without_early_stops(logits, new_tokens, params, vocabulary)
     if params.temperature == 0:
-        tokens = scores.argmax(-1, keepdim=True)
-        logprobs = scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
-        return Draw(tokens[:, 0], logprobs[:, 0], scores)
-    if params.temperature != 1:
-        scores = scores / params.temperature
-    scores = _keep_likeliest(scores, params)
-    scores = scores - scores.amax(-1, keepdim=True)
-    cumulative = scores.exp().cumsum(-1)
-    total = cumulative[:, -1:]
+        tokens, logprobs = _likeliest(logits.to(torch.float64), vocabulary)
+    else:
+        logits = _keep_likeliest(logits, params, vocabulary)
+        tokens, logprobs = _inverted(logits, params.temperature, uniforms, vocabulary)
+    return Draw(tokens, logprobs, logits.isfinite() if record_kept else None)
+
+
+def _without_early_stops(
+    logits: Tensor, new_tokens: Tensor, params: SamplingParams, vocabulary: Vocabulary
+) -> Tensor:
+    """Logits [n, part], -inf for stop ids where a response is too short to end."""
+    start, size = vocabulary.start, logits.shape[1]
+    stops = [stop - start for stop in params.stop_ids if start <= stop < start + size]
+    if not (params.min_new_tokens and stops):
+        return logits
+    early = new_tokens[:, None] < params.min_new_tokens
+    columns = torch.tensor(stops, device=logits.device)
+    return logits.index_copy(1, columns, logits[:, columns].masked_fill(early, -torch.inf))
+
+
+def _likeliest(scores: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row [n, part], and its log-probability."""
+    columns = scores.argmax(-1, keepdim=True)
+    mine = torch.stack(
+        [scores.gather(-1, columns)[:, 0], columns[:, 0] + vocabulary.start, scores.logsumexp(-1)]
+    )
+    highest, tokens, log_sums = vocabulary.gather(mine).unbind(1)
+    owner = highest.argmax(0, keepdim=True)
+    logprobs = highest.gather(0, owner)[0] - log_sums.logsumexp(0)
+    return tokens.gather(0, owner)[0].long(), logprobs
+
+
+def _inverted(
+    logits: Tensor, temperature: float, uniforms: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """A token of each row [n, part] by inverting its cumulative distribution, and its log-probability.
+
+    The rank in whose part the random number lies finds the token.
+    """
+    scores = _scaled(logits, temperature)
+    peak = _peak(scores.amax(-1))
+    scores -= peak[:, None]
+    cumulative = scores.exp().cumsum_(-1)
+    peaks, sums = vocabulary.gather(torch.stack([peak, cumulative[:, -1]])).unbind(1)  # [tp, n]
+    highest = peaks.amax(0)
+    factors = (peaks - highest).exp()
+    running = (sums * factors).cumsum(0)
+    total, here = running[-1], vocabulary.tp_rank
     # u < 1, but u * total may be rounded up to total, which would select no token.
-    threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, total.new_zeros(())))
-    tokens = torch.searchsorted(cumulative, threshold, right=True)
+    threshold = torch.minimum(uniforms * total, torch.nextafter(total, total.new_zeros(())))
+    owner = (running <= threshold).sum(0).clamp(max=len(running) - 1)[None]
+    mine = (threshold - running[here - 1]) / factors[here] if here else threshold / factors[here]
+    mine = torch.minimum(mine, torch.nextafter(sums[here], total.new_zeros(())))
+    tokens = torch.searchsorted(cumulative, mine[:, None], right=True)
     tokens = tokens.clamp(max=scores.shape[-1] - 1)  # a NaN threshold gives an index past the last token
-    return Draw(tokens[:, 0], (scores.gather(-1, tokens) - total.log())[:, 0], scores)
+    logprobs = scores.gather(-1, tokens)[:, 0] + (peak - highest) - total.log()
+    found = vocabulary.gather(torch.stack([tokens[:, 0] + vocabulary.start, logprobs]))
+    of_owner = found.gather(0, owner[:, None].expand(1, 2, -1))[0]
+    return of_owner[0].long(), of_owner[1]
 
 
-def _keep_likeliest(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Scores [n, vocab] with -inf for the tokens that top-k, and after it top-p, exclude."""
-    if 0 < params.top_k < scores.shape[-1]:
-        kth = scores.topk(params.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < kth, -torch.inf)
+def _keep_likeliest(logits: Tensor, params: SamplingParams, vocabulary: Vocabulary) -> Tensor:
+    """Logits [n, part] with -inf for the tokens that top-k, and after it top-p, exclude."""
+    if 0 < params.top_k < sum(vocabulary.sizes):
+        best = logits.topk(min(params.top_k, logits.shape[-1])).values
+        best = F.pad(best, (0, params.top_k - best.shape[1]), value=-torch.inf)
+        kth = vocabulary.gather(best).movedim(0, 1).flatten(1).topk(params.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
     if params.top_p < 1:
-        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-        probabilities = ordered.softmax(-1)
-        likelier = probabilities.cumsum(-1) - probabilities
-        left_out = (likelier >= params.top_p).scatter(-1, order, likelier >= params.top_p)
-        left_out.scatter_(-1, order[:, :1], False)
-        scores = scores.masked_fill(left_out, -torch.inf)
-    return scores
+        logits = _keep_nucleus(logits, params, vocabulary)
+    return logits
+
+
+def _keep_nucleus(logits: Tensor, params: SamplingParams, vocabulary: Vocabulary) -> Tensor:
+    """Logits [n, part] with -inf outside the smallest set of likeliest tokens whose probability reaches top-p.
+
+    The least logit in the set is found digit by digit of its bits, in base 256: each rank tells how much probability
+    its part has from each of 256 logits on. Of equal logits, those of the first tokens are in the set.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    ordered = wide.sort(-1, descending=True).values
+    falling = ~_to_bits(ordered)  # ascending, as searchsorted needs them
+    scores = _scaled(ordered, params.temperature)
+    peak = _peak(vocabulary.gather(scores[:, 0]).amax(0))
+    mass = F.pad(scores.sub_(peak[:, None]).exp_().cumsum_(-1), (1, 0))  # of the first 0, 1, ... tokens
+
+    def mass_of(counts: Tensor) -> Tensor:
+        return vocabulary.gather(mass.gather(1, counts)).sum(0)
+
+    target = params.top_p * mass_of(counts=falling.new_full((len(falling), 1), falling.shape[1]))
+    n_bits = 8 * wide.element_size()
+    least = falling.new_full((len(falling), 1), -(2 ** (n_bits - 1)))
+    for shift in range(n_bits - 8, -1, -8):
+        digits = least + (torch.arange(256, device=logits.device) << shift)
+        from_here = mass_of(torch.searchsorted(falling, ~digits, right=True))
+        last = ((from_here >= target).sum(1, keepdim=True) - 1).clamp(min=0)
+        least = digits.gather(1, last)
+    above = mass_of(torch.searchsorted(falling, ~least))
+    border = _from_bits(least, wide.dtype)
+    of_one = (_scaled(border, params.temperature) - peak[:, None]).exp()
+    needed = ((target - above) / of_one).ceil().clamp(min=1)
+    equal = wide == border
+    before = vocabulary.gather(equal.sum(1, keepdim=True))[: vocabulary.tp_rank].sum(0)
+    left_out = (wide < border) | (equal & (before + equal.cumsum(1) > needed))
+    return logits.masked_fill(left_out, -torch.inf)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits in float64 divided by the temperature, a tensor of their own."""
+    scores = logits.to(torch.float64, copy=True)
+    return scores if temperature == 1 else scores.div_(temperature)
+
+
+def _peak(highest: Tensor) -> Tensor:
+    """What is subtracted from scores [n] float64: their maximum, or a number, where all are -inf."""
+    return highest.clamp(min=torch.finfo(torch.float64).min)
+
+
+def _to_bits(values: Tensor) -> Tensor:
+    """int64 numbers in the order of floats (float32 or float64), equal for equal ones; the same shape."""
+    kind = torch.int32 if values.dtype == torch.float32 else torch.int64
+    bits = values.view(kind).long()
+    return torch.where(bits >= 0, bits, torch.iinfo(kind).min - bits)
+
+
+def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The floats of such numbers."""
+    kind = torch.int32 if dtype == torch.float32 else torch.int64
+    return torch.where(bits >= 0, bits, torch.iinfo(kind).min - bits).to(kind).view(dtype)

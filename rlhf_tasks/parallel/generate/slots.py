@@ -139,15 +139,14 @@ class Group:
         if not self._relay.is_last_stage:
             self._relay.send_hidden(output)
             return
-        logits = self._relay.gather_vocabulary(output)
+        vocabulary = self._relay.vocabulary
         uniforms = self._uniforms[self._order, self._drawn]
-        drawn = sample(logits, self._params, uniforms, self._before[self._order] + self._drawn)
+        numbers = self._before[self._order] + self._drawn
+        drawn = sample(output, self._params, uniforms, numbers, vocabulary, self._kept is not None)
         self._logprobs[self._order, self._drawn] = drawn.logprobs
         self._unsound |= (drawn.logprobs.isnan() & ~self._finished).any()
-        if self._kept is not None:
-            kept = drawn.scores.isfinite()
-            tokens = kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(1).tolist())
-            for place, of_row in zip(self._places, tokens, strict=True):
+        if self._kept is not None and drawn.kept is not None:
+            for place, of_row in zip(self._places, vocabulary.tokens_of(drawn.kept), strict=True):
                 self._kept[place].append(of_row)
         self._relay.share_tokens(drawn.tokens)
 

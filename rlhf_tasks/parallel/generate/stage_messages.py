@@ -1,30 +1,32 @@
-"""Messages between the ranks of one replica during generation: hidden states, logits, tokens."""
+"""Messages between the ranks of one replica during generation: hidden states and tokens."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.generate.vocabulary import Vocabulary
 from rlhf_tasks.parallel.train.engine import Engine
 
 
 class Relay:
     """The messages of one group of sequences.
 
-    Per step there are three: hidden states from each stage to the next (point to point, shapes known on both sides);
-    an all-gather of the logits over the tp group of the last stage; and a broadcast of the drawn tokens from the last
-    stage over the pp group. All ranks of the replica make these calls in the same order. With one stage and tp 1
-    nothing is sent.
+    Per step there are hidden states from each stage to the next (point to point, shapes known on both sides); what
+    the tp ranks of the last stage tell each other to draw a token (`vocabulary`); and a broadcast of the drawn tokens
+    from the last stage over the pp group. All ranks of the replica make these calls in the same order. With one stage
+    and tp 1 nothing is sent.
     """
 
     def __init__(self, engine: Engine) -> None:
         placement, stage = engine.placement, engine.stage
-        self._tp_devices = placement.tp_group(engine.groups.rank)
-        self._tp_group = engine.groups[self._tp_devices]
+        tp_devices = placement.tp_group(engine.groups.rank)
+        self.vocabulary = Vocabulary.of(
+            stage.layout, tp_devices, engine.coordinate.tp, engine.groups[tp_devices]
+        )
         self._stages = placement.pp_group(engine.groups.rank)
         self._pp_group = engine.groups[self._stages]
         self._pp_rank = engine.coordinate.pp
-        self._layout: Layout = stage.layout
+        self._hidden = stage.layout.shape.hidden
         self._dtype, self._device = stage.dtype, stage.device
         self.is_first_stage, self.is_last_stage = stage.is_first, stage.is_last
         self._in_flight: list[tuple[dist.Work | None, Tensor]] = []  # tensors must live until they are sent
@@ -32,7 +34,7 @@ class Relay:
 
     def receive_hidden(self, tokens: int) -> Tensor:
         """The hidden states [tokens, hidden] from the previous stage."""
-        hidden = torch.empty(tokens, self._layout.shape.hidden, dtype=self._dtype, device=self._device)
+        hidden = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
         dist.recv(hidden, src=self._stages[self._pp_rank - 1], group=self._pp_group)
         return hidden
 
@@ -41,21 +43,6 @@ class Relay:
         hidden = hidden.contiguous()
         work = dist.isend(hidden, dst=self._stages[self._pp_rank + 1], group=self._pp_group)
         self._in_flight.append((work, hidden))
-
-    def gather_vocabulary(self, logits: Tensor) -> Tensor:
-        """The whole logits [n, vocab] from all tp ranks' slices [n, vocab / tp]; bit-equal on all of them."""
-        if self._tp_group is None:
-            return logits
-        sizes = [self._layout.units("vocab", tp_rank).size for tp_rank in range(len(self._tp_devices))]
-        padded = logits.new_zeros(logits.shape[0], max(sizes))
-        padded[:, : logits.shape[1]] = logits
-        gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=self._tp_group)
-        by_device = dict(
-            zip(sorted(self._tp_devices), gathered, strict=True)
-        )  # group ranks follow device ids
-        slices = [by_device[device][:, :size] for device, size in zip(self._tp_devices, sizes, strict=True)]
-        return torch.cat(slices, dim=1)
 
     def share_tokens(self, tokens: Tensor) -> None:
         """On the last stage: start to send the drawn tokens [n] int64 to the other stages."""

@@ -19,6 +19,9 @@ from rlhf_tasks.system.reading import ConfigError, read_json, shown
 Head = Literal["lm", "scalar"]
 """The model's last layer: logits over the vocabulary, or one value per token (`score.weight`)."""
 
+Recompute = Literal["none", "selective", "full"]
+"""Which activations of a layer a backward pass computes again (model/recomputation.py)."""
+
 Unit = Literal["query_head", "kv_head", "column", "vocab"]
 """The units that a sharded dim consists of. A unit is never divided between tp ranks."""
 

@@ -6,6 +6,9 @@ PREFILL_TOKENS = 8192
 REFILL_SHARE = 8
 """Waiting sequences enter once an eighth of the slots is free: a pass over a prompt takes about as long as a step."""
 
+SAMPLED_AT_ONCE = 1 << 22
+"""Logits of a rank that tokens are drawn from at a time, so that their float64 copies stay small beside a model."""
+
 
 def slots_of(sequences: int, micro_batches: int) -> int:
     """The sequences of a group that are decoded at a time."""

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Coordinate
 from rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
+from rlhf_tasks.parallel.model.recomputation import recomputing
 from rlhf_tasks.parallel.model.tensor_parallel import (
     ColumnParallelLinear,
     PackedColumns,
@@ -135,8 +136,8 @@ class Stage(nn.Module):
     coordinate     the coordinate whose slices this stage holds
     tp_group       the ranks of the same dp and pp rank; None where tp is 1
     device, dtype  of parameters and activations; the parameters' memory is allocated, not filled (weights.py)
-    recompute      activation checkpointing: keep only each layer's input, and repeat its forward pass when
-                   the backward pass comes to it
+    recompute      what each layer's backward pass computes again: "full" keeps only the layer's input,
+                   "selective" also the results of products and attention
     shared         tensors of another stage by name, which are this stage's too: both must never change them
 
     `layout` (attribute) is of the whole model, `trained` of what training changes: with adapters, of these.
@@ -159,7 +160,7 @@ class Stage(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        recompute: bool = False,
+        recompute: Recompute = "none",
         shared: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
@@ -168,7 +169,8 @@ class Stage(nn.Module):
         assert (tp_group is None) == (layout.placement.strategy.tp == 1), "tp_group does not fit the strategy"
         self.config, self.coordinate, self.tp_group = config, coordinate, tp_group
         self.layout, self.trained = layout.whole, layout
-        self.device, self.dtype, self.recompute = device, dtype, recompute
+        self.device, self.dtype = device, dtype
+        self.recompute: Recompute = recompute
         self.is_first = coordinate.pp == 0
         self.is_last = coordinate.pp == layout.placement.strategy.pp - 1
         self.layers = layout.stage_layers(coordinate.pp)
@@ -199,6 +201,7 @@ class Stage(nn.Module):
             hidden, positions = F.pad(hidden, (0, 0, 0, padding)), F.pad(positions, (0, padding))
         hidden, positions = hidden[None], positions[None]
         angles = self._angles(hidden, positions)
+        rank_of_adapters = 0 if self.trained.lora is None else self.trained.lora.rank
         for number, layer in self.model.layers.items():
             step = partial(
                 layer,
@@ -208,10 +211,7 @@ class Stage(nn.Module):
                 micro=micro,
                 cache=cache,
             )
-            if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(step, hidden, use_reentrant=False, preserve_rng_state=False)
-            else:
-                hidden = step(hidden)
+            hidden = recomputing(self.recompute, step, hidden, rank_of_adapters)
         hidden = hidden[0, :tokens]
         return self._head(hidden if rows is None else hidden[rows]) if self.is_last else hidden
 

@@ -38,11 +38,16 @@ def test_rewards_in_python_are_no_forward_pass(run_plan, tmp_path):
 def test_the_head_and_micro_batches_are_planned_for_as_the_engine_computes_them():
     """Of 16 + 4 or 16 tokens, the head computes those that are generated; of rows with completions it may be all."""
     answers = PPOConfig.model_validate(
-        ppo(planning={"prompt_tokens": 16, "new_tokens": {4: 0.5, 16: 0.5}}, micro_batch_tokens=64)
+        ppo(
+            planning={"prompt_tokens": 16, "new_tokens": {4: 0.5, 16: 0.5}},
+            micro_batch_tokens=64,
+            gradient_checkpointing="selective",
+        )
     )
     workload = workload_of(answers)
     assert (workload.counted_tokens, workload.counted_share) == (10, 10 / 26)
     assert workload.micro_batch_tokens == 64
+    assert workload.recompute == "selective"
     rows = ppo(type="sft", models={"actor": {"config": LLAMA}})
     del rows["sampling"]
     assert workload_of(SFTConfig.model_validate(rows)).counted_share == 1

@@ -31,7 +31,7 @@ def model_of(llama):
             prompt_tokens=128,
             new_tokens=Lengths.fixed(128),
             itemsize=2,
-            recompute=True,
+            recompute="full",
             evaluation=evaluation,
         )
         return CostModel(Cluster(1, 4), preset("a100-80g-sxm").model_copy(update=changes), models, workload)

@@ -178,7 +178,7 @@ def cost_of():
             role: RoleModel(shape=SHAPE, head="lm" if role in ("actor", "ref") else "scalar")
             for role in ("actor", "ref", "critic", "reward")
         }
-        workload = Workload(prompt_tokens=100, new_tokens=Lengths.fixed(300), itemsize=2, recompute=True)
+        workload = Workload(prompt_tokens=100, new_tokens=Lengths.fixed(300), itemsize=2, recompute="full")
         return CostModel(CLUSTER, DEVICE, models, workload, profiles)
 
     return make

@@ -77,7 +77,7 @@ def cost_of(tiny):
             for role in ("actor", "ref", "critic", "reward")
         }
         workload = Workload(
-            prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=itemsize, recompute=False
+            prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=itemsize, recompute="none"
         )
         return CostModel(Cluster(1, 4), preset("cpu-slot"), models, workload, profiles)
 

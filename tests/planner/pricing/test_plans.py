@@ -155,7 +155,7 @@ def test_a_slow_host_link_shows(make_graph, assign, ppo_cost):
 
 def test_offloaded_parameters_count_from_onload_to_offload(make_graph, assign, ppo_cost):
     """At the peak, in generation of long responses, they are away."""
-    model = ppo_cost(Cluster(1, 2), new_tokens=Lengths.fixed(1024))
+    model = ppo_cost(Cluster(1, 2), new_tokens=Lengths.fixed(1024), micro_batch_tokens=8192)
     resident = plan_memory(offloaded_plan(make_graph, assign, False), model).peaks[0]
     offloaded = plan_memory(offloaded_plan(make_graph, assign, True), model).peaks[0]
     assert resident.node == offloaded.node == "actor_generate"

@@ -26,7 +26,7 @@ def cost_of(tiny):
         }
         if other is not None:
             models["critic"] = RoleModel(shape=other, head="scalar")
-        workload = Workload(prompt_tokens=prompt, new_tokens=Lengths.fixed(32), itemsize=4, recompute=False)
+        workload = Workload(prompt_tokens=prompt, new_tokens=Lengths.fixed(32), itemsize=4, recompute="none")
         return CostModel(Cluster(1, 4), device or preset("cpu-slot"), models, workload, profiles, ran)
 
     return make

@@ -24,6 +24,17 @@ def test_every_engine_cuts_micro_batches_as_the_configuration_says(tmp_path: Pat
         assert {engines.get(role, placement).micro_batch_tokens for role in plan.roles} == {64}
 
 
+@pytest.mark.parametrize(("given", "means"), [(True, "full"), (False, "none"), ("selective", "selective")])
+def test_every_engine_recomputes_what_the_configuration_says(tmp_path: Path, given: bool | str, means: str):
+    plan = {key: {"devices": [0]} for key in PPO_CALLS}
+    config = ppo_config(tmp_path, plan=plan, cluster={"devices_per_host": 1}, gradient_checkpointing=given)
+    plan = prepare(config).plan
+    with world_of_one():
+        engines = RoleEngines(plan, config, ProcessGroups(plan_device_sets(plan), 240.0, CPU))
+        placement = plan.roles["ref"].placements[0]
+        assert {engines.get(role, placement).stage.recompute for role in plan.roles} == {means}
+
+
 def test_a_language_model_may_become_a_critic_but_is_no_reward_model(tmp_path: Path):
     config = ppo_config(
         tmp_path, plan={key: {"devices": [0]} for key in PPO_CALLS}, cluster={"devices_per_host": 1}

@@ -110,7 +110,7 @@ def make_tables(
         prompt_tokens=32,
         new_tokens=Lengths.fixed(32),
         itemsize=2,
-        recompute=True,
+        recompute="full",
         evaluation=evaluation,
         sync_every=sync_every or 1,
     )

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.generate import sampling
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
+from rlhf_tasks.parallel.generate.vocabulary import Vocabulary
+from rlhf_tasks.parallel.layout.slices import split
 
 FIRST = torch.zeros(1, dtype=torch.int64)
 """The number of a response's first token."""
@@ -157,3 +161,93 @@ def test_logits_that_are_no_distribution_give_a_nan_and_leave_other_rows_alone(c
         assert 0 <= int(tokens[1]) < 7
         assert torch.equal(tokens[[0, 2]], sound.tokens[[0, 2]])
         assert torch.equal(logprobs[[0, 2]], sound.logprobs[[0, 2]])
+
+
+# Several ranks: each draws from its part of the vocabulary
+
+WAYS = (
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_k": 5},
+    {"top_k": 40},
+    {"top_p": 0.6},
+    {"top_p": 1e-9},
+    {"top_k": 12, "top_p": 0.8, "temperature": 1.3},
+    {"min_new_tokens": 2, "stop_ids": (0, 33, 40)},
+)
+
+
+def hard_logits(vocab: int, dtype: torch.dtype) -> Tensor:
+    """Rows with equal logits over the borders of parts, with parts that cannot be drawn, and with no distribution."""
+    logits = random_logits(40, vocab).to(dtype)
+    logits[1] = 0.0
+    logits[2] = logits[2].round()
+    logits[3, : vocab // 2] = -torch.inf
+    logits[4, vocab // 2 :] = -torch.inf
+    logits[5, 3] = math.nan
+    logits[6, vocab - 2] = math.inf
+    logits[7] = -torch.inf
+    logits[8, 1::2] = -0.0
+    logits[8, ::2] = 0.0
+    return logits
+
+
+def _draw_in_parts(rank: int, world: int, vocab: int, dtype: torch.dtype) -> list:
+    devices = tuple(range(world))
+    group = ProcessGroups([devices], 240.0, torch.device("cpu"))[devices]
+    parts = [split(vocab, world, part) for part in range(world)]
+    tp_rank = world - 1 - rank  # tp ranks need not be in the order of devices
+    vocabulary = Vocabulary(tuple(part.size for part in parts), tp_rank, group, tuple(reversed(range(world))))
+    logits = hard_logits(vocab, dtype)[:, parts[tp_rank].start : parts[tp_rank].stop]
+    found = []
+    for way in WAYS:
+        params = SamplingParams(max_new_tokens=9, **way)
+        drawn = sample(logits, params, spread(40), torch.arange(40) % 3, vocabulary, record_kept=True)
+        found.append((drawn.tokens, drawn.logprobs, vocabulary.tokens_of(drawn.kept)))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("world", "vocab", "dtype"),
+    [(2, 41, torch.float32), (3, 100, torch.float64), (3, 41, torch.bfloat16)],
+)
+def test_parts_of_the_vocabulary_give_the_tokens_of_the_whole(ranks, world, vocab, dtype):
+    of_ranks = ranks.run(world, _draw_in_parts, vocab, dtype)
+    logits = hard_logits(vocab, dtype)
+    sound = torch.tensor([row not in (5, 6, 7) for row in range(40)])
+    for way, *of_way in zip(WAYS, *of_ranks, strict=True):
+        params = SamplingParams(max_new_tokens=9, **way)
+        whole = sample(logits, params, spread(40), torch.arange(40) % 3, record_kept=True)
+        kept = [row.nonzero()[:, 0].tolist() for row in whole.kept]
+        assert torch.equal(whole.logprobs.isnan(), ~sound)
+        for tokens, logprobs, kept_in_parts in of_way:
+            assert torch.equal(tokens[sound], whole.tokens[sound]), way
+            assert torch.equal(logprobs[sound], of_way[0][1][sound])
+            torch.testing.assert_close(logprobs, whole.logprobs, rtol=0, atol=1e-12, equal_nan=True)
+            for row in sound.nonzero()[:, 0].tolist():
+                assert kept_in_parts[row].tolist() == kept[row], (way, row)
+
+
+def test_of_equal_logits_at_the_border_of_the_nucleus_the_first_tokens_are_kept():
+    logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, -2.0, 1.0]])
+    likeliest = float(logits.softmax(-1)[0, 1])
+    one = float(logits.softmax(-1)[0, 0])
+    for equal in range(4):
+        params = SamplingParams(max_new_tokens=1, top_p=likeliest + (equal - 0.5) * one)
+        drawn = sample(logits, params, spread(1), FIRST, record_kept=True)
+        assert drawn.kept.nonzero()[:, 1].tolist() == sorted([1, *[0, 2, 3, 5][:equal]])
+
+
+def test_rows_that_are_drawn_a_few_at_a_time_are_those_drawn_together(monkeypatch):
+    logits, numbers = random_logits(7, 30), spread(7)
+    for way in ({}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}):
+        params = SamplingParams(max_new_tokens=1, **way)
+        monkeypatch.undo()
+        together = sample(logits, params, numbers, FIRST.expand(7), record_kept=True)
+        monkeypatch.setattr(sampling, "SAMPLED_AT_ONCE", 60)
+        for one, other in zip(
+            together, sample(logits, params, numbers, FIRST.expand(7), record_kept=True), strict=True
+        ):
+            assert torch.equal(one, other)

@@ -1,16 +1,19 @@
 """Stages against plain transformers: logits, values and gradients, whole and split over tp and pp."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_tasks.doctor.plain import difference, plain_logits, weigh
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.products import products
 from rlhf_tasks.parallel.model.stage import ROWS, Stage, check_model
 from tests.tiny_models import CONFIGS, by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
 
@@ -208,27 +211,54 @@ def test_rows_pass_the_head_alone():
     torch.testing.assert_close(stages[1](hidden, micro, rows=rows), stages[1](hidden, micro)[rows])
 
 
-def test_recomputation_keeps_less_and_changes_nothing():
-    config, saved, gradients = tiny_config("qwen3"), [], []
-    model = tiny_model(config)
-    for recompute in (False, True):
-        [stage] = pipeline(config, model, 1, recompute=recompute)
-        parameters = {p.data_ptr() for p in stage.parameters()}
-        kept = {}
-
-        def keep(tensor: Tensor, kept=kept, parameters=parameters) -> Tensor:
-            if tensor.data_ptr() not in parameters:
-                kept[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = run([stage], tokens(*LENGTHS))
-        output.sum().backward()
-        saved.append(sum(kept.values()))
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputation_changes_no_bit(family: str, dtype: torch.dtype):
+    config = tiny_config(family)
+    model = tiny_model(config, dtype=dtype)
+    outputs, gradients = [], []
+    for recompute in get_args(Recompute):
+        [stage] = pipeline(config, model, 1, dtype=dtype, recompute=recompute)
+        with products(CPU, dtype):
+            outputs.append(run([stage], tokens(*LENGTHS)))
+            torch.autograd.backward(outputs[-1].sum())
         gradients.append([p.grad for p in stage.parameters()])
-    assert saved[1] < saved[0] / 3
-    for plain, again in zip(*gradients, strict=True):
-        assert torch.equal(plain, again)
+    for output, others in zip(outputs[1:], gradients[1:], strict=True):
+        assert torch.equal(output, outputs[0])
+        for plain, again in zip(gradients[0], others, strict=True):
+            assert torch.equal(plain, again)
+
+
+class Computed(TorchDispatchMode):
+    """Counts the products, attentions and norms that are computed inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attentions = self.norms = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.products += "aten.mm." in name
+        self.attentions += "attention" in name and "backward" not in name
+        self.norms += "rsqrt" in name
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_repeats_neither_products_nor_attention():
+    config, counted = tiny_config("llama"), {}
+    model = tiny_model(config, dtype=torch.float64)  # whose products are torch's own everywhere
+    for recompute in get_args(Recompute):
+        [stage] = pipeline(config, model, 1, dtype=torch.float64, recompute=recompute)
+        output = run([stage], tokens(*LENGTHS)).sum()
+        with Computed() as counted[recompute]:
+            output.backward()
+    none, selective, full = (counted[recompute] for recompute in ("none", "selective", "full"))
+    layers = config.num_hidden_layers
+    assert (none.attentions, none.norms) == (selective.attentions, 0) == (0, 0)
+    assert selective.products == none.products
+    assert selective.norms == full.norms == 2 * layers
+    assert full.attentions == layers * len(LENGTHS)
+    assert full.products == none.products + 6 * layers  # nothing needs the result of the last product
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float64, 1e-6)])
@@ -288,7 +318,9 @@ def _train(rank: int, world: int, family: str, changes: dict, strategy, head: He
     groups = ProcessGroups(device_sets(placement), 240.0, CPU)
     tp_group = groups[placement.tp_group(rank)]
     micro, at, hidden = packed(sequences), placement.coordinate(rank), config.hidden_size
-    stage = build(config, model, placement, rank, head, tp_group=tp_group, recompute=at.pp == 0)
+    stage = build(
+        config, model, placement, rank, head, tp_group=tp_group, recompute=("selective", "full")[at.pp]
+    )
     x = micro.input_ids
     if not stage.is_first:
         x = torch.empty(micro.tokens, hidden)

@@ -12,7 +12,7 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.flops import forward_flops, head_flops, training_flops
-from rlhf_tasks.parallel.layout.shape import Lora
+from rlhf_tasks.parallel.layout.shape import Lora, Recompute
 from rlhf_tasks.parallel.layout.slices import Head, Layout, ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
@@ -74,6 +74,7 @@ class Trial:
     settings: OptimizerSettings = SETTINGS
     lora: Lora | None = None
     micro_batch_tokens: int | None = None
+    recompute: Recompute = "none"
 
     @property
     def layout(self) -> Layout:
@@ -119,6 +120,7 @@ def _engine(trial: Trial, rank: int) -> Engine:
         groups[layout.placement.tp_group(rank)],
         device=torch.device("cpu"),
         dtype=dtype,
+        recompute=trial.recompute,
     )
     with torch.no_grad():
         for part, slices in ((layout.whole, stage.named_slices()), (layout, stage.trained_slices())):
@@ -394,6 +396,15 @@ def test_adapters_train_as_with_merged_weights_in_one_process(ranks, strategy: P
 def test_adapters_of_some_layers_and_a_value_head(ranks, strategy, targets: tuple[str, ...]) -> None:
     how = {"rows": 1e-10, "relative": 1e-9, "lora": replace(LORA, targets=targets)}
     _compare(ranks, "llama", "scalar", strategy, torch.float64, **how)
+
+
+@pytest.mark.parametrize(
+    "strategy", [ParallelStrategy(*s) for s in [(1, 2, 1), (2, 1, 1), (1, 2, 2)]], ids=str
+)
+@pytest.mark.parametrize(("recompute", "lora"), [("selective", None), ("selective", LORA), ("full", LORA)])
+def test_what_is_recomputed_changes_nothing(ranks, strategy, recompute: Recompute, lora: Lora | None) -> None:
+    how = {"rows": 1e-10, "relative": 1e-9, "lora": lora, "recompute": recompute}
+    _compare(ranks, "qwen3-tied", "lm", strategy, torch.float64, **how)
 
 
 def _work(rank: int, world: int, trial: Trial):
