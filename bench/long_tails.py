@@ -3,7 +3,8 @@
     python -m bench.long_tails [--iterations 12] [--segment-tokens 16] [--batch-size 64]
 
 Nine prompts of ten get short responses, the tenth gets long ones: the 99th percentile is about ten times the median.
-Three runs learn from the same mean number of tokens:
+No two prompts of a batch are equal, since equal ones are read once. Three runs learn from the same mean number of
+tokens:
 
     even      every response has the mean length, so nothing waits for anything: the work bound
     whole     every response is drawn to its end
@@ -19,6 +20,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +35,7 @@ from rlhf_tasks.algorithms.configurations import make_config
 
 VOCAB, LONGEST, END = 260, 160, 2  # END: <eos> of the byte tokenizer
 SHORT, LONG = 1 / 14, 1 / 75  # probabilities of the end token
-LETTERS = "abcdefgh"  # of prompts; those with odd ids get short responses
+LETTERS = "abcdefghijklmnop"  # of prompts; those with odd ids get short responses
 REWARD = (
     "def length(prompts, completions, **columns):\n    return [float(len(set(c))) for c in completions]\n"
 )
@@ -99,10 +101,9 @@ class Bench:
         write_model(folder / "tail", with_end=True)
         write_model(folder / "even", with_end=False)
         ids = byte_tokenizer().encode(LETTERS).ids
-        prompts = [
-            "".join(x for x, i in zip(LETTERS, ids, strict=True) if i % 2 == odd) * 4 for odd in (0, 1)
-        ]
-        rows = [json.dumps({"prompt": prompts[i % 10 != 9]}) for i in range(4096)]
+        of_kind = ["".join(x for x, i in zip(LETTERS, ids, strict=True) if i % 2 == odd) for odd in (0, 1)]
+        prompts = [islice(map("".join, product(letters, repeat=4)), 4096) for letters in of_kind]
+        rows = [json.dumps({"prompt": next(prompts[i % 10 != 9]) * 4}) for i in range(4096)]
         (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
         (folder / "reward.py").write_text(REWARD)
 
@@ -132,7 +133,7 @@ class Bench:
             )
         )
         prepared.rows.keep(folder)
-        before = 2 if segment is None else -(-most // segment) + 1
+        before = 2 if segment is None else 6  # places fill up in the first iterations
         document = prepared.config.model_dump(mode="json")
         iterations = before + self._given.iterations
         runs = self._pool.run(run_plan, prepared.plan.model_dump_json(), document, str(folder), iterations)
@@ -147,9 +148,8 @@ def figures(runs: Sequence[PlanRun], before: int, batch_size: int) -> Figures:
         ends[t.iteration] = max(ends[t.iteration], t.ended_s)
         if t.node != "actor_generate" or t.iteration < before:
             continue
-        delivered = t.metrics.get("segments/delivered", float(batch_size))
-        samples += delivered
-        tokens += delivered * t.metrics.get("completions/mean_length", 0.0)
+        samples += batch_size
+        tokens += batch_size * t.metrics["completions/mean_length"]
         generation_s += t.ended_s - t.started_s
     whole_s = ends[max(ends)] - ends[before - 1]
     return {

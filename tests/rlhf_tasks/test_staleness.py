@@ -125,7 +125,7 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
 
 
 GREEDY = ("greedy_generate", "greedy_reward_inference")
-SAMPLING = ("actor_generate", "reward_inference", "ref_inference", "actor_inference", "actor_train")
+SAMPLING = ("actor_generate", "reward_inference", "ref_inference", "actor_train")
 KINDS = {
     "grpo": {
         "type": "grpo",

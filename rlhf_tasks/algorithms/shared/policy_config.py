@@ -42,6 +42,12 @@ class PolicyConfig(Scores, MovesReference):
         return self.learns_from_older and self.importance_cap is not None
 
     @property
+    def infers_proximal(self) -> bool:
+        """Whether a pass of its own computes the proximal policy's log-probabilities before the train_step. A
+        train_step of one optimizer step knows them from its own forward pass."""
+        return self.corrects_staleness and self.num_mini_batches * self.passes > 1
+
+    @property
     def oldest(self) -> int:
         """The most train calls between drawing a token and learning from it.
 
