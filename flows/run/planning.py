@@ -287,7 +287,6 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         prompt_lengths=Lengths.of(prompt_tokens) if len(set(prompt_tokens)) > 1 else None,
         new_tokens=Lengths(points=tuple(sorted(shares.items()))),
         max_new_tokens=longest,
-        segment_tokens=config.sampling.segment_tokens if isinstance(config, Samples) else None,
         counted_tokens=None if longest is None else sum(tokens * share for tokens, share in shares.items()),
         epochs=config.passes,
         itemsize=ITEMSIZES[config.dtype],

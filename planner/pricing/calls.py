@@ -17,7 +17,6 @@ from planner.pricing.devices import DeviceProfile
 from planner.pricing.measured import MeasuredProfile, ProfileError, ProfileTables
 from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, factor_of
-from planner.pricing.segments import ending
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
@@ -130,14 +129,6 @@ class CostModel:
             overlap = min(self._inside_calls[number].exchange_overlap for number in where.classes)
             mesh = OnMesh(timing, self.workload, local, trained, where.strategy, where.crossings, overlap)
             known.update((count, price(mesh, call, count)) for count in missing)
-            if self.workload.segment_tokens and call.kind != "generate":
-                # The time is that of the samples that end; all of the batch may, so the memory is for all.
-                ends = ending(call.n_groups, call.blocks, self.workload, call.group_size) * call.group_size
-                smaller = call.model_copy(update={"n_seqs": ends})
-                known.update(
-                    (count, replace(known[count], seconds=price(mesh, smaller, count).seconds))
-                    for count in missing
-                )
         return [known[count] for count in counts]
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:

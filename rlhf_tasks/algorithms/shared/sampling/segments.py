@@ -111,7 +111,11 @@ def draw_segments(call: ModelFunctionCall) -> CallFunction:
         assert isinstance(config, PolicyConfig), f"{config.type} runs do not sample in segments"
         places = dict(zip(batch.ids, _samples(batch), strict=True))
         _begin(engine, places, context, call, config.total_iterations)
-        running = [one for one in places.values() if one[NUMBER] != FREE and not one[ENDED]]
+        # The longest first: the cache is read in runs of sequences of similar lengths.
+        running = sorted(
+            (one for one in places.values() if one[NUMBER] != FREE and not one[ENDED]),
+            key=lambda sample: (-len(sample["input_ids"]), int(sample[NUMBER])),
+        )
         is_last = context.iteration == config.total_iterations - 1
 
         def enough(ended: Sequence[int]) -> bool:
