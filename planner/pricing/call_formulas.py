@@ -328,7 +328,7 @@ def _generate_in_segments(
     """What goes on is read with the new prompts, then drawn in rounds. With fewer slots than sequences, these take
     turns in each round, and are read again in each."""
     workload, share = mesh.workload, mesh.share(call)
-    now = drawn(workload.prompt_tokens, workload.new_tokens, segment, call.n_groups, call.group_size)
+    now = drawn(workload.prompt_tokens, workload.new_tokens.points, segment, call.n_groups, call.group_size)
     places = 2 * share
     groups = min(mesh.strategy.pp, places)
     slots = slots_of(-(-places // groups), micro_batches)

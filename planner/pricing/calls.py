@@ -114,7 +114,7 @@ class CostModel:
 
     def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
         """A call's price from profiles and device figures, for each of `counts` micro-batches."""
-        sizes = call.n_seqs, call.group_size, call.mini_batches, call.chunks
+        sizes = call.n_seqs, call.group_size, call.mini_batches, call.chunks, call.segment_tokens
         key = call.name, call.role, call.kind, sizes, where
         known = self._costs.setdefault(key, {})
         if missing := [count for count in counts if count not in known]:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.plan.workload import Lengths
-
 MOST_GROUPS = 128  # of a batch that is carried out; of a larger one shares are as of one with so many
 ITERATIONS, WARM_UP = 24, 8
 
@@ -41,15 +39,18 @@ class Drawn(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def drawn(prompt: int, responses: Lengths, segment: int, n_groups: int, group_size: int) -> Drawn:
+def drawn(
+    prompt: int, responses: tuple[tuple[int, float], ...], segment: int, n_groups: int, group_size: int
+) -> Drawn:
     """What an iteration draws.
 
-    prompt    tokens of a prompt
-    segment   most tokens that are drawn of a sequence in a round
-    n_groups  groups of a batch
+    prompt     tokens of a prompt
+    responses  (tokens of a response, share of the responses) pairs
+    segment    most tokens that are drawn of a sequence in a round
+    n_groups   groups of a batch
     """
     n_groups = min(n_groups, MOST_GROUPS)
-    tokens, shares = (np.array(each) for each in zip(*responses.points, strict=True))
+    tokens, shares = (np.array(each) for each in zip(*responses, strict=True))
     random, of = np.random.default_rng(0), shares / shares.sum()
     lengths = random.choice(tokens, (2 * n_groups, group_size), p=of)
     had = np.zeros_like(lengths)
