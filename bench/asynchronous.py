@@ -64,9 +64,11 @@ class Bench:
         return predicted(config, prepare(config).plan, profile).iteration_time_s
 
     def profile(self) -> MeasuredProfile:
+        """Measured on two ranks, since all compute while it is: a third one would share a core."""
         given, prompt = self._given, len(PROMPT.format(0))
         actor, longest = self._folder / "actor", prompt + given.new_tokens
-        return measured_profile(self._pool, actor, given.batch_size, prompt, longest)
+        with RankPool(2) as pool:
+            return measured_profile(pool, actor, given.batch_size, prompt, longest)
 
     def run(self, staleness: int, reward_s: float) -> tuple[ExecutionPlan, float, dict[str, float]]:
         """(plan, seconds per iteration, node -> mean seconds) after the warm-up."""
