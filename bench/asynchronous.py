@@ -6,19 +6,22 @@ The reward waits as long as generation takes, as a judge elsewhere would. So ran
 each, and rank 2, which scores and runs the reference, needs little of one. The same ranks run the same plan with and
 without staleness. Printed are the seconds per iteration of both; what part of the sum of the stages' times / the
 slowest stage the second gains over the first, and what part of the most that its staleness allows (an iteration takes
-half of that sum at least); and what the planner predicts of it (planner.plan.steady_state) from the times that the
-nodes took without staleness. The machine should be idle.
+half of that sum at least); and what the planner predicts: from the times that the nodes took without staleness
+(planner.plan.steady_state), and from a measured profile, as `plan: auto` does. The machine should be idle.
 """
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 
 from bench.demo_models import write_models
+from bench.measured_profile import measured_profile, predicted
 from bench.rank_pool import RankPool, run_plan
 from bench.reality import WARM_UP, node_seconds, seconds_per_iteration
 from flows.run.prepare import prepare
 from planner.plan.steady_state import steady_state
+from planner.pricing.measured import MeasuredProfile
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.spec import ExecutionPlan
@@ -30,6 +33,7 @@ def judge(prompts, completions, **columns):
     time.sleep({seconds})
     return [float(len(set(completion))) for completion in completions]
 """
+PROMPT = "{:04d} says so "
 N_RANKS = 3
 GUESS_S = 0.3  # of the reward, in the run that measures how long generation takes
 PLAN = {
@@ -41,7 +45,7 @@ PLAN = {
 STAGES = {
     "generation": ("actor_generate",),
     "scoring": ("reward_inference", "ref_inference"),
-    "training": ("actor_inference", "actor_train", "save_actor"),
+    "training": ("actor_train", "save_actor"),
 }
 
 
@@ -51,8 +55,20 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folder: Path, pool: RankPool) -> None:
         self._given, self._folder, self._pool, self._runs = arguments, folder, pool, 0
         write_models(folder)
-        rows = "".join(f'{{"prompt": "{i:04d} says so "}}\n' for i in range(512))
+        rows = "".join(json.dumps({"prompt": PROMPT.format(i)}) + "\n" for i in range(512))
         (folder / "prompts.jsonl").write_text(rows)
+
+    def priced_s(self, staleness: int, reward_s: float, profile: MeasuredProfile) -> float:
+        """Seconds per iteration, as `plan: auto` would predict them."""
+        config = self._config(self._folder / f"run-{self._runs}", staleness, reward_s)
+        return predicted(config, prepare(config).plan, profile).iteration_time_s
+
+    def profile(self) -> MeasuredProfile:
+        """Measured on two ranks, since all compute while it is: a third one would share a core."""
+        given, prompt = self._given, len(PROMPT.format(0))
+        actor, longest = self._folder / "actor", prompt + given.new_tokens
+        with RankPool(2) as pool:
+            return measured_profile(pool, actor, given.batch_size, prompt, longest)
 
     def run(self, staleness: int, reward_s: float) -> tuple[ExecutionPlan, float, dict[str, float]]:
         """(plan, seconds per iteration, node -> mean seconds) after the warm-up."""
@@ -60,15 +76,14 @@ class Bench:
         folder = self._folder / f"run-{self._runs}"
         folder.mkdir()
         (folder / "judge.py").write_text(REWARD.format(seconds=reward_s))
-        prepared = prepare(self._config(folder, staleness))
+        prepared = prepare(self._config(folder, staleness, reward_s))
         prepared.rows.keep(folder)
         iterations = WARM_UP + staleness + self._given.iterations
         document = prepared.config.model_dump(mode="json")
         runs = self._pool.run(run_plan, prepared.plan.model_dump_json(), document, str(folder), iterations)
         return prepared.plan, seconds_per_iteration(runs), node_seconds(runs)
 
-    def _config(self, folder: Path, staleness: int) -> RunConfig:
-        placed = {**PLAN, "actor_inference": {"devices": [1]}} if staleness else PLAN
+    def _config(self, folder: Path, staleness: int, reward_s: float) -> RunConfig:
         return make_config(
             {
                 "type": "grpo",
@@ -83,7 +98,8 @@ class Bench:
                 "total_iterations": 1000,
                 "staleness": staleness,
                 "cluster": {"devices_per_host": N_RANKS},
-                "plan": placed,
+                "plan": PLAN,
+                "planning": {"reward_seconds_per_sequence": reward_s / self._given.batch_size},
             }
         )
 
@@ -107,13 +123,14 @@ def main() -> None:
         _, _, alone = bench.run(0, GUESS_S)
         reward_s = alone["actor_generate"]
         _, in_turn_s, nodes = bench.run(0, reward_s)
-        plan, ahead_s, apart = bench.run(arguments.staleness, reward_s)
-    # Of the proximal policy's pass alone there is no time without staleness.
-    known = {**nodes, "actor_inference": apart["actor_inference"]}
+        plan, ahead_s, _ = bench.run(arguments.staleness, reward_s)
+        profile = bench.profile()
+        took = {0: in_turn_s, arguments.staleness: ahead_s}
+        off = {k: bench.priced_s(k, reward_s, profile) / seconds - 1 for k, seconds in took.items()}
     predicted_s = steady_state(
-        plan, {node.name: known.get(node.name, 0.0) for node in plan.nodes}
+        plan, {node.name: nodes.get(node.name, 0.0) for node in plan.nodes}
     ).iteration_time_s
-    stages = stage_seconds(known)
+    stages = stage_seconds(nodes)
     total = sum(stages.values())
     most = total / max(stages.values())
     allowed = min(most, 2.0)
@@ -123,6 +140,7 @@ def main() -> None:
         f"staleness {arguments.staleness}  {ahead_s:.3f} s per iteration: {in_turn_s / ahead_s:.2f} times as many; "
         f"predicted {predicted_s:.3f} s ({predicted_s / ahead_s - 1:+.0%})"
     )
+    print("from a profile: " + ", ".join(f"staleness {k} {wrong:+.0%}" for k, wrong in off.items()))
     gained = total / ahead_s
     print(
         f"sum of stages / slowest: {most:.2f}; gained {gained:.2f}, which is {gained / most:.0%}, and "

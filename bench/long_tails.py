@@ -3,14 +3,16 @@
     python -m bench.long_tails [--iterations 12] [--segment-tokens 16] [--batch-size 64]
 
 Nine prompts of ten get short responses, the tenth gets long ones: the 99th percentile is about ten times the median.
-Three runs learn from the same mean number of tokens:
+No two prompts of a batch are equal, since equal ones are read once. Three runs learn from the same mean number of
+tokens:
 
     even      every response has the mean length, so nothing waits for anything: the work bound
     whole     every response is drawn to its end
     segments  with `sampling.segment_tokens`
 
-Printed are seconds per 1,000 tokens that are learned from, of the whole iteration and of generation, and their ratio
-to those of `even`. The runs take turns (--repeats). The machine should be idle.
+Printed are seconds per 1,000 tokens that are learned from, of the whole iteration and of generation, their ratio to
+those of `even`, and by how much the planner's prediction is off, from a profile of the rank. The runs take turns
+(--repeats). The machine should be idle.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,17 +29,22 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from bench.measured_profile import measured_profile, predicted
 from bench.rank_pool import PlanRun, RankPool, run_plan
 from flows.demo.data import byte_tokenizer
 from flows.run.prepare import prepare
 from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.config.base import RunConfig
+from rlhf_tasks.spec import ExecutionPlan
 
 VOCAB, LONGEST, END = 260, 160, 2  # END: <eos> of the byte tokenizer
 SHORT, LONG = 1 / 14, 1 / 75  # probabilities of the end token
-LETTERS = "abcdefgh"  # of prompts; those with odd ids get short responses
+LETTERS = "abcdefghijklmnop"  # of prompts; those with odd ids get short responses
 REWARD = (
     "def length(prompts, completions, **columns):\n    return [float(len(set(c))) for c in completions]\n"
 )
+PROMPT_TOKENS = 16
+NAMES = {("even", False): "even", ("tail", False): "whole", ("tail", True): "segments"}
 Figures = dict[str, float]
 
 
@@ -96,13 +104,13 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, pool: RankPool) -> None:
         self._given, self._folder, self._pool, self._runs = arguments, folder, pool, 0
+        self.plans: dict[tuple[str, int | None], tuple[RunConfig, ExecutionPlan]] = {}
         write_model(folder / "tail", with_end=True)
         write_model(folder / "even", with_end=False)
         ids = byte_tokenizer().encode(LETTERS).ids
-        prompts = [
-            "".join(x for x, i in zip(LETTERS, ids, strict=True) if i % 2 == odd) * 4 for odd in (0, 1)
-        ]
-        rows = [json.dumps({"prompt": prompts[i % 10 != 9]}) for i in range(4096)]
+        of_kind = ["".join(x for x, i in zip(LETTERS, ids, strict=True) if i % 2 == odd) for odd in (0, 1)]
+        prompts = [islice(map("".join, product(letters, repeat=4)), 4096) for letters in of_kind]
+        rows = [json.dumps({"prompt": next(prompts[i % 10 != 9]) * 4}) for i in range(4096)]
         (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
         (folder / "reward.py").write_text(REWARD)
 
@@ -128,15 +136,27 @@ class Bench:
                     "total_iterations": 1000,
                     "optimizer": {"learning_rate": 1e-9},
                     "plan": "heuristic",
+                    "planning": {"new_tokens": lengths(model, most)},
                 }
             )
         )
         prepared.rows.keep(folder)
-        before = 2 if segment is None else -(-most // segment) + 1
+        self.plans[model, segment] = prepared.config, prepared.plan
+        before = 2 if segment is None else 6  # places fill up in the first iterations
         document = prepared.config.model_dump(mode="json")
         iterations = before + self._given.iterations
         runs = self._pool.run(run_plan, prepared.plan.model_dump_json(), document, str(folder), iterations)
         return figures(runs, before, self._given.batch_size)
+
+
+def lengths(model: str, most: int) -> dict[int, float]:
+    """Tokens of a response -> share: of all the most, or of short and long ones, which end at random."""
+    if model == "even":
+        return {most: 1.0}
+    shares = [
+        sum(part * p * (1 - p) ** (n - 1) for part, p in ((0.9, SHORT), (0.1, LONG))) for n in range(1, most)
+    ]
+    return {**dict(enumerate(shares, 1)), most: 1 - sum(shares)}
 
 
 def figures(runs: Sequence[PlanRun], before: int, batch_size: int) -> Figures:
@@ -147,9 +167,8 @@ def figures(runs: Sequence[PlanRun], before: int, batch_size: int) -> Figures:
         ends[t.iteration] = max(ends[t.iteration], t.ended_s)
         if t.node != "actor_generate" or t.iteration < before:
             continue
-        delivered = t.metrics.get("segments/delivered", float(batch_size))
-        samples += delivered
-        tokens += delivered * t.metrics.get("completions/mean_length", 0.0)
+        samples += batch_size
+        tokens += batch_size * t.metrics["completions/mean_length"]
         generation_s += t.ended_s - t.started_s
     whole_s = ends[max(ends)] - ends[before - 1]
     return {
@@ -175,12 +194,27 @@ def main() -> None:
             found["whole"].append(bench.run("tail", LONGEST))
             found["segments"].append(bench.run("tail", LONGEST, arguments.segment_tokens))
             found["even"].append(bench.run("even", round(found["whole"][0]["mean_length"])))
+        profile = measured_profile(
+            pool, Path(folder) / "tail", 2 * arguments.batch_size, PROMPT_TOKENS, PROMPT_TOKENS + LONGEST
+        )
+        prices = {
+            NAMES[model, segment is not None]: predicted(config, plan, profile)
+            for (model, segment), (config, plan) in bench.plans.items()
+        }
     for name in ("even", "whole", "segments"):
         cells = [f"mean length {median(one['mean_length'] for one in found[name]):.1f}"]
         for part in ("iteration", "generation"):
             each = [one[part] / even[part] for one, even in zip(found[name], found["even"], strict=True)]
             seconds = median(one[part] for one in found[name])
-            cells.append(f"{part} {seconds:.3f} s, {median(each):.2f} ({min(each):.2f}-{max(each):.2f})")
+            price, tokens = (
+                prices[name],
+                arguments.batch_size * median(one["mean_length"] for one in found[name]),
+            )
+            priced_s = price.iteration_time_s if part == "iteration" else price.duration_s["actor_generate"]
+            off = priced_s / tokens * 1e3 / seconds - 1
+            cells.append(
+                f"{part} {seconds:.3f} s, {median(each):.2f} ({min(each):.2f}-{max(each):.2f}), predicted {off:+.0%}"
+            )
         print(f"{name:<10}" + "   ".join(cells))
 
 

@@ -28,7 +28,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from bench.demo_models import ppo_of, write_models
-from bench.rank_pool import PlanRun, RankPool, measure_pieces, run_plan
+from bench.measured_profile import measured_profile
+from bench.rank_pool import PlanRun, RankPool, run_plan
 from bench.reality_report import (
     COMPARED,
     Outcome,
@@ -49,10 +50,7 @@ from planner.search.search import find_plan
 from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.profiling.measurements import Grid
-from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 WARM_UP = 2
@@ -113,23 +111,10 @@ class Reality:
 
     def profile(self, pool: RankPool) -> MeasuredProfile:
         """Measure layers and collectives on the ranks."""
-        n_ranks, actor = pool.n_ranks, str(self._folder / "actor")
-        shape = ModelShape.from_folder(actor)
-        grid = Grid.around(
-            max(s.batch_size for s in SETTINGS),
-            max(s.prompt_tokens for s in SETTINGS),
-            max(s.prompt_tokens + s.new_tokens for s in SETTINGS),
-            shape.context,
-        )
-        pieces = pieces_of({actor: grid}, n_ranks, n_ranks)
-        spec = ProfileSpec(dtype="float32", devices_per_host=n_ranks, pieces=pieces)
-        plan = profile_plan(pieces, n_ranks, n_ranks)
-        per_rank = pool.run(
-            measure_pieces, plan.model_dump_json(), spec.model_dump(mode="json"), str(self._folder)
-        )
-        measured = [piece for pieces, _ in per_rank for piece in pieces]
-        dispatch_s = max(seconds for _, seconds in per_rank)
-        return MeasuredProfile.of("cpu-slot", 1, n_ranks, shape, 4, measured, dispatch_s)
+        prompt = max(s.prompt_tokens for s in SETTINGS)
+        longest = max(s.prompt_tokens + s.new_tokens for s in SETTINGS)
+        n_seqs = max(s.batch_size for s in SETTINGS)
+        return measured_profile(pool, self._folder / "actor", n_seqs, prompt, longest)
 
     def run(self, pool: RankPool, candidate: Candidate, iterations: int) -> PassTime:
         """Run a plan. Returns seconds per iteration and node, after the warm-up, and each rank's peak bytes."""

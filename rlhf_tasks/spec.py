@@ -55,8 +55,9 @@ class ModelFunctionCall(Frozen):
     remap       {key in the sample store: its name in the call's function}, where the two differ
     lead        iterations by which it runs ahead: in iteration t it works on the samples of iteration t + lead
                 (docs/adr/0017-staleness-is-a-lag.md)
-    segment_tokens  of a generate call: most tokens that it draws of a sequence. What has not ended goes on in the
-                next iteration (docs/adr/0020-segments.md); None: each sequence is drawn to its end
+    segment_tokens  of a generate call: it draws so many tokens of each sequence, again and again, until a batch has
+                ended. What has not goes on in the next iteration (docs/adr/0020-segments.md); None: each sequence is
+                drawn to its end
     runs_model  False where the call runs only Python rewards, on the heads of the role's mesh
     """
 
@@ -79,6 +80,11 @@ class ModelFunctionCall(Frozen):
     @property
     def n_groups(self) -> int:
         return self.n_seqs // self.group_size
+
+    @property
+    def n_places(self) -> int:
+        """Sequences that the call draws at most at a time; in segments, those of two batches."""
+        return self.n_seqs if self.segment_tokens is None else 2 * self.n_seqs
 
     @property
     def blocks(self) -> int:

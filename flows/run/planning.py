@@ -288,7 +288,6 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         prompt_lengths=Lengths.of(prompt_tokens) if len(set(prompt_tokens)) > 1 else None,
         new_tokens=Lengths(points=tuple(sorted(shares.items()))),
         max_new_tokens=longest,
-        segment_tokens=config.sampling.segment_tokens if isinstance(config, Samples) else None,
         turns=1 if played is None else played.turns_of(mean),
         environment_s=0.0 if played is None else planning.environment_seconds_per_turn,
         counted_tokens=None if longest is None else mean,

@@ -81,6 +81,12 @@ def priced(
         iteration_s=price.iteration_time_s,
         evaluate_every=evaluation.every if isinstance(evaluation, Evaluation) else 1,
         sync_every=model.workload.sync_every if config.follows else 1,
+        iterations=config.total_iterations,
+        to_end_s={
+            name: model.call(node.call.model_copy(update={"segment_tokens": None}), node.assignment).seconds
+            for name, (node, *_) in plan.calls.items()
+            if node.call.segment_tokens
+        },
     )
     warnings = (*hardware.warnings, *problem.warnings)
     return Rehearsable(config, problem, plan, price, costs, offloaded_bytes(plan, model), warnings)

@@ -93,7 +93,6 @@ class Workload(Frozen):
     prompt_lengths   their distribution, from which only `balance` is chosen; None: all are alike
     new_tokens       distribution of the tokens that are generated
     max_new_tokens   generated tokens per sequence that the KV cache has room for; default: the longest of new_tokens
-    segment_tokens   most tokens that an iteration draws of a sequence; None: all
     turns            turns of a response, which an environment answers
     environment_s    seconds of the environments of a rank's sequences in a turn
     counted_tokens   mean tokens of a sequence that pass a language model's head in training and inference; None: all
@@ -110,7 +109,6 @@ class Workload(Frozen):
     prompt_lengths: Lengths | None = None
     new_tokens: Lengths
     max_new_tokens: int | None = Field(None, gt=0)
-    segment_tokens: int | None = Field(None, gt=0)
     turns: int = Field(1, gt=0)
     environment_s: float = Field(0.0, ge=0)
     counted_tokens: float | None = Field(None, gt=0)

@@ -310,46 +310,73 @@ def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallC
     """Prompts are read, each once for its group of samples; then a token per step for every sequence in a slot.
 
     With as many groups in flight as stages. While sequences wait, all slots are taken but for those that wait for
-    others to be free; those in the slots when none waits any more leave one by one. In segments, what goes on is read
-    anew, with what was drawn of it before.
+    others to be free; those in the slots when none waits any more leave one by one.
     """
-    workload, local = mesh.workload, mesh.local
-    now = drawn(workload, call.group_size)
+    workload = mesh.workload
+    if call.segment_tokens is not None:
+        return _generate_in_segments(mesh, call, call.segment_tokens, micro_batches)
     pp, share = mesh.strategy.pp, mesh.share(call)
     groups = min(pp, share)
     slots = slots_of(-(-share // groups), micro_batches)
-    most_at_once = min(groups * slots, share)
-    share = max(1, round(share * now.running))
     at_once = min(groups * slots, share)
-    prompts = math.ceil(mesh.share(call) * now.reads - 1e-9)
+    prompts, prompt = share // call.group_size, workload.prompt_tokens
     refills = REFILL_SHARE * (-(-share // at_once) - 1)
-    passes = max(min(groups * (1 + refills), prompts), math.ceil(prompts * now.read_tokens / PREFILL_TOKENS))
-    seconds = mesh.share_batch_s(call, share * now.read_tokens)
-    seconds += mesh.pipelined_s(["prefill"], prompts * now.read_tokens / passes, now.read_tokens, passes)
-    prompt = workload.prompt_tokens + now.before
-
-    def steps_s(steps: float, sequences: float, context: float) -> float:
-        rows = max(sequences / groups, 1.0)
-        stages = mesh.stages_s(["decode"], rows, context)
-        message = mesh.pass_on_s(rows)  # hidden states; sending the sampled tokens takes about as long
-        # Per token, either a stage that serves all groups in turn is the bottleneck, or one group's round trip:
-        # its next token needs the previous one.
-        return steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)
-
-    lengths = now.new_tokens
+    passes = max(min(groups * (1 + refills), prompts), math.ceil(prompts * prompt / PREFILL_TOKENS))
+    seconds = mesh.share_batch_s(call, share * prompt)
+    seconds += mesh.pipelined_s(["prefill"], prompts * prompt / passes, prompt, passes)
+    lengths = workload.new_tokens
     if share > at_once:
         taken = at_once * (1 - 1 / (2 * REFILL_SHARE)) if slots > 1 else at_once
         # At a random step a sequence is in a slot by its length, and halfway through.
         halfway = sum(tokens**2 * part for tokens, part in lengths.points) / lengths.mean / 2
-        seconds += steps_s((share - at_once) * lengths.mean / taken, taken, prompt + halfway)
+        seconds += _steps_s(mesh, groups, (share - at_once) * lengths.mean / taken, taken, prompt + halfway)
     for first, last, running in lengths.spans():
-        seconds += steps_s(last - first + 1, at_once * running, prompt + (first + last) / 2)
+        steps, context = last - first + 1, prompt + (first + last) / 2
+        seconds += _steps_s(mesh, groups, steps, at_once * running, context)
+    read = min(-(-slots // call.group_size) * prompt, PREFILL_TOKENS)
+    return CallCost(seconds, _generation_bytes(mesh, at_once, slots, read))
+
+
+def _generate_in_segments(
+    mesh: OnMesh, call: ModelFunctionCall, segment: int, micro_batches: int
+) -> CallCost:
+    """What goes on is read with the new prompts, then drawn in rounds. With fewer slots than sequences, these take
+    turns in each round, and are read again in each."""
+    workload, share = mesh.workload, mesh.share(call)
+    now = drawn(workload.prompt_tokens, workload.new_tokens.points, segment, call.n_groups, call.group_size)
+    places = 2 * share
+    groups = min(mesh.strategy.pp, places)
+    slots = slots_of(-(-places // groups), micro_batches)
+    turns = -(-places // (groups * slots))
+    reads = now.reads if turns == 1 else max(now.reads, sum(one.begins for one in now.rounds))
+    read_tokens = share * reads * now.read_tokens
+    passes = max(groups * turns, math.ceil(read_tokens / PREFILL_TOKENS))
+    seconds = mesh.share_batch_s(call, places * workload.mean_tokens)
+    seconds += mesh.pipelined_s(["prefill"], read_tokens / passes, now.read_tokens, passes)
+    for one in now.rounds:
+        seconds += _steps_s(mesh, groups, one.steps * turns, share * one.running / turns, one.context)
+    read = math.ceil(min(slots * now.read_tokens, PREFILL_TOKENS))
+    return CallCost(seconds, _generation_bytes(mesh, min(groups * slots, places), slots, read))
+
+
+def _steps_s(mesh: OnMesh, groups: int, steps: float, sequences: float, context: float) -> float:
+    """Seconds of decoding steps of so many sequences, in so many groups in flight."""
+    rows = max(sequences / groups, 1.0)
+    stages = mesh.stages_s(["decode"], rows, context)
+    message = mesh.pass_on_s(rows)  # hidden states; sending the sampled tokens takes about as long
+    # Per token, either a stage that serves all groups in turn is the bottleneck, or one group's round trip:
+    # its next token needs the previous one.
+    return steps * max(groups * (max(stages) + 2 * message), sum(stages) + mesh.strategy.pp * message)
+
+
+def _generation_bytes(mesh: OnMesh, at_once: int, slots: int, read_tokens: float) -> tuple[float, ...]:
+    """[stages] bytes of the cache of `at_once` sequences, and of what a pass over prompts or a step needs."""
+    workload, local = mesh.workload, mesh.local
 
     def active(stage: int) -> float:
-        cache = most_at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
-        logits = slots * local.vocab if stage == pp - 1 else 0
+        cache = at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
+        logits = slots * local.vocab if stage == mesh.strategy.pp - 1 else 0
         drawing = logits * workload.itemsize + min(logits, SAMPLED_AT_ONCE) * DRAWN_BYTES
-        read = min(math.ceil(slots * now.reads - 1e-9) * now.read_tokens, PREFILL_TOKENS)
-        return cache + max(mesh.working_bytes(read, 0, False), drawing)
+        return cache + max(mesh.working_bytes(read_tokens, 0, False), drawing)
 
-    return CallCost(seconds, tuple(mesh.each_stage(active)))
+    return tuple(mesh.each_stage(active))

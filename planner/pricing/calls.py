@@ -17,7 +17,6 @@ from planner.pricing.devices import DeviceProfile
 from planner.pricing.measured import MeasuredProfile, ProfileError, ProfileTables
 from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, factor_of
-from planner.pricing.segments import ending
 from planner.pricing.turns import generate_in_turns
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -116,7 +115,7 @@ class CostModel:
 
     def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
         """A call's price from profiles and device figures, for each of `counts` micro-batches."""
-        sizes = call.n_seqs, call.group_size, call.mini_batches, call.chunks
+        sizes = call.n_seqs, call.group_size, call.mini_batches, call.chunks, call.segment_tokens
         key = call.name, call.role, call.kind, sizes, where
         known = self._costs.setdefault(key, {})
         if missing := [count for count in counts if count not in known]:
@@ -131,14 +130,6 @@ class CostModel:
             overlap = min(self._inside_calls[number].exchange_overlap for number in where.classes)
             mesh = OnMesh(timing, self.workload, local, trained, where.strategy, where.crossings, overlap)
             known.update((count, price(mesh, call, count)) for count in missing)
-            if self.workload.segment_tokens and call.kind != "generate":
-                # The time is that of the samples that end; all of the batch may, so the memory is for all.
-                ends = ending(call.n_groups, call.blocks, self.workload, call.group_size) * call.group_size
-                smaller = call.model_copy(update={"n_seqs": ends})
-                known.update(
-                    (count, replace(known[count], seconds=price(mesh, smaller, count).seconds))
-                    for count in missing
-                )
         return [known[count] for count in counts]
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:

@@ -221,6 +221,15 @@ def key_bytes(key: str, workload: Workload) -> float:
     return _TOKEN_BYTES.get(key, 4) * tokens
 
 
+def ahead_bytes(plan: ExecutionPlan, call: ModelFunctionCall, workload: Workload) -> float:
+    """Bytes of what a call has made for later iterations when one ends: samples that are drawn ahead, with what is
+    fetched of them; in segments, its places."""
+    fetched = {key for node in plan.nodes if isinstance(node, FetchNode) for key in node.keys}
+    keys = {*call.outputs} if call.segment_tokens else fetched.union(call.outputs)
+    n_samples = call.lead * call.n_seqs + (call.n_places if call.segment_tokens else 0)
+    return n_samples * sum(key_bytes(key, workload) for key in keys)
+
+
 class PlanMemory(NamedTuple):
     """Memory under a plan; the fields are as in PlanPrice."""
 
@@ -235,8 +244,9 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     parameters on each placement where they are not offloaded; the weights below adapters on each placement. Roles
     with the same frozen weights hold them once on a placement. A copy exists from its reallocation to its release.
     Offloaded parameters are on the devices from their onload to their offload. A call's temporary memory exists while
-    it runs. A role that follows another has its parameters and master weights where its model runs; while they are
-    blended, the other's parameters are there, too.
+    it runs. What generation has drawn for later iterations is on the stage of its heads. A role that follows another
+    has its parameters and master weights where its model runs; while they are blended, the other's parameters are
+    there, too.
     """
     groups, stages = _alike(plan)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
@@ -301,6 +311,12 @@ def _resident(
 ) -> Iterator[tuple[str, list[tuple[int, float]]]]:
     """What is held all the time: (part, (device, bytes) pairs). stages: as `_alike` gives them."""
     there: set[Hashable] = set()
+    for call, (node, *_) in plan.calls.items():
+        held, at = ahead_bytes(plan, node.call, model.workload), node.placement
+        if held:
+            head = at.coordinate(min(at.heads)).pp
+            of_stages = (held / at.strategy.dp * (stage == head) for stage in range(at.strategy.pp))
+            yield f"{call}: for later iterations", _by_device(stages[at], of_stages)
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
             if where.trained and not number:

@@ -1,57 +1,93 @@
-"""What an iteration draws and learns where generation is cut into segments (docs/adr/0020-segments.md), in the steady
-state: a sequence of n tokens takes n / segment_tokens iterations, rounded up, and a group as many as its longest."""
+"""What an iteration draws where generation goes on in segments (docs/adr/0020-segments.md): the schedule of
+rlhf_tasks.algorithms.shared.sampling.segments is carried out on lengths that are drawn at random."""
 
-import math
-from collections import defaultdict
+from functools import lru_cache
 from typing import NamedTuple
 
-from planner.plan.workload import Lengths, Workload
+import numpy as np
+
+MOST_GROUPS = 128  # of a batch that is carried out; of a larger one shares are as of one with so many
+ITERATIONS, WARM_UP = 24, 8
+
+
+class Round(NamedTuple):
+    """What is drawn between two times at which ended groups are counted, in the mean of the iterations.
+
+    steps    tokens that the sequence with the most gets; an iteration without this round has 0
+    begins   sequences that draw at its beginning, per sequence of the batch
+    running  sequences that draw at a step
+    context  their mean tokens
+    """
+
+    steps: float
+    begins: float
+    running: float
+    context: float
 
 
 class Drawn(NamedTuple):
-    """Of the sequences for which a batch has places, in one iteration.
+    """What an iteration draws in the steady state, per sequence of its batch.
 
-    running      share of them that draw; the others have ended and wait for their group
-    reads        prompts that are read per sequence: one for a new group, one for each sequence that goes on
-    read_tokens  mean tokens of these, with what was drawn of a sequence before
-    before       mean tokens that were drawn before of those that draw
-    new_tokens   tokens that a sequence that draws gets
-    ended        share of them that end: so many are scored and learned from
+    reads        sequences that are read before they are drawn: one of each new group, and all that go on
+    read_tokens  mean tokens of these
+    rounds       what is drawn then
     """
 
-    running: float
     reads: float
     read_tokens: float
-    before: float
-    new_tokens: Lengths
-    ended: float
+    rounds: tuple[Round, ...]
 
 
-def drawn(workload: Workload, group_size: int) -> Drawn:
-    """What an iteration draws; without segments, all of it."""
-    segment, lengths = workload.segment_tokens, workload.new_tokens
-    if segment is None:
-        return Drawn(1.0, 1 / group_size, workload.prompt_tokens, 0.0, lengths, 1.0)
-    calls = {tokens: -(-tokens // segment) for tokens, _ in lengths.points}
-    of_sequence = sum(calls[tokens] * share for tokens, share in lengths.points)
-    of_group = sum(
-        1 - sum(share for tokens, share in lengths.points if calls[tokens] <= done) ** group_size
-        for done in range(max(calls.values()))
+@lru_cache(maxsize=64)
+def drawn(
+    prompt: int, responses: tuple[tuple[int, float], ...], segment: int, n_groups: int, group_size: int
+) -> Drawn:
+    """What an iteration draws.
+
+    prompt     tokens of a prompt
+    responses  (tokens of a response, share of the responses) pairs
+    segment    most tokens that are drawn of a sequence in a round
+    n_groups   groups of a batch
+    """
+    n_groups = min(n_groups, MOST_GROUPS)
+    tokens, shares = (np.array(each) for each in zip(*responses, strict=True))
+    random, of = np.random.default_rng(0), shares / shares.sum()
+    lengths = random.choice(tokens, (2 * n_groups, group_size), p=of)
+    had = np.zeros_like(lengths)
+    begun = np.arange(2 * n_groups)
+    reads = read_tokens = 0.0
+    rounds: list[list[tuple[int, int, int, float]]] = []
+    for iteration in range(ITERATIONS):
+        counted = iteration >= WARM_UP
+        going, new = (had > 0) & (had < lengths), (had[:, 0] == 0).sum()
+        if counted:
+            reads += going.sum() + new
+            read_tokens += (prompt + had[going]).sum() + new * prompt
+        number = 0
+        while number == 0 or (had == lengths).all(1).sum() < n_groups:
+            now = np.minimum(lengths - had, segment)
+            if counted:
+                # A sequence draws its n-th token now with so many behind it.
+                seen = (now * (prompt + had) + now * (now + 1) / 2).sum()
+                rounds.extend([] for _ in range(number + 1 - len(rounds)))
+                rounds[number].append((now.max(), (now > 0).sum(), now.sum(), seen))
+            had, number = had + now, number + 1
+        ended = np.flatnonzero((had == lengths).all(1))
+        delivered = ended[np.argsort(begun[ended])][:n_groups]
+        begun[delivered] = begun.max() + 1 + np.arange(n_groups)
+        had[delivered] = 0
+        lengths[delivered] = random.choice(tokens, (n_groups, group_size), p=of)
+    n_seqs, n = n_groups * group_size, ITERATIONS - WARM_UP
+    return Drawn(
+        reads / n / n_seqs,
+        read_tokens / reads,
+        tuple(
+            Round(
+                sum(steps for steps, *_ in each) / n,
+                sum(begins for _, begins, *_ in each) / len(each) / n_seqs,
+                sum(all_now for _, _, all_now, _ in each) / sum(steps for steps, *_ in each) / n_seqs,
+                sum(seen for *_, seen in each) / sum(all_now for _, _, all_now, _ in each),
+            )
+            for each in rounds
+        ),
     )
-    running, ended = of_sequence / of_group, 1 / of_group
-    before = sum(
-        segment * calls[tokens] * (calls[tokens] - 1) / 2 * share for tokens, share in lengths.points
-    )
-    shares = defaultdict[int, float](float)
-    for tokens, share in lengths.points:
-        shares[segment] += share * (calls[tokens] - 1) / of_sequence
-        shares[tokens - segment * (calls[tokens] - 1)] += share / of_sequence
-    new_tokens = Lengths(points=tuple(sorted((tokens, share) for tokens, share in shares.items())))
-    reads = ended / group_size + running - ended
-    read_tokens = workload.prompt_tokens + before / of_group / reads
-    return Drawn(running, reads, read_tokens, before / of_sequence, new_tokens, ended)
-
-
-def ending(n_groups: int, blocks: int, workload: Workload, group_size: int) -> int:
-    """How many of the groups of a batch end in an iteration, at least one in each of its `blocks`."""
-    return max(blocks, math.ceil(n_groups * drawn(workload, group_size).ended - 1e-9))

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
-from planner.pricing.plans import key_bytes
+from planner.pricing.plans import ahead_bytes
 from rlhf_tasks.parallel.layout.topology import Coordinate, Placement
-from rlhf_tasks.spec import ExecutionPlan, FetchNode, SaveNode, SaveSamplesNode
+from rlhf_tasks.spec import ExecutionPlan, SaveNode, SaveSamplesNode
 
 
 def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, float]]:
@@ -26,12 +26,7 @@ def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, fl
             }
         elif isinstance(node, SaveSamplesNode):
             (call, *_) = plan.calls[node.call]
-            begun = 1 if call.call.segment_tokens else 0
-            keys = {key for one in plan.nodes if isinstance(one, FetchNode) for key in one.keys}
-            n_samples = (node.lead + begun) * plan.n_seqs / len(node.writers)
-            size_bytes = n_samples * sum(
-                key_bytes(key, model.workload) for key in keys.union(call.call.outputs)
-            )
+            size_bytes = ahead_bytes(plan, call.call, model.workload) / len(node.writers)
             saved[node.name] = dict.fromkeys(node.writers, size_bytes)
     return saved
 

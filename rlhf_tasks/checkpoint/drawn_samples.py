@@ -68,7 +68,7 @@ class DrawnSamples:
     def metrics(self, call: str) -> dict[int, dict[str, float]]:
         """The metrics of a call on the samples of the iterations to come, which all heads have."""
         with safe_open(self._files[call][0], "pt") as file:
-            of_iterations = json.loads(file.metadata()[_METRICS])
+            of_iterations = json.loads((file.metadata() or {}).get(_METRICS, "{}"))
         return {int(iteration): metrics for iteration, metrics in of_iterations.items()}
 
     def of(self, call: str) -> SampleStore:

@@ -24,8 +24,8 @@ class SamplingConfig(Settings):
     segment_tokens: int | None = Field(
         default=None,
         gt=0,
-        description="Most tokens of a response that an iteration draws: what has not ended goes on in the next one, "
-        "with its weights, and is learned from when it ends; default: each response is drawn to its end.",
+        description="Tokens of each response that are drawn before ended ones are counted, until they make a batch; "
+        "the others go on in the next iteration, with its weights; default: each response is drawn to its end.",
     )
     temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is kept; 1 keeps all.")

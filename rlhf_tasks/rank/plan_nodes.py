@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.sampling.segments import GROUPS_BEGUN, functions_of, left_keys, nothing_left
+from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, left_keys, nothing_left
 from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
@@ -35,6 +35,7 @@ from rlhf_tasks.rank.role_engines import RoleEngines
 from rlhf_tasks.rewards.process import KEPT_VALUES, RewardProcess
 from rlhf_tasks.spec import (
     CallNode,
+    DataSide,
     EvaluateNode,
     ExecutionPlan,
     FetchNode,
@@ -95,6 +96,7 @@ class RankRun:
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()
+        self._left: dict[str, SampleBatch] = {}  # call in segments -> what it has left in this head's places
         # (call, iteration of its samples) -> what its parts have left for their metrics
         self._tallies: dict[tuple[str, int], list[Any]] = {}
         # call -> iteration -> metrics of its samples, until its last part of that iteration tells them
@@ -260,28 +262,40 @@ class RankRun:
             to_store = {inside: outside for outside, inside in call.remap.items()}
             self._samples.put(_only(_renamed(output.batch, to_store), call.outputs))
         if output.left is not None:
-            self._samples.drop(batch.ids, left_keys(call).values())
-            later = tuple(sample + len(whole) for sample in output.left.ids)
-            self._samples.put(_renamed(SampleBatch(later, output.left.data), left_keys(call)))
+            self._left[call.name] = output.left
+        if call.segment_tokens:
+            self._deal(node, whole)
         return output.metrics
+
+    def _deal(self, node: CallNode, whole: Sequence[int]) -> None:
+        """Bring the samples of a call in segments, which have ended on any of its heads, to those to which they are
+        dealt."""
+        keys = node.call.outputs
+        self._redistribute(node.side, node.side, whole, keys, node.call.token_key)
+        mine = set(shares(node.side, whole).get(self._spec.rank, ()))
+        self._samples.drop([sample for sample in whole if sample not in mine], keys)
 
     @_perform.register
     def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:
         consumer = self._plan.calls[node.consumer][0].call
         sent = sum(
-            redistribute(
+            self._redistribute(
                 node.source,
                 node.destination,
                 node.part.ids(self._ids(request, iteration)),
                 node.keys,
-                self._samples,
-                self._groups,
-                self._plan.devices_per_host,
-                token_key=consumer.token_key,
+                consumer.token_key,
             )
             for iteration in self._served(node, request)
         )
         return Outcome(bytes_sent=sent)
+
+    def _redistribute(
+        self, source: DataSide, destination: DataSide, ids: Sequence[int], keys: Sequence[str], token_key: str
+    ) -> int:
+        """As `redistribute`, with this rank's samples."""
+        hosts = self._plan.devices_per_host
+        return redistribute(source, destination, ids, keys, self._samples, self._groups, hosts, token_key)
 
     @_perform.register
     def _reallocate(self, node: ReallocateNode, request: NodeRequest) -> Outcome:
@@ -314,9 +328,11 @@ class RankRun:
     def _save_samples(self, node: SaveSamplesNode, request: NodeRequest) -> Outcome:
         if request.in_snapshot and self._spec.rank in node.writers:
             step = request.key.iteration + 1
-            ids = [sample for i in self._kept(node, step) for sample in self._ids(request, i)]
-            untold = self._untold.get(node.call, {})
-            self._writer.save_samples(node.call, self._samples.held(ids), untold, step)
+            ids = [sample for i in self._drawn_after(node, step) for sample in self._ids(request, i)]
+            (call, *_), held = self._plan.calls[node.call], self._samples.held(ids)
+            if node.call in self._left:
+                held.append(_renamed(self._left[node.call], left_keys(call.call)))
+            self._writer.save_samples(node.call, held, self._untold.get(node.call, {}), step)
         return Outcome()
 
     @_perform.register
@@ -364,36 +380,40 @@ class RankRun:
             if rank not in save.writers:
                 continue
             stored = self._drawn.of(save.call)
-            for number, iteration in enumerate(self._kept(save, self._first_iteration)):
+            call = self._plan.calls[save.call][0]
+            if call.call.segment_tokens:
+                self._left[save.call] = self._in_places(call, stored)
+            for number in range(len(self._drawn_after(save, self._first_iteration))):
                 first = self._drawn.first_sample + number * n_seqs
                 ids = range(first, first + n_seqs)
                 for node in self._plan.nodes:
-                    if (
-                        isinstance(node, CallNode)
-                        and node.call.name == save.call
-                        and node.call.segment_tokens
-                    ):
-                        begun = iteration == self._first_iteration + save.lead
-                        mine = shares(node.side, ids)[rank]
-                        keys = left_keys(node.call).values() if begun else node.call.outputs
-                    elif isinstance(node, FetchNode) and node.call == save.call:
-                        if self._plan.calls[save.call][0].call.segment_tokens:
+                    if isinstance(node, FetchNode) and node.call == save.call:
+                        if call.call.segment_tokens:
                             continue
                         mine, keys = shares(node.side, ids)[rank], node.keys
                     elif isinstance(node, CallNode) and node.call.name == save.call:
                         key = node.call.token_key if node.side.balance == "tokens" else None
                         lengths = None if key is None else {i: stored.length(i, key) for i in ids}
                         mine = shares(node.side, node.part.ids(ids), lengths)[rank]
-                        keys = (*node.call.inputs, *node.call.outputs)
+                        read = () if call.call.segment_tokens else node.call.inputs
+                        keys = (*read, *node.call.outputs)
                     else:
                         continue
                     self._samples.put(stored.get(mine, keys).to(self._groups.device))
 
-    def _kept(self, node: SaveSamplesNode, step: int) -> range:
-        """The iterations of which a commit of `step` has samples; in segments, the last one's are not drawn yet but
-        those that were begun."""
-        begun = 1 if self._plan.calls[node.call][0].call.segment_tokens else 0
-        return range(step, min(step + node.lead + begun, self._spec.iterations))
+    def _in_places(self, node: CallNode, stored: SampleStore) -> SampleBatch:
+        """What a commit has of this rank's places of a call in segments."""
+        names = left_keys(node.call)
+        inside = {outside: key for key, outside in names.items()}
+        return _renamed(stored.get(self._places(node), names.values()), inside)
+
+    def _places(self, node: CallNode) -> list[int]:
+        """This dp rank's places of a call in segments."""
+        return shares(node.side, range(node.call.n_places))[self._spec.rank]
+
+    def _drawn_after(self, node: SaveSamplesNode, step: int) -> range:
+        """The iterations that have been drawn ahead when a commit of `step` is written."""
+        return range(step, min(step + node.lead, self._spec.iterations))
 
     def _served(self, node: PlanNode, request: NodeRequest) -> range:
         """The iterations on whose samples a node works: the one that is `node.lead` ahead, where the run has it.
@@ -413,17 +433,15 @@ class RankRun:
         return tuple(range(first, first + self._plan.n_seqs))
 
     def _inputs(self, node: CallNode, whole: Sequence[int]) -> SampleBatch:
-        """On a head: this dp rank's samples, with the call's input keys under the names its function uses.
+        """On a head: this dp rank's samples, with the call's input keys under the names its function uses; or what a
+        call in segments has left in its places.
 
         whole  ids of the iteration's samples
         """
-        mine = self._share(node, node.part.ids(whole))
         if node.call.segment_tokens:
-            names = left_keys(node.call)
-            if not self._samples.has(mine[0], names[GROUPS_BEGUN]):
-                return nothing_left(node.call, mine, whole[0])
-            inside = {stored: key for key, stored in names.items()}
-            return _renamed(self._samples.get(mine, names.values()), inside)
+            left = self._left.get(node.call.name)
+            return left or nothing_left(node.call, self._places(node), whole[0])
+        mine = self._share(node, node.part.ids(whole))
         return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
 
     def _earlier(self, node: CallNode, whole: Sequence[int]) -> SampleBatch | None:

@@ -20,6 +20,8 @@ class Costs:
     iteration_s  seconds per iteration in the steady state
     evaluate_every, sync_every  iterations from one evaluation, or blend of a following reference, to the next; node_s
                  is of an iteration that has it
+    iterations   of the run; None: what runs ahead does so to the end
+    to_end_s     call in segments -> seconds in which it draws the last batch to its end
     """
 
     node_s: Mapping[str, float]
@@ -29,6 +31,8 @@ class Costs:
     iteration_s: float
     evaluate_every: int = 1
     sync_every: int = 1
+    iterations: int | None = None
+    to_end_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def cycle(self) -> int:
@@ -60,7 +64,16 @@ class Costs:
         if isinstance(node, EvaluateNode):
             due = iteration == 0 if node.at_start else (iteration + 1) % self.evaluate_every == 0
             return self.node_s[node.name] if due else 0.0
-        return self.node_s[node.name]
+        now = range(0 if iteration == 0 else iteration + node.lead, iteration + node.lead + 1)
+        return sum(self._batch_s(node.name, batch) for batch in now)
+
+    def _batch_s(self, node: str, batch: int) -> float:
+        """Seconds in which a node serves the samples of an iteration; in segments, the first draws two batches."""
+        if self.iterations is not None and batch >= self.iterations:
+            return 0.0
+        if node in self.to_end_s and self.iterations is not None and batch == self.iterations - 1:
+            return self.to_end_s[node]
+        return self.node_s[node] * (2 if node in self.to_end_s and batch == 0 else 1)
 
 
 @dataclass(frozen=True)

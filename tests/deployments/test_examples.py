@@ -113,6 +113,19 @@ def test_an_example_of_7b_to_72b_rehearses_a_day_without_a_false_fault(name):
     assert effective_share(found, run.costs) > 0.95
 
 
+def test_a_rehearsal_draws_ahead_and_in_segments():
+    """The first iteration draws all that is due before it trains, and the last ones draw nothing."""
+    changes = ["total_iterations=6", "staleness=2", "sampling.segment_tokens=64", "plan=heuristic"]
+    run = rehearsable(load_config(EXAMPLES / "plan-grpo-7b.yaml", changes))
+    generation = run.plan.node("actor_generate")
+    first, second, *_, draws_last, nothing, _ = (run.costs.seconds(generation, t) for t in range(6))
+    assert first == pytest.approx(4 * second)
+    assert draws_last > second > nothing == 0
+    found = rehearsed(run, hours=24.0, machines=Machines(), noise=0.0, seed=0)
+    assert found.finished, found.ended
+    assert found.story.faults == []
+
+
 def test_the_cluster_of_two_classes_is_read_and_planned_for():
     hardware = read_cluster(EXAMPLES / "plan-cluster-two-classes.yaml")
     h100, a100 = hardware.classes.profiles

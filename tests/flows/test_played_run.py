@@ -41,7 +41,6 @@ def test_what_a_commit_has_is_not_played_again(tmp_path, monkeypatch):
             plan={
                 "actor_generate": {"devices": [0]},
                 "reward_inference": {"devices": [0]},
-                "actor_inference": {"devices": [1]},
                 "actor_train": {"devices": [1]},
             },
             cluster={"devices_per_host": 2},

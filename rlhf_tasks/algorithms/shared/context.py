@@ -71,9 +71,10 @@ class CallContext:
 class CallOutput:
     """The result of a call.
 
-    batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere, or without new keys
+    batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere, or without new keys. Of a
+             generation in segments, samples of the iteration that have ended on this dp rank
     metrics  global values, equal on every rank of the mesh
-    left     of a generation in segments: what it has left in the places of the batch, for the next iteration
+    left     of a generation in segments: what it has left in its places, for the next iteration
     """
 
     batch: SampleBatch | None = None

@@ -42,11 +42,20 @@ class PolicyConfig(Scores, MovesReference):
         return self.learns_from_older and self.importance_cap is not None
 
     @property
+    def infers_proximal(self) -> bool:
+        """Whether a pass of its own computes the proximal policy's log-probabilities before the train_step. A
+        train_step of one optimizer step knows them from its own forward pass."""
+        return self.corrects_staleness and self.num_mini_batches * self.passes > 1
+
+    @property
     def oldest(self) -> int:
-        """The most train calls between drawing a token and learning from it."""
-        most = self.sampling.max_completion_length
-        segments = -(-most // (self.sampling.segment_tokens or most))
-        return self.staleness + segments - 1
+        """The most train calls between drawing a token and learning from it.
+
+        In segments an iteration draws one of each sequence at least. A group that has ended waits for one iteration
+        at most: among the groups of two batches fewer than a batch are still before it then.
+        """
+        segment = self.sampling.segment_tokens
+        return self.staleness + (-(-self.sampling.max_completion_length // segment) if segment else 0)
 
     @property
     def warning(self) -> str | None:

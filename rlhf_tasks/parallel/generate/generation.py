@@ -7,8 +7,9 @@ token before it computes the next one. From the tokens alone each stage derives 
 enter in their place, and which shapes come next, so no other communication is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,18 @@ from rlhf_tasks.system.failpoints import Point, reach
 PACK_FROM_STEPS = 12  # packing the weights costs about what it saves in 5 steps
 
 
+class Segments(NamedTuple):
+    """Responses are drawn segment after segment, until there are enough.
+
+    tokens  most tokens that are drawn of a response in a segment
+    enough  whether no further segment is drawn: asked on all ranks after each, with the ids of the replica's samples
+            that have ended by then. It says True at the latest when all have
+    """
+
+    tokens: int
+    enough: Callable[[Sequence[int]], bool]
+
+
 @torch.inference_mode()
 def generate(
     engine: Engine,
@@ -37,7 +50,7 @@ def generate(
     record_kept: bool = False,
     micro_batches: int = 1,
     prefill_tokens: int = PREFILL_TOKENS,
-    segment_tokens: int | None = None,
+    segments: Segments | None = None,
 ) -> SampleBatch | None:
     """Sample one response per prompt. All ranks of a replica (one dp rank) call it together.
 
@@ -51,13 +64,14 @@ def generate(
                       and the cache has room for as many of the longest prompt and response. Where a sequence has
                       finished, the next one enters
     prefill_tokens    most tokens of a pass over prompts; longer prompts are cut
-    segment_tokens    most tokens that are drawn of a response now; None: all of it
+    segments          how far responses are drawn now; None: to their ends. Between segments the cache stays, unless
+                      there are fewer slots than sequences
 
     Returns None, except on the head: there the samples with these keys, L being the tokens of a sample:
         input_ids      [L] int64: prompt and response; the response includes the token that ended it
         response_mask  [L] bool: True on the response
         old_logprobs   [L] float32 (float64 in float64 runs): under the distribution drawn from; 0 on the prompt
-        truncated      [1] bool: the response reached max_new_tokens, or has no more to be drawn now, without a stop
+        truncated      [1] bool: the response reached max_new_tokens, or the end of the last segment, without a stop
                        id or a stop string
     with record_kept also
         kept_counts    [L] int32: how many tokens could be drawn; 0 on the prompt
@@ -69,13 +83,17 @@ def generate(
     empty = [i for i, n in zip(batch.ids, batch["prompt_ids"].lengths, strict=True) if n == 0]
     if empty:
         raise ValueError(f"samples {empty[:4]} have empty prompts: there is nothing to predict from.")
-    steps = min(segment_tokens or params.max_new_tokens, params.max_new_tokens)
-    with _multiplication(engine, steps):
+    segment_tokens = segments.tokens if segments else None
+    with _multiplication(engine, params.max_new_tokens):
         prompts = _begun(batch, iteration).to(engine.device)
         drawing = Drawing(params, seed, purpose, segment_tokens, record_kept, micro_batches, prefill_tokens)
         parts = _dealt(batch["prompt_ids"], groups_in_flight or engine.placement.strategy.pp)
         groups = [Group(engine, prompts.take(part), drawing) for part in parts]
         _decode(groups)
+        while segments and not segments.enough([sample for group in groups for sample in group.ended()]):
+            for group in groups:
+                group.go_on()
+            _decode(groups)
     if not engine.is_head:
         return None
     answered = _assemble(batch, groups, engine.stage.dtype, record_kept)
@@ -113,11 +131,11 @@ def _dealt(prompts: Packed, groups: int) -> list[list[int]]:
 
 
 def _decode(groups: Sequence[Group]) -> None:
-    """The decode loop, until all groups are done."""
-    active = list(groups)
+    """The decode loop, until all groups are done, or at the end of a segment."""
+    active = [group for group in groups if not group.done]
     while active:
         for group in active:
-            if group.begun:
+            if group.computed:
                 group.settle()
             if not group.done:
                 group.compute()

@@ -11,6 +11,7 @@ rank holds and how large they are.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,8 +31,9 @@ class KVCache:
 
     slots          most sequences at a time
     columns        most tokens of a sequence
-    span_multiple  reads end at a multiple of this many columns. With 1 no unneeded column is read; with more there
-                   are fewer different shapes (each needs a CUDA graph)
+    span_multiple  reads end at a multiple of this many columns. With 1 few unneeded columns are read: where the last
+                   rows are less than half as long as those before, they are read apart. With more, one read has all,
+                   so there are few different shapes (each needs a CUDA graph)
 
     rows       number of sequences in the cache; they are in rows 0 .. rows - 1
     continues  whether the new tokens attend to tokens of the cache; else only to each other
@@ -53,11 +55,11 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [slots, kv heads, columns, head_dim] twice
         # Of the next micro-batch:
         self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
-        self._read = (slice(0), 0)  # rows and columns that a read returns
+        self._read = [(slice(0), 0)]  # runs of rows, and the columns that are read of them
         self._attending = torch.zeros(
             0, 1, dtype=torch.int64, device=device
         )  # columns of these rows' new tokens
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[int | None, list[Tensor]] = {}
 
     @property
     def rows(self) -> int:
@@ -65,8 +67,8 @@ class KVCache:
 
     @property
     def span(self) -> int:
-        """Columns that a read returns, from 0 on."""
-        return self._read[1]
+        """Columns that a read returns at most, from 0 on."""
+        return self._read[0][1]
 
     @property
     def positions(self) -> Tensor:
@@ -86,8 +88,9 @@ class KVCache:
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
             stored[rows, :, columns] = new
 
-    def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys and values of a layer for the n sequences of the micro-batch, those of its new tokens included.
+    def read(self, layer: int, window: int | None = None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """All keys and values of a layer for the sequences of the micro-batch, those of its new tokens included: for
+        one run of n rows after the other.
 
         window  tokens that one may attend to, itself included (sliding-window attention); None: all
         Returns views of keys and values [n, KV heads, S, head_dim], and a bool mask [n, 1, t, S] of the columns to
@@ -96,15 +99,20 @@ class KVCache:
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         keys, values = self._layers[layer]
-        rows, span = self._read
-        return keys[rows, :, :span], values[rows, :, :span], self._masks[window]
+        return [
+            (keys[rows, :, :span], values[rows, :, :span], mask)
+            for (rows, span), mask in zip(self._read, self._masks[window], strict=True)
+        ]
 
-    def _mask(self, window: int | None) -> Tensor:
-        columns, own = torch.arange(self.span, device=self._device), self._attending[:, :, None]
-        mask = columns <= own
-        if window is not None:
-            mask &= columns > own - window
-        return mask[:, None]
+    def _mask(self, window: int | None) -> list[Tensor]:
+        columns, masks = torch.arange(self.span, device=self._device), list[Tensor]()
+        sizes = [rows.stop - rows.start for rows, _ in self._read]
+        for own, (_, span) in zip(self._attending[:, :, None].split(sizes), self._read, strict=True):
+            mask = columns[:span] <= own
+            if window is not None:
+                mask &= columns[:span] > own - window
+            masks.append(mask[:, None])
+        return masks
 
     # For the decode loop
 
@@ -125,7 +133,7 @@ class KVCache:
         rows = [torch.full_like(own, piece.row) for own, piece in zip(columns, pieces, strict=True)]
         self._places = (torch.cat(rows).to(self._device), torch.cat(columns).to(self._device))
         row, _, stop = pieces[0]
-        self._attend(slice(row, row + 1), stop, self._places[1][None])
+        self._attend([(slice(row, row + 1), stop)], self._places[1][None])
 
     def share(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy what the second row of each pair entered with from the first row, whose sequence begins alike."""
@@ -146,10 +154,11 @@ class KVCache:
         newest.add_(1).clamp_(max=self._columns - 1)
         self._places = (self._row_numbers[:rows], newest)
         multiple = self._span_multiple
-        self._attend(slice(rows), -(-max(self._lengths) // multiple) * multiple, newest[:, None])
+        runs = _runs(self._lengths) if multiple == 1 else [(slice(0, rows), max(self._lengths))]
+        self._attend([(run, -(-span // multiple) * multiple) for run, span in runs], newest[:, None])
 
-    def _attend(self, rows: slice, span: int, columns: Tensor) -> None:
-        self._read, self._attending = (rows, span), columns
+    def _attend(self, runs: list[tuple[slice, int]], columns: Tensor) -> None:
+        self._read, self._attending = runs, columns
         self.forget_masks()
 
     def forget_masks(self) -> None:
@@ -167,6 +176,17 @@ class KVCache:
                 used[target] = used[source]
             self._newest[target] = self._newest[source]
         self._lengths = [self._lengths[row] for row in rows]
+
+
+def _runs(lengths: Sequence[int]) -> list[tuple[slice, int]]:
+    """Runs of rows, with the longest of each: a run begins where no row from there on is half as long as the run
+    before."""
+    longest = list(accumulate(reversed(lengths), max))[::-1]  # of the rows from each on
+    starts = [0]
+    for row, length in enumerate(longest):
+        if 2 * length < longest[starts[-1]]:
+            starts.append(row)
+    return [(slice(a, b), longest[a]) for a, b in pairwise([*starts, len(lengths)])]
 
 
 def vacate(finished: Sequence[bool], size: int) -> list[int]:

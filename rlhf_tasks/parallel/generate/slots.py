@@ -46,7 +46,7 @@ class Drawing(NamedTuple):
     """What is the same for all groups of a generation.
 
     seed, purpose   of the random numbers
-    segment_tokens  most tokens that are drawn of a sequence; None: as many as a response may have
+    segment_tokens  most tokens that are drawn of a sequence in a segment; None: as many as a response may have
     record_kept     whether to record which tokens top-k and top-p kept
     micro_batches   a group of n sequences has n / micro_batches slots, rounded up
     prefill_tokens  most tokens of a pass over prompts
@@ -69,32 +69,34 @@ class Group:
     decode step of its sequence begins; where a sequence with the same prompt is in a slot, it is copied from there.
     What happens follows from the tokens alone, so it is the same on all ranks.
 
+    In segments a sequence rests when it has its tokens. Where there is a slot for each, all enter at once and rest at
+    the same step, so they go on where they are; else they enter anew, and what was drawn of them is read again.
+
     prompts  with the keys `input_ids`: prompts, with the tokens that were drawn behind them before, which count as
              prompt here; BEFORE [1] int64: how many these are; BEGUN [1] int64: iteration of the random numbers
 
-    begun  whether a step was computed
-    done   whether all sequences have finished
+    computed  whether a step was computed whose tokens are not stored yet
+    done      whether all sequences have finished, or rest
     """
 
     def __init__(self, engine: Engine, prompts: SampleBatch, drawing: Drawing) -> None:
         params, device, packed = drawing.params, engine.device, prompts["input_ids"]
         n, lengths, pace = len(prompts), packed.lengths, PACES[engine.device.type]
-        self.done = False
+        self.computed = self.done = False
         self._params, self._stage, self._relay, self._device = params, engine.stage, Relay(engine), device
         self._ids, self._prompts, self._prefill_tokens = prompts.ids, packed.split(), drawing.prefill_tokens
         self._pace, self._slots = pace, slots_of(n, drawing.micro_batches)
         self._before = prompts[BEFORE].values
-        segment = drawing.segment_tokens or params.max_new_tokens
-        self._budgets = [min(segment, params.max_new_tokens - n) for n in self._before.tolist()]
-        most, columns = max(self._budgets), max(map(add, lengths, self._budgets)) - 1
+        self._segment = drawing.segment_tokens or params.max_new_tokens
+        self._allowed = [params.max_new_tokens - n for n in self._before.tolist()]
+        self._budgets = [min(self._segment, allowed) for allowed in self._allowed]
+        most, columns = max(self._allowed), max(map(add, lengths, self._allowed)) - 1
         self._cache = KVCache(self._slots, columns, device, pace.span_multiple)
         self._graphs = DecodeGraphs(self._stage, self._cache) if pace.graphs else None
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
         self._strings = params.stop_strings and params.stop_strings.to(device)
         self._step = -1  # number of the last step
         self._prompt_of = {place: alike[0] for alike in same_prompts(packed) for place in alike}
-        self._waiting = deque(range(n))
-        self._entering = [self._waiting.popleft() for _ in range(self._slots)]
         self._unsound = torch.zeros(
             (), dtype=torch.bool, device=device
         )  # tokens were drawn from no distribution
@@ -106,10 +108,15 @@ class Group:
         self._newest, self._drawn = none, none  # the newest token; tokens of the response so far
         self._finished, self._matched = none.bool(), none  # _matched: states of stop strings
         # One entry per sequence:
-        self._last = packed.values[torch.tensor(lengths, device=device).cumsum(0) - 1]  # token of its prompt
-        self._most = torch.tensor(self._budgets, device=device)  # tokens that are drawn now
+        self._read, self._had = (
+            self._prompts,
+            [0] * n,
+        )  # what it enters with; tokens of this that are drawn here
+        self._most = torch.tensor(
+            self._budgets, device=device
+        )  # tokens that are drawn by the end of the segment
         self._lengths = self._most.clone()  # of its response
-        self._state = self._states_of_stop_strings()  # before the first token
+        self._line_up(range(n))
         self._truncated = torch.ones(n, dtype=torch.bool, device=device)
         # One entry per sequence and token of its response, and one for what is drawn behind it:
         ids, numbers = (
@@ -126,15 +133,11 @@ class Group:
         self._logprobs = torch.zeros_like(self._uniforms)
         self._kept: list[list[Tensor]] | None = [[] for _ in lengths] if drawing.record_kept else None
 
-    @property
-    def begun(self) -> bool:
-        return self._step >= 0
-
     def compute(self) -> None:
         """Run this rank's stage for the next step, on each row's newest token; before, on the prompts that enter."""
         if self._entering:
             self._enter()
-        self._step += 1
+        self._step, self.computed = self._step + 1, True
         output = self._decode()
         if not self._relay.is_last_stage:
             self._relay.send_hidden(output)
@@ -153,7 +156,7 @@ class Group:
     def _enter(self) -> None:
         """Fill the prompts of the sequences that enter into the next rows, each prompt once."""
         entering, first = self._entering, self._cache.rows
-        lengths = [len(self._prompts[place]) - 1 for place in entering]
+        lengths = [len(self._read[place]) - 1 for place in entering]
         self._cache.enter(lengths)
         self._places += entering
         filled = {}  # prompt -> the first row with it
@@ -164,22 +167,21 @@ class Group:
             self._fill(pieces, [self._places[piece.row] for piece in pieces])
         if shared := [(source, row) for source, row in entered if source != row]:
             self._cache.share(shared)
-        self._started += [self._step + 1] * len(entering)
+        self._started += [self._step + 1 - self._had[place] for place in entering]
         new = torch.tensor(entering, device=self._device)
         self._order = torch.cat([self._order, new])
         self._newest = torch.cat([self._newest, self._last[new]])
-        zeros = torch.zeros_like(new)
-        self._drawn = torch.cat([self._drawn, zeros])
+        had = torch.tensor([self._had[place] for place in entering], device=self._device)
+        self._drawn = torch.cat([self._drawn, had])
         self._matched = torch.cat([self._matched, self._state[new]])
-        self._finished = torch.cat([self._finished, zeros.bool()])
+        self._finished = torch.cat([self._finished, torch.zeros_like(new).bool()])
         self._entering = []
 
     def _fill(self, pieces: Sequence[Piece], places: Sequence[int]) -> None:
         """Run this rank's stage on pieces of the prompts of the sequences at `places`."""
         lengths = tuple(piece.stop - piece.first for piece in pieces)
         tokens = [
-            self._prompts[place][piece.first : piece.stop]
-            for place, piece in zip(places, pieces, strict=True)
+            self._read[place][piece.first : piece.stop] for place, piece in zip(places, pieces, strict=True)
         ]
         positions = [torch.arange(piece.first, piece.stop) for piece in pieces]
         micro = MicroBatch(
@@ -212,7 +214,7 @@ class Group:
 
     def settle(self) -> None:
         """Store the tokens drawn in the last step; at a check, find which sequences leave and enter."""
-        tokens = self._relay.receive_tokens(self._cache.rows)
+        tokens, self.computed = self._relay.receive_tokens(self._cache.rows), False
         order = self._order
         most = self._most[order]
         self._tokens[order, self._drawn] = tokens
@@ -237,15 +239,53 @@ class Group:
                 self._refuse_unsound_logits()
             self._turn_over(finished)
 
+    def ended(self) -> list[int]:
+        """The ids of the samples that have ended: none of their tokens is still to be drawn."""
+        at_most = self._lengths.cpu() == torch.tensor(self._allowed)
+        return [
+            self._ids[place] for place in (~self._truncated.cpu() | at_most).nonzero().squeeze(1).tolist()
+        ]
+
+    def go_on(self) -> None:
+        """Begin the next segment: all that has not ended is drawn further."""
+        ended = set(self.ended())
+        going = [place for place, sample in enumerate(self._ids) if sample not in ended]
+        self.done = not going
+        had, stays = list(self._budgets), self._slots == len(self._ids)
+        for place in going:
+            self._budgets[place] = min(had[place] + self._segment, self._allowed[place])
+            if self._kept is not None:
+                del self._kept[place][had[place] :]
+        self._most = torch.tensor(self._budgets, device=self._device)
+        moved = torch.tensor(going, dtype=torch.int64, device=self._device)
+        self._lengths[moved] = self._most[moved]
+        if not stays:
+            self._read = list(self._read)
+            for place in going:
+                self._prompt_of[place], self._had[place] = place, had[place]
+                self._read[place] = torch.cat([self._prompts[place], self._tokens[place, : had[place]]])
+            self._line_up(going)
+        finished = [not stays or self._ids[place] in ended for place in self._places]
+        self._finished = torch.tensor(finished, dtype=torch.bool, device=self._device)
+        self._leave(finished)
+
+    def _line_up(self, places: Sequence[int]) -> None:
+        """Let sequences wait for slots; the first ones enter at the next step."""
+        self._last = torch.stack([tokens[-1] for tokens in self._read])  # token with which it enters
+        self._state = self._states_of_stop_strings()  # when it enters
+        self._waiting = deque(places)
+        self._entering = [self._waiting.popleft() for _ in range(min(self._slots, len(places)))]
+
     def _states_of_stop_strings(self) -> Tensor:
-        """The state of each sequence's stop strings behind what was drawn of it before: [n] int64."""
-        states = torch.zeros_like(self._before)
+        """The state of each sequence's stop strings behind what was drawn of it before it enters: [n] int64."""
+        drawn = self._before + torch.tensor(self._had, device=self._device)
+        states = torch.zeros_like(drawn)
         if self._strings is not None:
-            for number in range(int(self._before.max())):
-                of = (self._before > number).nonzero().squeeze(1)
+            for number in range(int(drawn.max())):
+                of = (drawn > number).nonzero().squeeze(1)
                 next_tokens = [
-                    self._prompts[place][number - count]
-                    for place, count in zip(of.tolist(), self._before[of].tolist(), strict=True)
+                    self._read[place][number - count]
+                    for place, count in zip(of.tolist(), drawn[of].tolist(), strict=True)
                 ]
                 states[of], _ = follow(self._strings, states[of], torch.stack(next_tokens))
         return states
@@ -270,6 +310,11 @@ class Group:
             [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))] if enough else []
         )
         self.done = running + len(self._entering) == 0
+        self._leave(finished)
+
+    def _leave(self, finished: list[bool]) -> None:
+        """The finished sequences leave, but for those that fill the rows of a captured graph."""
+        running = finished.count(False)
         stay = running if self._graphs is None or self._entering else DecodeGraphs.rows_for(running)
         if self.done or stay >= len(finished):
             return

@@ -41,8 +41,9 @@ class Cache(Protocol):
         """
         ...
 
-    def read(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values [n, KV heads, S, head_dim], new tokens included, and the mask bool [n, 1, t, S].
+    def read(self, layer: int, window: int | None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Of each of some runs of sequences, which follow each other: keys and values [n, KV heads, S, head_dim], new
+        tokens included, and the mask bool [n, 1, t, S].
 
         The mask is True where a new token may attend; None: everywhere. window: the sliding window in tokens.
         """
@@ -80,8 +81,13 @@ def packed_attention(
         layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
         cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
         if cache.continues:
-            key, value, mask = cache.read(layer, sliding_window)
-            return _cached(query, key, value, mask, kv_index, scaling, softcap), None
+            runs = cache.read(layer, sliding_window)
+            t = query.shape[2] // sum(len(keys) for keys, _, _ in runs)
+            queries = query.split([len(keys) * t for keys, _, _ in runs], dim=2)
+            outputs = [
+                _cached(own, *run, kv_index, scaling, softcap) for own, run in zip(queries, runs, strict=True)
+            ]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
     if kv_index is not None:
         key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)
     if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):

@@ -79,6 +79,7 @@ class OneRank:
         loaded = load_functions(self.algorithm, [call.name for call in self.calls])
         self.functions = functions_of(loaded, self.calls)
         self.left: dict[str, SampleBatch] = {}  # by the calls that generate in segments
+        self.micro_batches = {call.name: 1 if call.kind == "generate" else 4 for call in self.calls}
 
     def iterate(self, iteration: int) -> tuple[dict[str, float], SampleStore]:
         """All calls of one iteration in the graph's order; their metrics, and the samples they left."""
@@ -97,8 +98,7 @@ class OneRank:
         own = part.ids(every)
         ids = range(own[0], own[-1] + 1)
         if call.segment_tokens:
-            left = self.left.get(call.name, nothing_left(call, ids, ids.start))
-            batch = SampleBatch(tuple(ids), left.data)
+            batch = self.left.get(call.name, nothing_left(call, range(call.n_places), ids.start))
         else:
             batch = _renamed(store.get(list(ids), call.inputs), call.remap)
         before = list(range(every.start, ids.start))
@@ -127,7 +127,7 @@ class OneRank:
             iteration=iteration,
             first_sample=ids.start,
             n_seqs=len(ids),
-            micro_batches=4 if call.kind != "generate" else 1,
+            micro_batches=self.micro_batches[call.name],
             tokenizer=self.tokenizer,
             rewards=self.rewards,
             environment=self.environment,

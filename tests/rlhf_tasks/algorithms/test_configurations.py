@@ -130,8 +130,10 @@ def test_roles_default_to_the_actor_and_the_reward_model():
 
 
 def test_staleness_without_a_correction_is_warned_about_and_has_no_call_for_it():
-    for staleness, cap, calls, warned in ((0, None, 0, 0), (1, 2.0, 1, 0), (1, None, 0, 1)):
-        config = make_config(ppo(staleness=staleness, importance_cap=cap))
+    cases = ((0, None, 2, 0, 0), (1, 2.0, 2, 1, 0), (1, 2.0, 1, 0, 0), (1, None, 2, 0, 1))
+    for staleness, cap, mini_batches, calls, warned in cases:
+        sizes = {"num_mini_batches": mini_batches, "batch_size": 2}
+        config = make_config(ppo(staleness=staleness, importance_cap=cap, **sizes))
         graph = algorithm("ppo").calls(config)
         assert [call.name for call in graph].count("actor_inference") == calls
         assert {call.name: call.lead for call in graph if call.lead} == (

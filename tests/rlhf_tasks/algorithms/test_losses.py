@@ -377,6 +377,25 @@ def test_losses_and_gradients_are_those_of_the_formulas(variant, groups, size, m
             )
 
 
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo", "rloo", "reinforce_pp"])
+def test_a_train_step_of_one_optimizer_step_is_itself_the_pass_of_the_proximal_policy(kind):
+    samples = drawn(7, [2, 4, 6, 3, 1, 5], [1.0, 0.0, 0.5, 1.0, 0.0, 1.0])
+    for sample in samples:
+        sample.proximal = sample.new.detach()
+    one = {"staleness": 1, "total_iterations": 2, "importance_cap": 1.2, "num_mini_batches": 1}
+    config: Any = config_of({"type": kind, **one}, 6, 2)
+    assert "actor_inference" not in [call.name for call in algorithm(config.type).calls(config)]
+    engine, metrics = trained(config, samples, 2)
+    expected = expected_loss(config, samples, range(6))
+    ((_, loss, gradients),) = engine.taken
+    assert loss == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
+    wanted = torch.autograd.grad(expected, [sample.new for sample in samples])
+    for number, gradient in enumerate(wanted):
+        torch.testing.assert_close(gradients[number], gradient, rtol=1e-9, atol=1e-12)
+    assert metrics["policy/ratio"] == 1
+    assert metrics["importance/mean"] != pytest.approx(1, abs=1e-5)
+
+
 def test_a_gradient_is_what_a_small_change_of_a_log_probability_gives():
     """Central differences, away from the kinks of the clipping."""
     for variant in VARIANTS[:-2]:
@@ -397,9 +416,13 @@ def test_a_gradient_is_what_a_small_change_of_a_log_probability_gives():
         assert gradients[1][1].item() == pytest.approx(slope, rel=1e-5, abs=1e-8), variant
 
 
-def test_metrics_say_how_old_the_samples_are_and_what_their_tokens_weigh():
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_metrics_say_how_old_the_samples_are_and_what_their_tokens_weigh(mini_batches):
     samples = drawn(5, [2, 4, 6, 3], [1.0, 0.0, 0.0, 1.0])
-    config = config_of({"type": "grpo", "staleness": 1, "total_iterations": 2, "importance_cap": 1.2}, 4, 2)
+    for sample in samples:
+        sample.proximal = sample.new.detach()
+    stale = {"staleness": 1, "total_iterations": 2, "importance_cap": 1.2, "num_mini_batches": mini_batches}
+    config = config_of({"type": "grpo", **stale}, 4, 2)
     _, metrics = trained(config, samples, 1)
     whole = torch.cat([(s.proximal - s.old).exp() for s in samples])
     weights = whole.clamp(max=1.2)

@@ -1,5 +1,4 @@
-"""Generation in segments on one rank: what a whole draw gives, every prompt once, and nothing learns of what has not
-ended."""
+"""Generation in segments on one rank: what a whole draw gives, full batches, and every prompt once."""
 
 import math
 from collections.abc import Iterator
@@ -11,11 +10,10 @@ import torch
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.fetch import fetch
-from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import NUMBER
-from rlhf_tasks.algorithms.shared.sampling.generated import with_others
+from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import DRAWN_BY, NUMBER
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
-from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, trained, weights, world
+from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, weights, world
 
 __all__ = ["folder", "world"]  # fixtures
 
@@ -47,20 +45,19 @@ def start(folder: Path, tmp_path: Path) -> Iterator[Any]:
         run.close()
 
 
-def drawn(run: OneRank, iterations: int = ITERATIONS) -> list[dict[int, SampleBatch]]:
-    """What each iteration delivers: sample -> its data. Nothing is trained."""
+def drawn(run: OneRank, iterations: int = ITERATIONS, micro_batches: int = 1) -> list[dict[int, SampleBatch]]:
+    """What each iteration delivers, in its order: sample -> its data. Nothing is trained, but versions count up."""
     generate = next(call for call in run.calls if call.kind == "generate")
+    run.micro_batches["actor_generate"] = micro_batches
     found = []
     for t in range(iterations):
         store, ids = SampleStore(), range(t * BATCH, (t + 1) * BATCH)
         store.put(fetch(run.rows, run.config, ids))
         run.call(generate, t, store, ids)
+        run.engines["actor"].version += 1
         batch = store.get(list(ids), generate.outputs)
-        ended = [place for place, rows in enumerate(batch["input_ids"].lengths) if rows]
-        numbers = (
-            batch[NUMBER].values.tolist() if generate.segment_tokens else [ids[place] for place in ended]
-        )
-        found.append({number: batch.take([place]) for number, place in zip(numbers, ended, strict=True)})
+        numbers = batch[NUMBER].values.tolist() if generate.segment_tokens else ids
+        found.append({number: batch.take([place]) for place, number in enumerate(numbers)})
     return found
 
 
@@ -75,10 +72,11 @@ def drawn(run: OneRank, iterations: int = ITERATIONS) -> list[dict[int, SampleBa
 def test_in_segments_every_sample_is_what_it_is_when_it_is_drawn_at_once(start: Any, kind: str, changes: Any):
     at_once = {n: batch for one in drawn(start(kind, None, **changes)) for n, batch in one.items()}
     in_segments = drawn(start(kind, 4, **changes))
+    assert [n for one in in_segments for n in one] != sorted(at_once)
     found = {n: batch for one in in_segments for n, batch in one.items()}
     lengths = [int(batch["response_mask"].values.sum()) for batch in found.values()]
     assert min(lengths) < 4 < 12 < max(lengths)
-    assert len(in_segments[0]) < BATCH
+    assert sorted(found) == sorted(at_once)
     for number, batch in found.items():
         wanted = at_once[number]
         assert torch.equal(batch["input_ids"].values, wanted["input_ids"].values), number
@@ -90,55 +88,50 @@ def test_in_segments_every_sample_is_what_it_is_when_it_is_drawn_at_once(start: 
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("reinforce_pp", {}), ("grpo", {"num_generations": 2})])
-def test_every_prompt_that_was_begun_is_delivered_once_whatever_its_length(
+def test_every_batch_is_full_and_every_prompt_is_delivered_once_whatever_its_length(
     start: Any, kind: str, changes: Any
 ):
-    delivered = [
-        number for one in drawn(start(kind, 3, total_iterations=12, **changes), 12) for number in one
-    ]
-    assert sorted(delivered) == list(range(len(delivered)))
+    run = start(kind, 3, total_iterations=12, **changes)
+    batches = drawn(run, 12)
+    assert all(len(batch) == BATCH for batch in batches)
+    assert all(list(batch) == sorted(batch) for batch in batches)
+    delivered = [number for batch in batches for number in batch]
+    assert sorted(delivered) == list(range(12 * BATCH))
     assert delivered != sorted(delivered)
-    assert len(delivered) > 2 * BATCH
+
+
+@pytest.mark.parametrize("segment", [9, 17])
+def test_no_token_is_older_than_the_configuration_says(start: Any, segment: int):
+    run = start("reinforce_pp", segment, total_iterations=12)
+    ages = [
+        t - int(batch[DRAWN_BY].values[batch["response_mask"].values].min())
+        for t, one in enumerate(drawn(run, 12))
+        for batch in one.values()
+    ]
+    assert 0 < max(ages) <= run.config.oldest == 2
+
+
+@pytest.mark.parametrize("strings", [(), ("a", "tt")])
+def test_fewer_slots_than_places_give_the_same_samples(start: Any, strings: Any):
+    changes = {"num_generations": 2, "sampling": {"top_k": 50, "stop_strings": strings}}
+    wanted = drawn(start("grpo", 4, **changes))
+    for mine, theirs in zip(drawn(start("grpo", 4, **changes), micro_batches=3), wanted, strict=True):
+        assert list(mine) == list(theirs)
+        for number, batch in mine.items():
+            assert all(
+                torch.equal(batch[key].values, theirs[number][key].values)
+                for key in set(batch.data) - {"old_logprobs"}
+            )
+            old, wanted_old = batch["old_logprobs"].values, theirs[number]["old_logprobs"].values
+            assert torch.allclose(old, wanted_old, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_places_whose_samples_have_not_ended_have_no_influence(start: Any, kind: str):
-    """Half of the places have ended; a batch of these alone gives the same metrics and the same bits."""
-    changes = {"num_mini_batches": 1, **KINDS[kind]}
-    half = BATCH // 2
-    larger, smaller = (start(kind, 17, batch_size=n, **changes) for n in (BATCH, half))
-    _, store = larger.iterate(0)
-    full = store.get(list(range(half)), made(larger))
-    assert all(full["input_ids"].lengths)
-    smaller_store = SampleStore()
-    smaller_store.put(full)
-    store.put(with_others(full, tuple(range(BATCH))))
-    again = start(kind, 17, batch_size=BATCH, **changes)
-    expected, found = trained(smaller, smaller_store, half), trained(again, store, BATCH)
-    assert found[0] == pytest.approx(expected[0], rel=1e-12, nan_ok=True)
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_iteration_in_which_nothing_ends_learns_nothing_and_one_with_empty_mini_batches_something(
-    start: Any, kind: str
-):
-    run = start(kind, 1, num_mini_batches=4, total_iterations=16, **KINDS[kind])
+def test_the_metrics_count_what_is_begun_and_not_delivered(start: Any, kind: str):
+    run = start(kind, 4, total_iterations=4, **KINDS[kind])
     before = weights(run, "actor")
-    metrics, _ = run.iterate(0)
-    assert metrics.pop("throughput/tokens_per_s") > 0
-    assert metrics == {"segments/delivered": 0, "segments/unfinished": BATCH}
-    assert all(torch.equal(w, before[name]) for name, w in weights(run, "actor").items())
-    told = {}
-    for t in range(1, 15):
-        told = run.iterate(t)[0]
-        if 0 < told["segments/delivered"] < BATCH // 2:
-            break
-    assert 0 < told["segments/delivered"] < BATCH // 2
-    assert math.isfinite(told["loss/policy"])
+    told = [run.iterate(t)[0] for t in range(4)]
+    assert [one["segments/unfinished"] for one in told] == [BATCH, BATCH, BATCH, 0]
+    assert any(0 < one["segments/waiting"] < BATCH for one in told)
+    assert all(math.isfinite(one["loss/policy"]) for one in told)
     assert any(not torch.equal(w, before[name]) for name, w in weights(run, "actor").items())
-
-
-def made(run: OneRank) -> list[str]:
-    """The keys that the calls of a run make."""
-    return [key for call in run.calls for key in call.outputs]

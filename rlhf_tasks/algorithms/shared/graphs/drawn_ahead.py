@@ -11,7 +11,8 @@ DRAWN_BY = "drawn_by"
 """The key of the version of the actor that has drawn each token; -1 on the prompt."""
 
 PROXIMAL = "proximal_logprobs"
-"""The key of the log-probabilities under the actor before the train_step, the proximal policy of decoupled PPO."""
+"""The key of the log-probabilities under the actor before the train_step, the proximal policy of decoupled PPO, where
+the train_step takes several optimizer steps."""
 
 NUMBER = "number"
 """The key of the global id of the sample that ended in a place of the batch (docs/adr/0020-segments.md)."""
@@ -24,16 +25,16 @@ def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig
     """The calls of a graph whose samples are drawn ahead, or in segments.
 
     Generation runs `config.staleness` iterations ahead, and records which version has drawn each token. Where
-    these are weighted, `actor_inference` computes the log-probabilities under the proximal policy
-    (arXiv:2110.00641, section 3; arXiv:2505.24298, section 5.2), and `actor_train` reads them. Without staleness
-    and segments the calls stay as they are.
+    these are weighted, and the train_step takes several optimizer steps, `actor_inference` computes the
+    log-probabilities under the proximal policy (arXiv:2110.00641, section 3; arXiv:2505.24298, section 5.2), and
+    `actor_train` reads them. Without staleness and segments the calls stay as they are.
     Raises ConfigError where a graph cannot be drawn in segments.
     """
     if not config.learns_from_older:
         return list(calls)
     segment = config.sampling.segment_tokens
     found = list[ModelFunctionCall]()
-    proximal = (PROXIMAL,) if config.corrects_staleness else ()
+    proximal = (PROXIMAL,) if config.infers_proximal else ()
     for call in calls:
         if call.kind == "generate":
             drawn = (DRAWN_BY,) if call.name == "actor_generate" else ()

@@ -27,6 +27,7 @@ Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logprobs, ratio, advantages), all [T] -> (loss, where a bound applies), both [T]."""
 
 SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch")
+WEIGHED = ("weight", "weight_squared", "cut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ def policy_steps(
         those of `from_older`, with staleness or segments. Ratio and KL are then those from the proximal policy
     """
     config = _config(context)
+    weighs = config.corrects_staleness and not config.infers_proximal
     batch, weights, staleness = from_older(engine, batch, weights, config, objective.ratio)
     kept = KEPT if config.records_kept else ()
     ref = ("ref_logprobs",) if objective.beta > 0 else ()
@@ -138,13 +140,14 @@ def policy_steps(
     }
     read = ("input_ids", "response_mask", "old_logprobs", *ref, *kept)
     samples = SampleBatch(batch.ids, {key: batch[key] for key in read} | own)
-    loss = partial(_terms, engine, config.sampling.temperature, objective)
+    cap = config.importance_cap if weighs else None
+    loss = partial(_terms, engine, config.sampling.temperature, objective, cap)
     steps = Steps(
         engine,
         loss,
         weights.denominators,
         context.micro_batches,
-        SUMS,
+        SUMS + (WEIGHED if weighs else ()),
         tokens,
         counted="response_mask",
         share=None if ids is None else planned_share(context, engine.placement.strategy.dp),
@@ -159,6 +162,11 @@ def policy_steps(
             mismatch = means["mismatch"]
         if early_stop_ratio is not None and means["ratio"] > early_stop_ratio:
             break
+    if weighs:
+        mean = steps.mean("weight")
+        staleness["importance/mean"] = mean
+        staleness["importance/cut_ratio"] = steps.mean("cut")
+        staleness["importance/effective"] = mean**2 / steps.mean("weight_squared")
     return {
         "loss/policy": steps.mean("loss"),
         "entropy": steps.mean("entropy"),
@@ -179,7 +187,8 @@ def from_older(
 
     Where tokens are weighted, decoupled PPO: each token's weight is multiplied by its `behaviour_weights`, and the
     policy ratio is that to the proximal policy, so `old_logprobs` of the batch become `proximal_logprobs`. The
-    denominators stay: a token that counts less does not make the others count more.
+    denominators stay: a token that counts less does not make the others count more. Where the proximal policy is
+    that of the only optimizer step, this step does all that itself (`_terms`), and gives the metrics of importance.
     ratio  the objective's: where its actions are whole responses, so are those that are weighted
     Metrics: staleness/mean and staleness/max (train calls since a token was drawn, over the response tokens);
     importance/mean, importance/cut_ratio (share of the tokens whose weight the cap cuts) and importance/effective
@@ -191,7 +200,7 @@ def from_older(
     mask, drawn = batch["response_mask"].values, batch["old_logprobs"]
     ages = engine.version - batch[DRAWN_BY].values[mask]
     tally = torch.bincount(ages, minlength=config.oldest + 1).double()
-    if not config.corrects_staleness:
+    if not config.infers_proximal:
         return batch, weights, _ages(engine.sum_over_dp(tally).tolist())
     assert config.importance_cap is not None, "tokens are not weighted"
     proximal, lengths = batch[PROXIMAL], batch["input_ids"].lengths
@@ -221,12 +230,27 @@ def _ages(counts: Sequence[float]) -> dict[str, float]:
 
 
 def _terms(
-    engine: Engine, temperature: float, objective: Objective, logits: Tensor, micro: MicroBatch
+    engine: Engine,
+    temperature: float,
+    objective: Objective,
+    cap: float | None,
+    logits: Tensor,
+    micro: MicroBatch,
 ) -> LossTerms:
-    """The weighted losses of one micro-batch, and the sums over its response tokens for the metrics."""
+    """The weighted losses of one micro-batch, and the sums over its response tokens for the metrics.
+
+    cap  of the weights of tokens that older versions have drawn, where this pass is that of the proximal policy, too;
+         else None
+    """
     data = micro.data
-    mask, old = data["response_mask"], data["old_logprobs"]
+    mask, old, weights = data["response_mask"], data["old_logprobs"], data["weights"]
     logprobs, entropy = engine.logprobs_and_entropy(logits, micro, temperature)
+    weighed = dict[str, Tensor]()
+    if cap is not None:
+        change = torch.where(mask, logprobs.detach() - old, 0.0).double()
+        by, cut = behaviour_weights(objective.ratio(change, mask, micro.lengths), mask, cap)
+        old, weights = logprobs.detach(), (weights * by).to(weights.dtype)
+        weighed = {"weight": by, "weight_squared": by.square(), "cut": cut}
     ratio = objective.ratio(logprobs - old, mask, micro.lengths)
     losses, clipped = objective.surrogate(logprobs, ratio, data["advantages"])
     if objective.beta > 0:
@@ -239,9 +263,10 @@ def _terms(
         "clip_ratio": clipped,
         "approx_kl": torch.expm1(change) - change,
         "mismatch": change.abs(),
+        **weighed,
     }
     return LossTerms(
-        torch.where(data["weights"] > 0, data["weights"] * losses, 0.0).sum(),
+        torch.where(weights > 0, weights * losses, 0.0).sum(),
         {name: torch.where(mask, values, 0).sum() for name, values in sums.items()},
     )
 

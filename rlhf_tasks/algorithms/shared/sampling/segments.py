@@ -1,14 +1,15 @@
-"""Generation in segments: what has not ended within `segment_tokens` goes on in the next iteration
+"""Generation in segments: what has not ended when a batch is full goes on in the next iteration
 (docs/adr/0020-segments.md).
 
-A batch has places: one for each group of samples of a prompt. A place is free, or has the samples of a group, some of
-which may have ended. When all have, the group is delivered: the place's samples of this iteration are these, and the
-place is free. Samples of the other places have 0 rows in this iteration. Free places get the next groups in the order
-of the data, counted over all dp ranks. In the last iteration all is drawn to its end.
+There are places for the groups of two batches. A place is free, or has the samples of a group, some of which may have
+ended. Free places get the next groups in the order of the data, counted over all dp ranks. Then all samples that have
+not ended are drawn by `segment_tokens` tokens, again and again, until a batch of whole groups has ended. The first of
+these in the order of the data are delivered: they are the iteration's samples. So its batch is always full. In the
+last iteration all is drawn to its end.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,9 @@ from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, Call
 from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import COLUMNS, DRAWN_BY, NUMBER
 from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
-from rlhf_tasks.algorithms.shared.sampling.generated import generated, with_others
 from rlhf_tasks.algorithms.shared.sampling.generation import sampling_params
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.generate.generation import Segments
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN
 from rlhf_tasks.parallel.train.engine import Engine
@@ -33,7 +34,7 @@ GROUPS_BEGUN = "groups_begun"
 """The key of the number of groups that were begun so far, on all dp ranks together."""
 
 ENDED = "ended"
-"""The key that says whether a sample has ended; it may wait for the others of its group."""
+"""The key that says whether a sample has ended; it may wait for the others of its group, or for its turn."""
 
 _EMPTY: Mapping[str, torch.dtype] = {
     "input_ids": torch.int64,
@@ -50,74 +51,76 @@ Sample = dict[str, Tensor]
 
 
 def left_keys(call: ModelFunctionCall) -> dict[str, str]:
-    """Key of what a call leaves for the next iteration -> its name in the samples' store."""
+    """Key of what a call leaves for the next iteration -> its name in a commit."""
     return {key: f"left_{key}" for key in (*call.outputs, ENDED, GROUPS_BEGUN)}
 
 
-def nothing_left(call: ModelFunctionCall, ids: Iterable[int], first_sample: int) -> SampleBatch:
+def nothing_left(call: ModelFunctionCall, places: Iterable[int], first_sample: int) -> SampleBatch:
     """What the call finds where no iteration before has left anything: free places.
 
+    places        numbers of the places of a dp rank's samples
     first_sample  global id of the first sample of the iteration: all before it count as begun
     """
     groups = torch.tensor([first_sample // call.group_size])
-    return _batch({sample: _free(call, groups) for sample in ids})
+    return _batch({place: _free(call, groups) for place in places})
 
 
 def functions_of(
     functions: Mapping[str, CallFunction], calls: Iterable[ModelFunctionCall]
 ) -> dict[str, CallFunction]:
-    """The functions of a graph's calls. With segments, generation is `draw_segment`, and the calls behind it get only
-    what has ended."""
+    """The functions of a graph's calls. With segments, generation is `draw_segments`."""
     known = {call.name: call for call in calls}
-    segmented = [call for call in known.values() if call.segment_tokens]
-    if not segmented:
-        return dict(functions)
-    return {
-        name: draw_segment(known[name]) if known[name] in segmented else on_delivered(known[name], function)
-        for name, function in functions.items()
-    }
+    found = dict(functions)
+    for name, function in functions.items():
+        if known[name].segment_tokens:
+            found[name] = draw_segments(known[name])
+        elif NUMBER in known[name].inputs:
+            found[name] = under_their_numbers(function)
+    return found
 
 
-def on_delivered(call: ModelFunctionCall, function: CallFunction) -> CallFunction:
-    """The function of a call behind generation: nothing that it does knows of the samples that have not ended.
+def under_their_numbers(function: CallFunction) -> CallFunction:
+    """The function of a call that reads NUMBER: it is given the samples under these ids, as rewards, files and errors
+    name them."""
 
-    A call that reads NUMBER is given the samples under these ids, as rewards, files and errors name them. Where no
-    sample of an iteration has ended, a train_step does nothing, and no call has metrics.
-    """
+    def on_numbered(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+        ids = tuple(batch[NUMBER].values.tolist())
+        output = function(engine, SampleBatch(ids, batch.data), context)
+        if output.batch is None:
+            return output
+        return CallOutput(SampleBatch(batch.ids, output.batch.select(ids).data), output.metrics)
 
-    def on_those_that_ended(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-        ended = generated(batch, call.token_key)
-        n = engine.sum_over_dp(torch.tensor([len(ended)], dtype=torch.float64)).item()
-        if not n and call.kind == "train_step":
-            return CallOutput()
-        ids = tuple(ended[NUMBER].values.tolist()) if NUMBER in call.inputs else ended.ids
-        output = function(engine, SampleBatch(ids, ended.data), context)
-        made = output.batch
-        if made is not None:
-            made = with_others(SampleBatch(ended.ids, made.select(ids).data), batch.ids)
-        return CallOutput(made, output.metrics if n else {})
-
-    return on_those_that_ended
+    return on_numbered
 
 
-def draw_segment(call: ModelFunctionCall) -> CallFunction:
+def draw_segments(call: ModelFunctionCall) -> CallFunction:
     """The function of `actor_generate` in segments.
 
-    Its batch is what the iteration before has left in the places, see `left_keys`. It gives the keys of
-    `actor_generate` for the samples that end, with DRAWN_BY, NUMBER and COLUMNS, and no rows for the others.
+    Its batch is what the iteration before has left in the places of this dp rank, see `left_keys`. It gives the keys
+    of `actor_generate`, with DRAWN_BY, NUMBER and COLUMNS, for samples of the iteration: those that ended on this dp
+    rank, which may be others than it is due.
     A response depends only on (seed, sample, weights that drew each of its tokens, prompt). Where the weights do not
     change, its tokens are those that it has when it is drawn at once.
-    Metrics: completions/mean_length and completions/clipped_ratio of the samples that end, where some do;
-    throughput/tokens_per_s of the tokens that are drawn; segments/delivered and segments/unfinished (samples).
+    Metrics: completions/mean_length and completions/clipped_ratio of the samples that are delivered;
+    throughput/tokens_per_s of the tokens that are drawn; segments/unfinished (samples that were begun and are not
+    delivered) and segments/waiting (those of them whose group has ended).
     """
 
     def function(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
         config = context.config
         assert isinstance(config, PolicyConfig), f"{config.type} runs do not sample in segments"
         places = dict(zip(batch.ids, _samples(batch), strict=True))
-        _begin(engine, places, context, call)
-        running = {place: sample for place, sample in places.items() if not sample[ENDED]}
+        _begin(engine, places, context, call, config.total_iterations)
+        # The longest first: the cache is read in runs of sequences of similar lengths.
+        running = sorted(
+            (one for one in places.values() if one[NUMBER] != FREE and not one[ENDED]),
+            key=lambda sample: (-len(sample["input_ids"]), int(sample[NUMBER])),
+        )
         is_last = context.iteration == config.total_iterations - 1
+
+        def enough(ended: Sequence[int]) -> bool:
+            return len(_ready(engine, places, call, ended)) >= call.n_groups
+
         started = time.perf_counter()
         drawn = draw(
             engine,
@@ -127,54 +130,68 @@ def draw_segment(call: ModelFunctionCall) -> CallFunction:
             context.iteration,
             record_kept=config.records_kept,
             micro_batches=context.micro_batches,
-            segment_tokens=None if is_last else call.segment_tokens,
+            segments=None if is_last else Segments(call.segment_tokens or 1, enough),
         )
         elapsed_s = time.perf_counter() - started
+        if drawn is not None:
+            for sample, new in zip(running, _samples(drawn), strict=True):
+                _extend(sample, new, engine.version, config.sampling.max_completion_length)
+        ready = _ready(engine, places, call)
+        due = {group: number for number, group in enumerate(ready[: call.n_groups])}
         if drawn is None:
             return CallOutput(metrics=_metrics(engine, None))
-        for sample, new in zip(running.values(), _samples(drawn), strict=True):
-            _extend(sample, new, engine.version, config.sampling.max_completion_length)
-        ended = _delivered(places, call.group_size)
-        free = _free(call, next(iter(places.values()))[GROUPS_BEGUN])
-        ends = {
-            place: sample if place in ended else {key: value[:0] for key, value in sample.items()}
+        whole = frozenset(ready)
+        size, first = call.group_size, context.first_sample
+        delivered = {
+            first + due[int(sample[NUMBER]) // size] * size + int(sample[NUMBER]) % size: place
             for place, sample in places.items()
+            if int(sample[NUMBER]) // size in due
         }
-        left = {place: free if place in ended else sample for place, sample in places.items()}
+        ends = {number: places[place] for number, place in sorted(delivered.items())}
         told = _Told(
-            delivered=len(ended),
-            tokens=sum(int(places[place]["response_mask"].sum()) for place in ended),
-            truncated=sum(int(places[place]["truncated"]) for place in ended),
-            unfinished=len(places) - len(ended),
+            delivered=len(ends),
+            tokens=sum(int(sample["response_mask"].sum()) for sample in ends.values()),
+            truncated=sum(int(sample["truncated"]) for sample in ends.values()),
+            unfinished=sum(int(sample[NUMBER]) != FREE for sample in places.values()) - len(ends),
+            waiting=sum(int(sample[NUMBER]) // size in whole for sample in places.values()) - len(ends),
             drawn=int(drawn["response_mask"].values.sum()),
             seconds=elapsed_s,
             heads=1,
         )
+        for place in delivered.values():
+            places[place] = _free(call, places[place][GROUPS_BEGUN])
         metrics = _metrics(engine, told)
-        return CallOutput(_batch(ends).to(engine.device), metrics, _batch(left).to(engine.device))
+        return CallOutput(_batch(ends).to(engine.device) if ends else None, metrics, _batch(places))
 
     return function
 
 
 def _begin(
-    engine: Engine, places: Mapping[int, Sample], context: CallContext, call: ModelFunctionCall
+    engine: Engine,
+    places: Mapping[int, Sample],
+    context: CallContext,
+    call: ModelFunctionCall,
+    iterations: int,
 ) -> None:
-    """Put the next groups into the free places of all dp ranks, in the order of the places. Collective."""
-    size, first = call.group_size, context.first_sample
-    free = torch.zeros(context.n_seqs // size, dtype=torch.float64)
+    """Put the next groups into the free places of all dp ranks, in the order of the places, while the run has some.
+    Collective."""
+    size = call.group_size
+    # Not of the whole run's iterations: before an accepted change they may have had another batch size.
+    in_all = context.first_sample // size + (iterations - context.iteration) * call.n_groups
+    free = torch.zeros(call.n_places // size, dtype=torch.float64)
     for place, sample in places.items():
         if sample[NUMBER] == FREE:
-            free[(place - first) // size] = 1
+            free[place // size] = 1
     everywhere = engine.sum_over_dp(free).cpu().long()
     begun = next(iter(places.values()))[GROUPS_BEGUN]
     group_of = begun + everywhere.cumsum(0) - 1
     numbers = {
-        place: int(group_of[(place - first) // size]) * size + (place - first) % size
+        place: int(group_of[place // size]) * size + place % size
         for place, sample in places.items()
-        if sample[NUMBER] == FREE
+        if sample[NUMBER] == FREE and group_of[place // size] < in_all
     }
     for sample in places.values():
-        sample[GROUPS_BEGUN] = begun + everywhere.sum()
+        sample[GROUPS_BEGUN] = (begun + everywhere.sum()).clamp(max=in_all)
     if not numbers:
         return
     assert context.rows is not None, "the call reads rows"
@@ -189,19 +206,39 @@ def _begin(
             sample["kept_counts"] = torch.zeros(n, dtype=torch.int32)
 
 
-def _to_draw(running: Mapping[int, Sample], batch_size: int) -> SampleBatch:
+def _ready(
+    engine: Engine, places: Mapping[int, Sample], call: ModelFunctionCall, ended: Iterable[int] = ()
+) -> list[int]:
+    """The numbers of the groups in all dp ranks' places of which all samples have ended, ascending. Collective.
+
+    ended  numbers of samples that have ended besides those that say so themselves
+    """
+    size, now = call.group_size, set(ended)
+    numbers = torch.zeros(call.n_places // size, dtype=torch.float64)
+    for place, sample in places.items():
+        if sample[NUMBER] != FREE:
+            numbers[place // size] = int(sample[NUMBER]) // size + 1
+    for place, sample in places.items():
+        if not sample[ENDED] and int(sample[NUMBER]) not in now:
+            numbers[place // size] = 0
+    return sorted(int(number) - 1 for number in engine.sum_over_dp(numbers).tolist() if number)
+
+
+def _to_draw(running: Sequence[Sample], batch_size: int) -> SampleBatch:
     """Samples under their numbers, as `generate` takes them. Random numbers are those of the iteration that would
     have begun them if all were drawn at once."""
-    numbers = [int(sample[NUMBER]) for sample in running.values()]
-    one = (1,) * len(numbers)
+    numbers, one = [int(sample[NUMBER]) for sample in running], (1,) * len(running)
+    before = [int(sample["response_mask"].sum()) for sample in running]
+    none = torch.zeros(0, dtype=torch.int64)
     return SampleBatch(
         tuple(numbers),
         {
-            "prompt_ids": Packed.of([sample["input_ids"] for sample in running.values()]),
-            BEFORE: Packed(
-                torch.tensor([int(sample["response_mask"].sum()) for sample in running.values()]), one
+            "prompt_ids": Packed(
+                torch.cat([none, *(sample["input_ids"] for sample in running)]),
+                tuple(len(sample["input_ids"]) for sample in running),
             ),
-            BEGUN: Packed(torch.tensor([number // batch_size for number in numbers]), one),
+            BEFORE: Packed(torch.tensor(before, dtype=torch.int64), one),
+            BEGUN: Packed(torch.tensor([n // batch_size for n in numbers], dtype=torch.int64), one),
         },
     )
 
@@ -222,12 +259,6 @@ def _extend(sample: Sample, new: Sample, version: int, most: int) -> None:
     if "kept_counts" in sample:
         sample["kept_counts"] = torch.cat([sample["kept_counts"], new["kept_counts"][before:]])
         sample["kept_tokens"] = torch.cat([sample["kept_tokens"], new["kept_tokens"]])
-
-
-def _delivered(places: Mapping[int, Sample], size: int) -> set[int]:
-    """The places of the groups of which all samples have ended. size: samples of a group"""
-    running = {place // size for place, sample in places.items() if not sample[ENDED]}
-    return {place for place in places if place // size not in running}
 
 
 def _free(call: ModelFunctionCall, groups_begun: Tensor) -> Sample:
@@ -256,8 +287,9 @@ def _batch(samples: Mapping[int, Sample]) -> SampleBatch:
 class _Told(NamedTuple):
     """Figures of one dp rank, or sums of all.
 
-    delivered, tokens, truncated  samples that end now, their response tokens, those of them that are truncated
-    unfinished  samples that do not, or wait for others of their group
+    delivered, tokens, truncated  samples that are delivered now, their response tokens, those that are truncated
+    unfinished  samples that were begun and are not delivered
+    waiting     those of them whose groups have ended
     drawn       tokens that were drawn, in so many `seconds`
     heads       dp ranks
     """
@@ -266,6 +298,7 @@ class _Told(NamedTuple):
     tokens: float = 0
     truncated: float = 0
     unfinished: float = 0
+    waiting: float = 0
     drawn: float = 0
     seconds: float = 0
     heads: float = 0
@@ -275,13 +308,10 @@ def _metrics(engine: Engine, own: _Told | None) -> dict[str, float]:
     """The metrics of a call. Collective over the mesh. own: on a head"""
     of_all = engine.sum_over_dp(torch.tensor(own or _Told(), dtype=torch.float64))
     told = _Told(*of_all.tolist())
-    found: dict[str, float] = {}
-    if told.delivered:
-        found["completions/mean_length"] = told.tokens / told.delivered
-        found["completions/clipped_ratio"] = told.truncated / told.delivered
     return {
-        **found,
+        "completions/mean_length": told.tokens / told.delivered,
+        "completions/clipped_ratio": told.truncated / told.delivered,
         "throughput/tokens_per_s": told.drawn * told.heads / told.seconds,
-        "segments/delivered": told.delivered,
         "segments/unfinished": told.unfinished,
+        "segments/waiting": told.waiting,
     }

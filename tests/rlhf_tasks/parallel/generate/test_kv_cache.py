@@ -40,14 +40,13 @@ def step(cache: KVCache, lengths: Mapping[int, int]) -> dict[int, int]:
 def assert_holds(cache: KVCache, lengths: Mapping[int, int], window: int | None = None) -> None:
     """Row i reads the first `lengths` positions of the i-th sequence named, in order, and nothing else."""
     for layer in (4, 7):
-        keys, values, mask = cache.read(layer, window)
-        assert keys.shape[0] == len(lengths)
-        for row, (sequence, length) in enumerate(lengths.items()):
-            seen = mask[row, 0, 0]
+        rows = [row for run in cache.read(layer, window) for row in zip(*run, strict=True)]
+        for (keys, values, mask), (sequence, length) in zip(rows, lengths.items(), strict=True):
+            seen = mask[0, 0]
             first = 0 if window is None else max(0, length - window)
             expected = torch.stack([stamp((sequence, p)) for p in range(first, length)], dim=1)
-            assert torch.equal(keys[row][:, seen], expected)
-            assert torch.equal(values[row][:, seen], -expected)
+            assert torch.equal(keys[:, seen], expected)
+            assert torch.equal(values[:, seen], -expected)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -78,7 +77,7 @@ def test_a_piece_of_a_sequence_attends_to_what_was_written_before():
         cache.fill([Piece(1, first, stop)])
         assert cache.continues == (first > 0)
         write(cache, [(6, position) for position in range(first, stop)])
-        keys, _, mask = cache.read(4, window=4)
+        ((keys, _, mask),) = cache.read(4, window=4)
         assert (keys.shape[0], mask.shape) == (1, (1, 1, stop - first, stop))
         for number, position in enumerate(range(first, stop)):
             expected = [stamp((6, p)) for p in range(max(0, position - 3), position + 1)]
@@ -90,10 +89,22 @@ def test_a_read_spans_no_column_that_no_one_needs():
     cache = KVCache(2, 60, CPU)
     fill(cache, {0: 2, 1: 50})
     step(cache, {0: 2, 1: 50})
-    assert cache.read(4)[0].shape == (2, 2, 51, 3)
+    assert cache.read(4)[0][0].shape == (2, 2, 51, 3)
     cache.keep([0])
     step(cache, {0: 3})
-    assert cache.read(4)[0].shape == (1, 2, 4, 3)
+    assert cache.read(4)[0][0].shape == (1, 2, 4, 3)
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_rows_behind_which_all_are_far_shorter_are_read_apart(multiple: int):
+    cache = KVCache(5, 48, CPU, multiple)
+    lengths = {0: 30, 1: 40, 2: 9, 3: 12, 4: 3}
+    fill(cache, lengths)
+    lengths = step(cache, lengths)
+    assert_holds(cache, lengths)
+    assert_holds(cache, lengths, window=5)
+    spans = [keys.shape[0::2] for keys, _, _ in cache.read(4)]
+    assert spans == ([(2, 41), (2, 13), (1, 4)] if multiple == 1 else [(5, 48)])
 
 
 def test_a_finished_sequence_that_stays_beyond_its_end_disturbs_no_other():
@@ -102,7 +113,7 @@ def test_a_finished_sequence_that_stays_beyond_its_end_disturbs_no_other():
     lengths = {0: 1, 1: 3}
     for _ in range(3):
         lengths = step(cache, lengths)
-    keys, _, mask = cache.read(4)
+    ((keys, _, mask),) = cache.read(4)
     assert torch.equal(keys[0][:, mask[0, 0, 0]], torch.stack([stamp((0, p)) for p in range(4)], dim=1))
 
 

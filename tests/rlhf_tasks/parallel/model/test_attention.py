@@ -80,7 +80,7 @@ class ListCache:
         for owner, key, value in zip(owners, keys, values, strict=True):
             self.rows[owner].append((key, value))
 
-    def read(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, layer: int, window: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
         longest = max(map(len, self.rows))
         kv_heads, head_dim = self.rows[0][0][0].shape
         keys, values = torch.full((2, len(self.rows), kv_heads, longest, head_dim), 1e3)
@@ -89,7 +89,7 @@ class ListCache:
             for j, (key, value) in enumerate(rows):
                 keys[i, :, j], values[i, :, j] = key, value
                 mask[i, 0, 0, j] = window is None or j > len(rows) - 1 - window
-        return keys, values, mask
+        return [(keys[:1], values[:1], mask[:1]), (keys[1:], values[1:], mask[1:])]
 
 
 @pytest.mark.parametrize("kv_map", [EVEN, UNEVEN])
