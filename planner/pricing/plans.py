@@ -244,7 +244,7 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     parameters on each placement where they are not offloaded; the weights below adapters on each placement. Roles
     with the same frozen weights hold them once on a placement. A copy exists from its reallocation to its release.
     Offloaded parameters are on the devices from their onload to their offload. A call's temporary memory exists while
-    it runs. What generation has drawn for later iterations is on the stage of its heads. A role that follows another
+    it runs. What generation has drawn for later iterations is not counted. A role that follows another
     has its parameters and master weights where its model runs; while they are blended, the other's parameters are
     there, too.
     """
@@ -311,12 +311,6 @@ def _resident(
 ) -> Iterator[tuple[str, list[tuple[int, float]]]]:
     """What is held all the time: (part, (device, bytes) pairs). stages: as `_alike` gives them."""
     there: set[Hashable] = set()
-    for call, (node, *_) in plan.calls.items():
-        held, at = ahead_bytes(plan, node.call, model.workload), node.placement
-        if held:
-            head = at.coordinate(min(at.heads)).pp
-            of_stages = (held / at.strategy.dp * (stage == head) for stage in range(at.strategy.pp))
-            yield f"{call}: for later iterations", _by_device(stages[at], of_stages)
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
             if where.trained and not number:

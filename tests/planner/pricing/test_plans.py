@@ -4,7 +4,6 @@ import pytest
 
 from bench.replay import replay
 from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.calls import CostModel
@@ -219,28 +218,3 @@ def test_shortfall_names_device_bytes_and_fields(make_graph, ppo_cost):
     assert "ZeRO" in message
     roomy = ppo_cost(cluster, device=preset("a100-80g-sxm").model_copy(update={"memory_bytes": 200 * 10**9}))
     assert shortfall(replace(price), roomy) is None
-
-
-def test_what_is_drawn_for_later_iterations_is_in_the_memory_of_the_ranks_that_generate(
-    make_graph, assign, ppo_cost, tiny
-):
-    cluster = Cluster(1, 4)
-    model = ppo_cost(cluster, tiny, preset("cpu-slot"), itemsize=4, prompt_tokens=40)
-
-    def held(lead, segment_tokens):
-        changed = {"lead": lead, "segment_tokens": segment_tokens}
-        plain = make_graph(n_seqs=256)
-        calls = [c.model_copy(update=changed if c.kind == "generate" else {}) for c in plain.calls]
-        graph = DataflowGraph(calls, plain.dataset_keys)
-        given = {call.name: assign([2, 3], 2) for call in calls} | {"actor_generate": assign([0, 1], 1, 1, 2)}
-        peaks = plan_memory(build_plan(graph, given, cluster), model).peaks
-        return {
-            device: peaks[device].parts.get("actor_generate: for later iterations", 0) for device in peaks
-        }
-
-    assert not any(held(0, None).values())
-    # By hand: prompts and columns, 8 and 4 bytes a token; sequences, masks, log-probabilities, 8, 1 and 4; truncated.
-    response = (40 + 128) * (8 + 1 + 4) + 1
-    assert held(2, None)[1] == 2 * 256 * (40 * (8 + 4) + response)
-    assert held(2, 16)[1] == (2 + 2) * 256 * response
-    assert held(2, 16)[0] == held(2, 16)[2] == 0
