@@ -221,15 +221,6 @@ def key_bytes(key: str, workload: Workload) -> float:
     return _TOKEN_BYTES.get(key, 4) * tokens
 
 
-def ahead_bytes(plan: ExecutionPlan, call: ModelFunctionCall, workload: Workload) -> float:
-    """Bytes of what a call has made for later iterations when one ends: samples that are drawn ahead, with what is
-    fetched of them; in segments, its places."""
-    fetched = {key for node in plan.nodes if isinstance(node, FetchNode) for key in node.keys}
-    keys = {*call.outputs} if call.segment_tokens else fetched.union(call.outputs)
-    n_samples = call.lead * call.n_seqs + (call.n_places if call.segment_tokens else 0)
-    return n_samples * sum(key_bytes(key, workload) for key in keys)
-
-
 class PlanMemory(NamedTuple):
     """Memory under a plan; the fields are as in PlanPrice."""
 
@@ -244,9 +235,9 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     parameters on each placement where they are not offloaded; the weights below adapters on each placement. Roles
     with the same frozen weights hold them once on a placement. A copy exists from its reallocation to its release.
     Offloaded parameters are on the devices from their onload to their offload. A call's temporary memory exists while
-    it runs. What generation has drawn for later iterations is not counted. A role that follows another
-    has its parameters and master weights where its model runs; while they are blended, the other's parameters are
-    there, too.
+    it runs. A role that follows another has its parameters and master weights where its model
+    runs; while they are blended, the other's parameters are there, too. What generation has drawn for later
+    iterations is not counted.
     """
     groups, stages = _alike(plan)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}

@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from planner.plan.workload import Workload
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
-from planner.pricing.plans import ahead_bytes
+from planner.pricing.plans import key_bytes
 from rlhf_tasks.parallel.layout.topology import Coordinate, Placement
-from rlhf_tasks.spec import ExecutionPlan, SaveNode, SaveSamplesNode
+from rlhf_tasks.spec import ExecutionPlan, FetchNode, ModelFunctionCall, SaveNode, SaveSamplesNode
 
 
 def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, float]]:
@@ -26,7 +27,7 @@ def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, fl
             }
         elif isinstance(node, SaveSamplesNode):
             (call, *_) = plan.calls[node.call]
-            size_bytes = ahead_bytes(plan, call.call, model.workload) / len(node.writers)
+            size_bytes = _ahead_bytes(plan, call.call, model.workload) / len(node.writers)
             saved[node.name] = dict.fromkeys(node.writers, size_bytes)
     return saved
 
@@ -66,6 +67,15 @@ def offloaded_bytes(plan: ExecutionPlan, model: CostModel) -> dict[int, float]:
             for device, _, size_bytes in _on_devices(placement, model.parameter_bytes(role, placement)):
                 held[model.cluster.host(device)] += size_bytes
     return dict(held)
+
+
+def _ahead_bytes(plan: ExecutionPlan, call: ModelFunctionCall, workload: Workload) -> float:
+    """Bytes of what a call has made for later iterations when one ends: samples that are drawn ahead, with what is
+    fetched of them; in segments, its places."""
+    fetched = {key for node in plan.nodes if isinstance(node, FetchNode) for key in node.keys}
+    keys = {*call.outputs} if call.segment_tokens else fetched.union(call.outputs)
+    n_samples = call.lead * call.n_seqs + (call.n_places if call.segment_tokens else 0)
+    return n_samples * sum(key_bytes(key, workload) for key in keys)
 
 
 class _Slice(NamedTuple):

@@ -57,9 +57,10 @@ def kept_bytes(dtype: torch.dtype, recompute: Recompute, layers: int) -> int:
 
     micro = packed(tokens(*LENGTHS))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        there = {id(found) for found in tensors()}
+        before = tensors()  # held, so that no later tensor has the identity of one that is gone
         output = stage(micro.input_ids, micro, rows=None)
     del output
+    there = set(map(id, before))
     for found in tensors():  # what a pass with selective recomputation keeps by itself
         if id(found) not in there:
             keep(found)

@@ -45,13 +45,19 @@ def start(folder: Path, tmp_path: Path) -> Iterator[Any]:
         run.close()
 
 
-def drawn(run: OneRank, iterations: int = ITERATIONS, micro_batches: int = 1) -> list[dict[int, SampleBatch]]:
-    """What each iteration delivers, in its order: sample -> its data. Nothing is trained, but versions count up."""
+def drawn(
+    run: OneRank, iterations: int = ITERATIONS, micro_batches: int = 1, start: tuple[int, int] = (0, 0)
+) -> list[dict[int, SampleBatch]]:
+    """What each iteration delivers, in its order: sample -> its data. Nothing is trained, but versions count up.
+
+    start  the first iteration, and its first sample
+    """
     generate = next(call for call in run.calls if call.kind == "generate")
     run.micro_batches["actor_generate"] = micro_batches
     found = []
-    for t in range(iterations):
-        store, ids = SampleStore(), range(t * BATCH, (t + 1) * BATCH)
+    for t in range(start[0], iterations):
+        first = start[1] + (t - start[0]) * BATCH
+        store, ids = SampleStore(), range(first, first + BATCH)
         store.put(fetch(run.rows, run.config, ids))
         run.call(generate, t, store, ids)
         run.engines["actor"].version += 1
@@ -98,6 +104,14 @@ def test_every_batch_is_full_and_every_prompt_is_delivered_once_whatever_its_len
     delivered = [number for batch in batches for number in batch]
     assert sorted(delivered) == list(range(12 * BATCH))
     assert delivered != sorted(delivered)
+
+
+@pytest.mark.timeout(60)  # without them it would wait for ever
+def test_a_run_that_goes_on_with_smaller_batches_begins_what_its_iterations_need(start: Any):
+    """Three iterations before had batches of twice the size."""
+    first = 3 * 2 * BATCH
+    batches = drawn(start("reinforce_pp", 4), start=(3, first))
+    assert sorted(n for batch in batches for n in batch) == list(range(first, first + 3 * BATCH))
 
 
 @pytest.mark.parametrize("segment", [9, 17])

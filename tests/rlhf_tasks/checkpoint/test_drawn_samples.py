@@ -117,7 +117,7 @@ def test_there_are_none_at_the_beginning_without_files_and_for_a_plan_that_needs
         assert not DrawnSamples(run, step, calls, ByteCount()).ready
 
 
-@pytest.mark.parametrize(("at", "ready"), [(STEP, False), (STEP - 1, True)])
+@pytest.mark.parametrize(("at", "ready"), [(STEP, False), (STEP - 1, True), (STEP + 1, False)])
 def test_a_change_that_the_user_accepts_lets_those_of_its_commit_go(run, at, ready):
     journals = dict.fromkeys(JOURNALS, EMPTY)
     write_accepted(run, Accepted(step=at, changes=("seed 1 (now 2)",), config={}, journals=journals))
