@@ -37,6 +37,7 @@ def ppo_of(
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     document = {
         "type": "ppo",
+        "dtype": "float32",
         "models": {"actor": str(folder / "actor"), "reward": str(folder / "reward")},
         "data": {"train": str(prompts)},
         "output_dir": str(folder / "runs"),

@@ -121,13 +121,13 @@ def run_plan(
     import torch.distributed as dist
 
     from rlhf_tasks.protocol.sequencer import Sequencer
-    from rlhf_tasks.rank.executor import Executor
+    from rlhf_tasks.rank.executor import NodeExecutor
     from rlhf_tasks.system.memory import give_back
     from tests.rlhf_tasks.settings import DEADLINES
 
     host, port, prefix = store
     plan = ExecutionPlan.model_validate_json(plan_json)
-    executor = Executor(rank, lambda part: None)
+    executor = NodeExecutor(rank, lambda part: None)
     give_back()
     executor.load(generation_spec(rank, store, plan, config, folder))
     ended = dist.PrefixStore(f"{prefix}-ended", dist.TCPStore(host, port, is_master=False))

@@ -1,7 +1,7 @@
 """Prefect blocks; Prefect's server imports this package through the entry point `prefect.collections`."""
 
 from blocks.cluster import RlhfCluster
-from blocks.plan import ExecutionPlan
+from blocks.plan import StoredPlan
 from blocks.ppo import PPOConfiguration
 
-__all__ = ["ExecutionPlan", "PPOConfiguration", "RlhfCluster"]
+__all__ = ["PPOConfiguration", "RlhfCluster", "StoredPlan"]

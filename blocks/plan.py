@@ -6,16 +6,16 @@ from pydantic import Field
 from rlhf_tasks.config.cluster import Assignments
 
 
-class ExecutionPlan(Block):
+class StoredPlan(Block):
     """The placement of each call of a run, as found by the flow `plan`.
 
     Example:
         Load a plan and run a configuration under it:
 
         ```python
-        from blocks.plan import ExecutionPlan
+        from blocks.plan import StoredPlan
 
-        found = ExecutionPlan.load("BLOCK_NAME")
+        found = StoredPlan.load("BLOCK_NAME")
         config = config.model_copy(update={"plan": found.assignments})
         ```
     """

@@ -8,7 +8,7 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from blocks.plan import ExecutionPlan
+from blocks.plan import StoredPlan
 from flows.run.planning import compare, hardware_of, limits_of, plan_for, problem_of
 from flows.view import artifacts
 from flows.view.forms import Form
@@ -74,9 +74,9 @@ async def plan(
     return result_document(result)
 
 
-def _as_block(result: SearchResult) -> ExecutionPlan:
+def _as_block(result: SearchResult) -> StoredPlan:
     plan = result.plan
-    return ExecutionPlan(
+    return StoredPlan(
         algorithm=plan.algorithm,
         n_hosts=plan.n_devices // plan.devices_per_host,
         devices_per_host=plan.devices_per_host,

@@ -41,6 +41,12 @@ class Part(NamedTuple):
 WHOLE = Part()
 """All samples of an iteration."""
 
+ENDED = "ended"
+"""Of a sample in segments: whether it has ended; it may wait for the others of its group, or for its turn."""
+
+GROUPS_BEGUN = "groups_begun"
+"""In segments: the number of groups that were begun so far, on all dp ranks together."""
+
 
 class ModelFunctionCall(Frozen):
     """One node of the dataflow graph: what a role's model computes once per iteration.
@@ -85,6 +91,12 @@ class ModelFunctionCall(Frozen):
     def n_places(self) -> int:
         """Sequences that the call draws at most at a time; in segments, those of two batches."""
         return self.n_seqs if self.segment_tokens is None else 2 * self.n_seqs
+
+    @property
+    def left(self) -> dict[str, str]:
+        """In segments: key of what it leaves in its places for the next iteration -> the key's name in a commit."""
+        keys = (*self.outputs, ENDED, GROUPS_BEGUN) if self.segment_tokens else ()
+        return {key: f"left_{key}" for key in keys}
 
     @property
     def blocks(self) -> int:

@@ -1,5 +1,6 @@
 """What tests share for a whole session since it takes long to start: gloo ranks, a Prefect server, a cluster."""
 
+import gc
 import os
 import pickle
 import signal
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "prefect" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.cluster)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is collected seldom, and without a look at the millions of objects of what is imported."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
 
 
 class Nursery:

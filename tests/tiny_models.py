@@ -11,13 +11,17 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -34,6 +38,9 @@ CONFIGS = {
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
     "phi3": Phi3Config,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gpt2": GPT2Config,
 }
 SIZES = {
     "vocab_size": 61,
@@ -54,6 +61,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     # layers 0 and 2 slide, with rotary angles of their own
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2},
+    "mixtral": {"num_local_experts": 4},  # two of which a token is given to
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 14},
+    "gpt2": {"num_key_value_heads": None, "n_inner": 40},
 }
 
 
@@ -65,13 +75,18 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = torch.float32) -> nn.Module:
     """Hugging Face's model of a config with weights large enough that every part matters."""
     torch.manual_seed(7)
+    how = {
+        "dtype": dtype,
+        "experts_implementation": "eager",
+    }  # the other one wants sizes that are multiples of 4
     if head == "lm":
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, **how)
     else:
         config.num_labels = 1
-        model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        model = AutoModelForSequenceClassification.from_config(config, **how)
     for name, parameter in model.named_parameters():
-        offset = 1.0 if "norm" in name and not config.model_type.startswith("gemma") else 0.0
+        is_norm = ("norm" in name or ".ln_" in name) and name.endswith(".weight")
+        offset = 1.0 if is_norm and not config.model_type.startswith("gemma") else 0.0
         parameter.data.normal_(offset, 0.3)
     return model.eval()
 
@@ -80,12 +95,22 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     return ModelShape.from_config(config.to_dict())
 
 
-def by_our_names(layout: Layout, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a whole model as its parameters are in files, by the names of our parameters."""
+def by_our_names(layout: Layout, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the parameters of a model of transformers, by the names of our parameters."""
+    stored: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))  # pyright: ignore[reportArgumentType]
     return {
-        spec.name: stored_rows(stored[spec.stored_name], spec, Interval(0, spec.length))
+        spec.name: stored_rows(stored.__getitem__, spec, Interval(0, spec.length))
         for spec in layout.parameters
     }
+
+
+def of_tensor(layout: Layout, gradients: Mapping[str, Tensor], name: str) -> Tensor:
+    """The gradients of all that files hold in one tensor with a parameter: [elements].
+
+    The gradient of GPT-2's key biases alone is zero but for rounding.
+    """
+    stored = layout.specs[name].stored
+    return torch.cat([gradients[s.name].flatten() for s in layout.parameters if s.stored == stored])
 
 
 def held_slices(layout: Layout, device: int, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
@@ -45,17 +45,16 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def write_model(folder: Path, head: str = "lm", seed: int = 1, **changes: Any) -> Path:
-    """A tiny Llama with weights and tokenizer in Hugging Face's format."""
+def write_model(folder: Path, head: str = "lm", seed: int = 1, family: str = "llama", **changes: Any) -> Path:
+    """A tiny model with weights and tokenizer in Hugging Face's format."""
     tokenizer = byte_tokenizer()
     eos = tokenizer.token_to_id(EOS)
-    config = LlamaConfig(
-        **{**SIZES, "vocab_size": 260, "tie_word_embeddings": True, "eos_token_id": eos, **changes}
-    )
+    sizes = {**SIZES, "vocab_size": 260, "tie_word_embeddings": True, "eos_token_id": eos, **changes}
+    config = AutoConfig.for_model(family, **sizes)
     config.num_labels = 1
     set_seed(seed)
-    kind = LlamaForCausalLM if head == "lm" else LlamaForSequenceClassification
-    model = kind(config)
+    kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    model = kind.from_config(config)
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.12)
     model.save_pretrained(folder)
@@ -106,6 +105,7 @@ def ppo_config(folder: Path, **changes: Any) -> PPOConfig:
         write_prompts(folder / "prompts.jsonl")
     document = {
         "type": "ppo",
+        "dtype": "float32",
         "models": {"actor": str(folder / "actor"), "reward": str(folder / "reward")},
         "data": {"train": str(folder / "prompts.jsonl")},
         "output_dir": str(folder / "runs"),

@@ -206,15 +206,15 @@ class Watch:
             run.get_loop().call_soon_threadsafe(cancel)
 
 
-def beside(work: Callable[[Callable[[], bool]], T], ending: Callable[[], None] | None = None) -> T:
+def run_in_thread(work: Callable[[Callable[[], bool]], T], ending: Callable[[], None] | None = None) -> T:
     """Run compiled code (numba) in a thread of its own, and return its result.
 
     Signal handlers raise in the main thread wherever it is. In a compiled function that is about to return, that ends
     the process with a segmentation fault.
 
     work    gets a function that says whether to end early and return what has been found by then
-    ending  called at the first Ctrl-C, after which `beside` waits for the result; a second Ctrl-C does not wait.
-            None: the first does not wait either, like SIGTERM
+    ending  called at the first Ctrl-C, after which this function waits for the result; a second Ctrl-C does not
+            wait. None: the first does not wait either, like SIGTERM
     """
     called_off, done = threading.Event(), Future[T]()
 
@@ -226,7 +226,7 @@ def beside(work: Callable[[Callable[[], bool]], T], ending: Callable[[], None] |
 
     try:
         threading.Thread(
-            target=do, name="beside", daemon=True
+            target=do, name="compiled-code", daemon=True
         ).start()  # here, for Ctrl-C may come before it returns
         return done.result()
     except KeyboardInterrupt:

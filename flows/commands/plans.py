@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
-from flows.cluster.shutdown import beside
+from flows.cluster.shutdown import run_in_thread
 from flows.commands.numbers import whole, whole_seed
 from flows.run.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
 from flows.run.ranks import Ranks, fastest, rank_choices
@@ -129,7 +129,7 @@ def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, s
         _show_first_answer(problem)
     searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
     with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
-        return beside(
+        return run_in_thread(
             lambda off: plan_for(problem, mode, limit_s, seed, called_off=off),
             ending=lambda: warnings.print(
                 "ending with the best plan found so far; Ctrl-C again ends without a plan"
@@ -155,7 +155,7 @@ def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> Searc
     if missing is not None:
         show_calls(console, priced.plan, priced.price, problem.model)
         raise ConfigError(f"{path} does not fit. {missing}")
-    return beside(lambda _: plan_for(problem, "manual", limit_s, seed, manual))
+    return run_in_thread(lambda _: plan_for(problem, "manual", limit_s, seed, manual))
 
 
 def _show(result: SearchResult, problem: Problem) -> None:
@@ -173,11 +173,11 @@ def _show(result: SearchResult, problem: Problem) -> None:
 def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, iterations: int) -> None:
     """Print why each call of a plan is not placed elsewhere, and what the other modes find."""
     with console.status(f"alternatives; {COMPILING} ..."):
-        rejected = beside(lambda _: rejected_alternatives(result))
+        rejected = run_in_thread(lambda _: rejected_alternatives(result))
     show_alternatives(console, rejected)
     limits_s = limits_of(result.mode, limit_s)
     with console.status(f"the other modes, {told_limits(limits_s)}; {COMPILING} ..."):
-        found = beside(lambda _: compare(problem, result, limits_s, seed))
+        found = run_in_thread(lambda _: compare(problem, result, limits_s, seed))
     show_comparison(console, found, limits_s, iterations)
 
 

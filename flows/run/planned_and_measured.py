@@ -116,7 +116,7 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     evaluated = {t for node in _evaluations(plan) for t in _worked(node, sorted(ends), lineage)}
     plain = {t: gap for t, gap in gaps.items() if t not in evaluated}
     calls = {
-        node.name: (price.longest_s[node.name], median(spans[node.name, t] for t in at))
+        node.name: (price.due_s[node.name], median(spans[node.name, t] for t in at))
         for node in plan.nodes
         if isinstance(node, CallNode | EvaluateNode)
         and node.name not in spare
@@ -164,7 +164,7 @@ def _iteration_s(plan: ExecutionPlan, price: PlanPrice, evaluated: bool) -> floa
     nodes = _evaluations(plan)
     if not nodes:
         return price.iteration_time_s
-    seconds = price.longest_s if evaluated else price.duration_s | {node.name: 0.0 for node in nodes}
+    seconds = price.due_s if evaluated else price.duration_s | {node.name: 0.0 for node in nodes}
     seconds = seconds | {node.name: 0.0 for node in nodes if node.at_start}  # of the first iteration alone
     return steady_state(plan, seconds, price.copy_s).iteration_time_s
 

@@ -11,7 +11,7 @@ from planner.deadline import never
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.plan.workload import Evaluation, Lengths, RoleModel, Workload
+from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
 from planner.pricing.analytic import tabulated
 from planner.pricing.calibrate import recalibrated
 from planner.pricing.calls import CostModel
@@ -26,6 +26,7 @@ from planner.pricing.run_history import FiguresError, figures_file, read_figures
 from planner.search.baselines import Priced, priced_plan
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.algorithms.examples import learns_from_pairs, shared_tokens
 from rlhf_tasks.algorithms.examples import prompt_tokens as tokens_of_prompts
 from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, section_of
 from rlhf_tasks.algorithms.registry import algorithm
@@ -62,6 +63,7 @@ def problem_of(
     Raises ConfigError with one sentence for models, lengths, graphs and profiles that cannot be.
     """
     try:
+        config = typed(config, hardware.classes)
         return _problem(config, hardware, profile, workload_of(config, prompt_tokens))
     except ConfigError:
         raise
@@ -220,7 +222,7 @@ def only_device(hardware: Hardware) -> DeviceProfile:
 
 def grid_of(config: RunConfig, workload: Workload, shape: ModelShape) -> Grid:
     """The points that a profile of a model has: they enclose the work of a configuration's runs."""
-    longest = min(workload.cache_tokens, shape.context)
+    longest = min(workload.prompt_tokens + workload.longest_response, shape.context)
     return Grid.around(config.batch_size, workload.prompt_tokens, longest, shape.context)
 
 
@@ -259,8 +261,17 @@ def hardware_of(config: RunConfig, cluster_file: Path | None = None) -> Hardware
     return named_hardware(cluster, [(part.n_hosts, part.device) for part in device])
 
 
+def typed(config: RunConfig, classes: DeviceClasses) -> RunConfig:
+    """The configuration with its `dtype` decided for the devices of a cluster: `auto` is bfloat16 where all are GPUs
+    that multiply it, else float32."""
+    if config.dtype != "auto":
+        return config
+    wide = not all(device.is_gpu and device.has_bfloat16 for device in classes.profiles)
+    return config.model_copy(update={"dtype": "float32" if wide else "bfloat16"})
+
+
 def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -> Workload:
-    """Lengths and number formats of an iteration.
+    """Lengths and number formats of an iteration. The configuration is `typed`.
 
     prompt_tokens  tokens of some of the data's prompts; default: some of the data are read
     `planning.prompt_tokens`, where it is given, counts instead of the data's; then all have that length.
@@ -270,7 +281,7 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         prompt_tokens = [planning.prompt_tokens]
     elif prompt_tokens is None:
         prompt_tokens = tokens_of_prompts(config)
-    prompt = _mean(prompt_tokens)
+    prompt, uneven = _mean(prompt_tokens), len(set(prompt_tokens)) > 1
     longest, played = None, config.environment if isinstance(config, Scores) else None
     if isinstance(config, Samples):
         longest = config.sampling.max_completion_length
@@ -282,14 +293,20 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
             )
     else:  # nothing is generated: a row's last token stands for the new one
         prompt, shares = max(1, prompt - 1), {1: 1.0}
-    mean = sum(tokens * share for tokens, share in shares.items())
+    mean, pairs = sum(tokens * share for tokens, share in shares.items()), learns_from_pairs(config)
     return Workload(
         prompt_tokens=prompt,
-        prompt_lengths=Lengths.of(prompt_tokens) if len(set(prompt_tokens)) > 1 else None,
+        prompt_lengths=Lengths.of(prompt_tokens) if uneven else None,
+        longest_prompt=max(prompt_tokens) if uneven and longest is not None else None,
         new_tokens=Lengths(points=tuple(sorted(shares.items()))),
         max_new_tokens=longest,
         turns=1 if played is None else played.turns_of(mean),
         environment_s=0.0 if played is None else planning.environment_seconds_per_turn,
+        answers=2 if pairs else 1,
+        # Where `planning.prompt_tokens` counts instead of the data, nobody knows what the answers of a pair share.
+        shared_tokens=shared_tokens(config) if pairs and planning.prompt_tokens is None else 0.0,
+        top_k=isinstance(config, Samples) and config.sampling.top_k > 0,
+        top_p=isinstance(config, Samples) and config.sampling.top_p < 1,
         counted_tokens=None if longest is None else mean,
         epochs=config.passes,
         itemsize=ITEMSIZES[config.dtype],
@@ -306,7 +323,7 @@ def _mean(tokens: Sequence[int]) -> int:
     return round(sum(tokens) / max(len(tokens), 1)) or 1
 
 
-def _evaluation(config: RunConfig) -> Evaluation | None:
+def _evaluation(config: RunConfig) -> EvaluationWork | None:
     """What a run's evaluation generates; the held-out rows are counted. Raises DataError."""
     asked, stated = section_of(config), config.planning.prompt_tokens
     if asked is None:
@@ -320,7 +337,7 @@ def _evaluation(config: RunConfig) -> Evaluation | None:
         sizes["new_tokens"] = answers.sampling.max_completion_length
     if completions is not None:
         sizes["completion_tokens"] = stated or _mean(tokens_of_prompts(completions))
-    return Evaluation(every=asked.every, rows=rows, rows_at_once=asked.batch_size, **sizes)
+    return EvaluationWork(every=asked.every, rows=rows, rows_at_once=asked.batch_size, **sizes)
 
 
 def _check_followers(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
@@ -345,10 +362,10 @@ def _check_dtype(config: RunConfig, classes: DeviceClasses) -> None:
 
 def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:
     for role, shape in shapes.items():
-        if workload.cache_tokens > shape.context:
+        if workload.prompt_tokens + workload.longest_response > shape.context:
             raise ConfigError(
                 f"a prompt of {workload.prompt_tokens} tokens and an answer up to "
-                f"{workload.cache_tokens - workload.prompt_tokens} more exceed the {shape.context} positions of "
+                f"{workload.longest_response} more exceed the {shape.context} positions of "
                 f"role {role!r}. Shorten them or choose another model."
             )
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.cluster.shutdown import beside
+from flows.cluster.shutdown import run_in_thread
 from flows.cluster.this_machine import cores_here, gpus_here
 from flows.rewards.find import check_environment, check_rewards
 from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.examination import refuse_unexamined
-from flows.run.planning import ITEMSIZES, shapes_of
+from flows.run.planning import ITEMSIZES, hardware_of, shapes_of, typed
 from flows.run.ranks import fastest, rank_choices
 from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
@@ -48,7 +48,7 @@ PLAN_REMEDY = "Remove it, and the run is planned anew."
 class Prepared:
     """A configuration that was found fit, with its plan.
 
-    config       of `plan: auto` with the number of ranks that it chose (flows/run/ranks.py)
+    config       with a decided `dtype`; of `plan: auto` with the number of ranks that it chose (flows/run/ranks.py)
     plan         that the run begins by; changes: the later ones that are decided
     problem      what the configuration asks of the planner
     rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest
@@ -99,6 +99,7 @@ def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
 
 def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     _refuse_what_cannot_run(config)
+    config = typed(config, hardware_of(config).classes)
     shapes = shapes_of(config)
     for name, role in config.roles().items():
         refuse_unexamined(role.folder, shapes[name])
@@ -228,7 +229,7 @@ def _made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
     try:
         if config.plan == "auto":
             limit_s, seed = config.planning.time_limit_s, config.seed
-            return beside(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
+            return run_in_thread(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
         return balanced(heuristic_plan(problem.graph, problem.model), problem).plan
     except (PlanError, ProblemError) as error:
         raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error

@@ -20,6 +20,7 @@ from flows.run.planning import (
     only_device,
     problem_of,
     profile_folder,
+    typed,
 )
 from flows.run.runs import cluster_of
 from flows.run.training import RunControl, run_training
@@ -49,6 +50,7 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
     """
     hardware = hardware_of(config)
     device = only_device(hardware)
+    config = typed(config, hardware.classes)
     workload = problem_of(config, hardware).model.workload
     folders = measured_folders(config)
     n_devices, per_host = config.cluster.n_devices, config.cluster.devices_per_host

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from flows.cluster.this_machine import gpus_here, threads_of_ranks
-from flows.run.planning import hardware_of, problem_of
+from flows.run.planning import hardware_of, problem_of, typed
 from planner.plan.build import PlanError
 from planner.pricing.cluster_file import Hardware
 from planner.pricing.problem import Problem, ProblemError
@@ -21,7 +21,7 @@ Planned = TypeVar("Planned")
 
 
 class Ranks(NamedTuple):
-    """A configuration with a number of ranks, and what it then asks of the planner."""
+    """A configuration with a number of ranks and a decided `dtype`, and what it then asks of the planner."""
 
     config: RunConfig
     hardware: Hardware
@@ -79,6 +79,7 @@ def rank_choices(
     def of(number: int) -> Ranks:
         chosen = on_ranks(config, number)
         hardware = hardware_of(chosen)
+        chosen = typed(chosen, hardware.classes)
         return Ranks(chosen, hardware, problem_of(chosen, hardware, profile, tokens))
 
     stated, *fewer = rank_counts(config)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.run.planning import hardware_of, problem_of
+from flows.run.planning import hardware_of, problem_of, typed
 from flows.run.prepare import make_plan
 from flows.run.ranks import Ranks, fastest, rank_choices
 from flows.run.users_seconds import users_seconds
-from planner.plan.workload import Evaluation
+from planner.plan.workload import EvaluationWork
 from planner.pricing.cluster_file import Hardware
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
@@ -18,7 +18,7 @@ from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.faults import Fault
-from rlhf_tasks.rehearsal.rehearsal import Asked, Rehearsed, rehearse
+from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, Rehearsed, rehearse
 from rlhf_tasks.spec import ExecutionPlan
 
 
@@ -53,7 +53,7 @@ def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | 
         choices = rank_choices(config, profile=profile)
     else:
         hardware = hardware_of(config, cluster)
-        choices = [Ranks(config, hardware, problem_of(config, hardware, profile))]
+        choices = [Ranks(typed(config, hardware.classes), hardware, problem_of(config, hardware, profile))]
 
     def plan_of(ranks: Ranks) -> tuple[ExecutionPlan, PlanPrice]:
         plan = make_plan(ranks.config, ranks.problem)
@@ -74,19 +74,15 @@ def priced(
     model = problem.model
     evaluation = model.workload.evaluation
     costs = Costs(
-        node_s=price.longest_s,
+        node_s=price.due_s,
         copy_s=price.copy_s,
         saved_bytes=saved_bytes(plan, model),
         read_bytes=loaded_bytes(plan, model),
         iteration_s=price.iteration_time_s,
-        evaluate_every=evaluation.every if isinstance(evaluation, Evaluation) else 1,
+        evaluate_every=evaluation.every if isinstance(evaluation, EvaluationWork) else 1,
         sync_every=model.workload.sync_every if config.follows else 1,
         iterations=config.total_iterations,
-        to_end_s={
-            name: model.call(node.call.model_copy(update={"segment_tokens": None}), node.assignment).seconds
-            for name, (node, *_) in plan.calls.items()
-            if node.call.segment_tokens
-        },
+        to_end_s=price.to_end_s,
     )
     warnings = (*hardware.warnings, *problem.warnings)
     return Rehearsable(config, problem, plan, price, costs, offloaded_bytes(plan, model), warnings)
@@ -128,5 +124,7 @@ def rehearsed(
         users_s=users_seconds(config, plan, 0 if evaluation is None else evaluation.rows),
         max_rebuilds=config.runtime.max_restarts,
     )
-    asked = Asked(spec, run.costs, machines, Noise(seed, noise), config.keep_last, hours, faults, leaps)
+    asked = RehearsalRequest(
+        spec, run.costs, machines, Noise(seed, noise), config.keep_last, hours, faults, leaps
+    )
     return rehearse(asked)

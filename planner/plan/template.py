@@ -76,6 +76,14 @@ class Skeleton:
         self.after[slot.name] = set(after or ())
         self.across[slot.name] = set()
 
+    def join(self, other: "Skeleton") -> None:
+        """Adds the slots and edges of another skeleton; slots of one name are the same."""
+        for name, slot in other.slots.items():
+            if name not in self.slots:
+                self.add(slot)
+            self.after[name] |= other.after[name]
+            self.across[name] |= other.across[name]
+
     @property
     def moving(self) -> list[str]:
         """The slots whose order is chosen: all but those that directly follow others."""
@@ -88,6 +96,7 @@ def skeleton(
     placement: Mapping[str, Hashable],
     dealt_by: Mapping[str, str] | None = None,
     offloaded: Collection[str] = (),
+    moved: "Skeleton | None" = None,
 ) -> Skeleton:
     """The slots of one iteration with their data and version edges. Where nothing moves, there is no slot.
 
@@ -95,20 +104,36 @@ def skeleton(
     placement  call -> label; equal labels mean the same devices under the same strategy
     dealt_by   call whose samples are dealt by tokens -> the key that gives the samples' lengths
     offloaded  calls whose frozen role is offloaded; of a role's calls on one placement, all or none
+    moved      `with_transfers` of the same graph, sides and lengths; made here where it is not given
     """
-    made = Skeleton()
-    source = graph.source.name
+    moved = moved or with_transfers(graph, where, dealt_by or {})
+    made = _with_calls(graph)
+    _add_copies(made, graph, placement)
+    _add_onloads(made, graph, placement, offloaded)
+    made.join(moved)
+    _add_syncs(made, graph)
+    _add_saves(made, graph)
+    _add_sample_saves(made, graph)
+    return made
+
+
+def _with_calls(graph: DataflowGraph) -> Skeleton:
+    """The fetch, and the calls' nodes one after another."""
+    made, source = Skeleton(), graph.source.name
     made.add(Slot(FETCH, "fetch", source, source, graph.dataset_keys))
     for call in graph.calls:
         for number, name in enumerate(call.nodes):
             before = {call.nodes[number - 1]} if number else set[str]()
             made.add(Slot(name, "call", call.name, call.name, part=Part(number, call.chunks)), after=before)
-    _add_copies(made, graph, placement)
-    _add_onloads(made, graph, placement, offloaded)
-    _add_transfers(made, graph, where, dealt_by or {})
-    _add_syncs(made, graph)
-    _add_saves(made, graph)
-    _add_sample_saves(made, graph)
+    return made
+
+
+def with_transfers(
+    graph: DataflowGraph, where: Mapping[str, Hashable], dealt_by: Mapping[str, str]
+) -> Skeleton:
+    """The calls and their transfers, which do not depend on placements. The arguments are those of `skeleton`."""
+    made = _with_calls(graph)
+    _add_transfers(made, graph, where, dealt_by)
     return made
 
 
@@ -289,8 +314,8 @@ def _add_transfers(
     keys = _Keys(graph, where)
     for call in graph.calls:
         here, dealing = where[call.name], dealt_by.get(call.name)
-        missing = [key for key in call.inputs if here not in keys.held[key]]
-        for part, node in _parts(call):
+        missing, parts = [key for key in call.inputs if here not in keys.held[key]], _parts(call)
+        for part, node in parts:
             for key in call.inputs:
                 if key not in missing:
                     holding = keys.held[key][here]
@@ -300,7 +325,7 @@ def _add_transfers(
         for source, moved in sources:
             native = next(key for key in moved if keys.home(key) == source)
             names = tuple(f"transfer_{graph.producer(native) or FETCH}_to_{node}" for node in call.nodes)
-            for (part, node), name in zip(_parts(call), names, strict=True):
+            for (part, node), name in zip(parts, names, strict=True):
                 held_by = keys.held[native][source].call
                 made.add(Slot(name, "transfer", call.name, held_by, tuple(moved), part))
                 needed = [keys.held[key][source] for key in moved]

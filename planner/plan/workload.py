@@ -66,7 +66,7 @@ class Lengths(Frozen):
         return spans
 
 
-class Evaluation(Frozen):
+class EvaluationWork(Frozen):
     """The evaluation of a trained role: what it computes, and how often.
 
     every              iterations from one evaluation to the next
@@ -91,10 +91,14 @@ class Workload(Frozen):
 
     prompt_tokens    tokens of a prompt
     prompt_lengths   their distribution, from which only `balance` is chosen; None: all are alike
+    longest_prompt   tokens of the longest prompt, for which the KV cache has room; None: all are alike
     new_tokens       distribution of the tokens that are generated
     max_new_tokens   generated tokens per sequence that the KV cache has room for; default: the longest of new_tokens
     turns            turns of a response, which an environment answers
     environment_s    seconds of the environments of a rank's sequences in a turn
+    answers          sequences of a sample: 2 for a pair of answers. A length is that of all of them together
+    shared_tokens    mean first tokens that a pair's answers have in common, and that are computed once
+    top_k, top_p     whether tokens are drawn from the likeliest only
     counted_tokens   mean tokens of a sequence that pass a language model's head in training and inference; None: all
     epochs           passes of a train_step over the batch
     itemsize         bytes of a parameter or activation
@@ -107,17 +111,22 @@ class Workload(Frozen):
 
     prompt_tokens: int = Field(gt=0)
     prompt_lengths: Lengths | None = None
+    longest_prompt: int | None = Field(None, gt=0)
     new_tokens: Lengths
     max_new_tokens: int | None = Field(None, gt=0)
     turns: int = Field(1, gt=0)
     environment_s: float = Field(0.0, ge=0)
+    answers: int = Field(1, gt=0)
+    shared_tokens: float = Field(0.0, ge=0)
+    top_k: bool = False
+    top_p: bool = False
     counted_tokens: float | None = Field(None, gt=0)
     epochs: int = Field(1, gt=0)
     itemsize: int = Field(gt=0)
     recompute: Recompute
     micro_batch_tokens: int | None = Field(None, gt=0)
     reward_s: float = Field(0.0, ge=0)
-    evaluation: Evaluation | None = None
+    evaluation: EvaluationWork | None = None
     sync_every: int = Field(1, gt=0)
 
     @property
@@ -131,9 +140,14 @@ class Workload(Frozen):
         return 1.0 if self.counted_tokens is None else min(1.0, self.counted_tokens / self.mean_tokens)
 
     @property
+    def longest_response(self) -> int:
+        """Generated tokens per sequence that the KV cache has room for."""
+        return self.max_new_tokens or self.new_tokens.longest
+
+    @property
     def cache_tokens(self) -> int:
         """Tokens per sequence that the KV cache has room for."""
-        return self.prompt_tokens + (self.max_new_tokens or self.new_tokens.longest)
+        return (self.longest_prompt or self.prompt_tokens) + self.longest_response
 
 
 def fullest_share(call: ModelFunctionCall, dp: int) -> int:

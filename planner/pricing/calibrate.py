@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from planner.pricing.device_share import sizes
-from planner.pricing.devices import DeviceProfile, Link
+from planner.pricing.devices import DeviceLink, DeviceProfile
 from planner.pricing.measured import MeasuredProfile
-from planner.pricing.rooflines import Roofline
+from planner.pricing.rooflines import ROUTING, Roofline
 from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.profiling.measurements import MOST_S, Exchange, Pass, Timed, TimedExchange
 
@@ -29,8 +29,12 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
     - the decoding overhead, to decoding steps;
     - the optimizer overhead, to updates.
     Both links are fitted to messages. If the measured FLOP/s exceed the stated peak, they replace it.
+    A mixture of experts says nothing of steps of decoding from CUDA graphs, and its passes have further overheads.
     """
-    overhead_s, reached = _forward_fit(device, list(_layers(device, measured, "forward")))
+    passes, mixture = list(_layers(device, measured, "forward")), measured.model.experts > 0
+    overhead_s, reached = _forward_fit(device, passes)
+    if mixture and passes:
+        overhead_s /= 1 + ROUTING
     peak = max(device.flops_per_s, reached)
     fitted = device.model_copy(
         update={
@@ -44,7 +48,7 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
             "sources": (*device.sources, f"calibrated by a {measured.title}"),
         }
     )
-    steps = list(_layers(fitted, measured, "decode"))
+    steps = [] if mixture else list(_layers(fitted, measured, "decode"))
     return fitted.model_copy(
         update={
             "decode_overhead_s": _unexplained_s(steps, reached, device.decode_overhead_s),
@@ -65,13 +69,15 @@ def _layers(device: DeviceProfile, measured: MeasuredProfile, kind: Pass) -> Ite
     """The measured passes of a kind at tp=1, with the traffic time that the device's memory bandwidth implies."""
     local = sizes(measured.model, "lm", 1)
     # Without arithmetic and overheads, the roofline gives memory traffic alone.
-    free: dict[str, Any] = {"flops_per_s": math.inf, "layer_overhead_s": 0.0, "decode_overhead_s": 0.0}
+    overheads = dict.fromkeys(("layer_overhead_s", "decode_overhead_s", "expert_overhead_s"), 0.0)
+    free: dict[str, Any] = {"flops_per_s": math.inf, **overheads}
     memory = Roofline(device.model_copy(update=free), local, "lm", 1, False, measured.itemsize)
     for o in measured.operations:
         if (o.operation, o.tp) == (f"layer/{kind}", 1):
             attended = o.context if kind == "decode" else o.context / 2
-            flops = layer_flops(o.tokens, attended, local.layer, local.query)
-            yield _Timed(flops, memory.layer_s(kind, o.tokens, o.context), o.seconds)
+            flops = layer_flops(o.tokens, attended, local.active, local.query)
+            seconds = max(o.seconds - device.expert_overhead_s * local.busy(o.tokens), 0.0)
+            yield _Timed(flops, memory.layer_s(kind, o.tokens, o.context), seconds)
 
 
 def _forward_fit(device: DeviceProfile, passes: Sequence[_Timed]) -> tuple[float, float]:
@@ -149,7 +155,9 @@ def with_measured_moves(device: DeviceProfile, measured: MeasuredProfile) -> Dev
     return moving
 
 
-def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, device: DeviceProfile) -> Link:
+def _link(
+    exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, device: DeviceProfile
+) -> DeviceLink:
     """Latency and bandwidth between two ranks, chosen so that `DeviceProfile.send_s` gives what was measured.
 
     Without usable measurements, the device's own link.
@@ -161,7 +169,7 @@ def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, dev
     if per_byte_s <= 0:
         return device.link(crosses)
     bytes_per_s = 1 / (per_byte_s * device.link_efficiency)
-    return Link(bytes_per_s=min(max(bytes_per_s, 1.0), 1e30), latency_s=min(latency_s, MOST_S))
+    return DeviceLink(bytes_per_s=min(max(bytes_per_s, 1.0), 1e30), latency_s=min(latency_s, MOST_S))
 
 
 def _optimizer_overhead_s(device: DeviceProfile, measured: MeasuredProfile) -> float:

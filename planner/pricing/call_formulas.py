@@ -1,9 +1,9 @@
 """What a call of each kind costs on one mesh.
 
 The formulas follow the engine: pipeline.py (1F1B), gradients.py (ZeRO-2, float32), optimizer.py (master weights),
-generation.py (as many groups in flight as stages), slots.py (sequences leave and enter), kv_cache.py. All figures are
-per device, in seconds and bytes. The slowest stage and the fullest tp rank decide. The terms of the formulas, such as
-the seconds of a layer, come from a profile (planner/pricing/rooflines.py).
+micro_batch.py (samples share a prompt), generation.py (as many groups in flight as stages), slots.py (sequences leave
+and enter), kv_cache.py. All figures are per device, in seconds and bytes. The slowest stage and the fullest tp rank
+decide. The terms of the formulas, such as the seconds of a layer, come from a profile (planner/pricing/rooflines.py).
 """
 
 import math
@@ -18,7 +18,8 @@ from planner.pricing.run_history import Factor
 from planner.pricing.segments import drawn
 from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, SAMPLED_AT_ONCE, slots_of
+from rlhf_tasks.parallel.layout.shared_tokens import LEAST_SHARED
+from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, rows_at_once, slots_of
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.train.state_layout import BUCKET
 from rlhf_tasks.profiling.measurements import Exchange, Pass
@@ -29,8 +30,12 @@ REWORK = 0.1
 and other memory traffic. For Llama 7B on an A100 .06, by its traffic; on a CPU core .04 to .17 at hidden sizes of 768
 and 2048 (bfloat16, float32), and more below, where Python sees each operator of both passes."""
 
+COPY_BYTES = 4  # what stays of each copy of a token for an expert: the token's number
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
 DRAWN_BYTES = 16  # of a logit that is being drawn from: its float64 score and the sum up to it (sampling.py)
+NUCLEUS_BYTES = (
+    96  # of one among which a nucleus is sought: measured 54 to 94 on 1 to 4 tp ranks (docs/measured.md)
+)
 MATRICES = 7  # of a layer of Llama's kind
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
 
@@ -81,13 +86,44 @@ class OnMesh:
         """Sequences of the fullest dp rank, of a call's batch or part, or of one of its mini-batches."""
         return -(-(call.n_groups // (mini_batches * call.chunks)) // self.strategy.dp) * call.group_size
 
-    def micro_batches(self, share: int, planned: int) -> int:
+    def alike(self, call: ModelFunctionCall) -> int:
+        """Sequences of a call that share a prompt in passes over whole sequences: of a group, or 1."""
+        return call.group_size if self.workload.prompt_tokens >= LEAST_SHARED else 1
+
+    @property
+    def shared(self) -> float:
+        """Tokens of a sample that are computed with another of its answers: the prompt of a pair."""
+        tokens = self.workload.shared_tokens
+        return tokens if tokens >= LEAST_SHARED else 0.0
+
+    @property
+    def length(self) -> float:
+        """Tokens of a sequence: of a pair's, of the mean answer with the prompt."""
+        return self.workload.mean_tokens / self.workload.answers
+
+    def micro_batches(self, share: int, planned: int, alike: int) -> int:
         """Micro-batches of so many sequences: as planned, or more where `micro_batch_tokens` asks for them."""
-        most = self.workload.micro_batch_tokens
+        most, prompt, answer = (
+            self.workload.micro_batch_tokens,
+            self.workload.prompt_tokens,
+            self.workload.new_tokens.mean,
+        )
         if most is None:
             return planned
-        in_each = max(1, int(most / self.workload.mean_tokens))
-        return max(planned, -(-share // in_each))
+        groups, left = divmod(most, prompt + alike * answer - self.shared)
+        in_each = int(groups) * alike + max(0, int((left - prompt) / answer))
+        return max(planned, -(-share // max(1, in_each)))
+
+    def prompts(self, share: int, micro_batches: int, alike: int) -> tuple[float, int]:
+        """Prompts that a micro-batch computes: on average, and the fullest one.
+
+        Micro-batches are consecutive sequences: a group that two of them cut is computed in both.
+        """
+        groups, fullest = share // alike, -(-share // micro_batches)
+        computed = min(share, groups + micro_batches - math.gcd(groups, micro_batches))
+        even = groups % micro_batches == 0 or micro_batches % groups == 0
+        most = -(-fullest // alike) if even else min(fullest, (fullest - 2) // alike + 2)
+        return computed / micro_batches, most
 
     def layers(self, stage: int) -> int:
         return self.local.stage_layers(self.strategy.pp, stage)
@@ -108,11 +144,16 @@ class OnMesh:
         found = [figure(stage) for stage in firsts]
         return [found[kind] for kind in alike]
 
-    def stages_s(self, kinds: Sequence[Pass], tokens: float, context: float) -> list[float]:
-        """[stages] seconds of passes over a micro-batch."""
+    def stages_s(
+        self, kinds: Sequence[Pass], tokens: float, context: float, repeated: float = 0.0
+    ) -> list[float]:
+        """[stages] seconds of passes over a micro-batch.
+
+        repeated  tokens of prompts besides `tokens`, which are computed with another sequence
+        """
         layer_s, first_s, last_s = (
             sum(figure)
-            for figure in zip(*(self._pass_s(kind, tokens, context) for kind in kinds), strict=True)
+            for figure in zip(*(self._pass_s(kind, tokens, context, repeated) for kind in kinds), strict=True)
         )
 
         def stage_s(stage: int) -> float:
@@ -125,16 +166,20 @@ class OnMesh:
 
         return self.each_stage(stage_s)
 
-    def _pass_s(self, kind: Pass, tokens: float, context: float) -> tuple[float, float, float]:
+    def _pass_s(
+        self, kind: Pass, tokens: float, context: float, repeated: float
+    ) -> tuple[float, float, float]:
         """Seconds of a pass over a micro-batch: (one layer, rest of the first stage, rest of the last stage)."""
-        timing = self.timing
+        timing, whole = self.timing, tokens + repeated
+        # A repeated token would have attended to its prompt, the others do to more than the mean.
+        context = (whole * context - repeated * (self.shared or self.workload.prompt_tokens)) / tokens
         layer_s = timing.layer_s(kind, tokens, context) * self._layer_factor(kind, tokens, context)
         repeated = {"none": 0.0, "selective": REWORK, "full": 1.0}[self.workload.recompute]
         if kind == "backward" and repeated:
             forward_s = timing.layer_s("forward", tokens, context)
             layer_s += repeated * forward_s * self._layer_factor("forward", tokens, context)
         embedding_s = timing.embedding_s(kind, tokens)
-        passing = tokens if kind in ("prefill", "decode") else self.counted(tokens)
+        passing = tokens if kind in ("prefill", "decode") else self.counted(whole)
         head_s = timing.head_s(kind, passing, context)
         if kind == "backward" and self.has_adapters:  # the frozen embedding and lm head have no gradient
             embedding_s, head_s = 0.0, head_s * (0.5 if self.local.vocab > 1 else 1.0)
@@ -156,16 +201,18 @@ class OnMesh:
         if not self.has_adapters:
             return 1.0
         attended = context if kind == "decode" else context / 2
-        forward = layer_flops(tokens, attended, self.local.layer, self.local.query)
-        frozen, adapters = (layer_flops(tokens, 0, size.layer, 0) for size in (self.local, self.trained))
+        forward = layer_flops(tokens, attended, self.local.active, self.local.query)
+        frozen, adapters = (layer_flops(tokens, 0, size.active, 0) for size in (self.local, self.trained))
         if kind == "backward":
             return (2 * forward - frozen + 2 * adapters) / (2 * forward)
         return (forward + adapters) / forward
 
-    def pipelined_s(self, kinds: Sequence[Pass], tokens: float, context: float, micro_batches: int) -> float:
+    def pipelined_s(
+        self, kinds: Sequence[Pass], tokens: float, context: float, micro_batches: int, repeated: float = 0.0
+    ) -> float:
         """Seconds of all micro-batches through all stages: the first fills the pipeline, then the slowest stage
-        sets the pace."""
-        stages, sends = self.stages_s(kinds, tokens, context), self.pass_on_s(tokens)
+        sets the pace. repeated: as in `stages_s`"""
+        stages, sends = self.stages_s(kinds, tokens, context, repeated), self.pass_on_s(tokens)
         return sum(stages) + (self.strategy.pp - 1) * sends + (micro_batches - 1) * (max(stages) + sends)
 
     def share_batch_s(self, call: ModelFunctionCall, tokens: float) -> float:
@@ -180,28 +227,44 @@ class OnMesh:
         With selective recomputation also the results of its products and of attention. Else all that a layer of
         Llama's kind computes with: in float32 the input of each of its two norms, and that normalised; the inputs of
         its products (two norms' outputs, attention's, the gated one); queries and keys as rotated, and values;
-        attention's output, sequence by sequence; gate, its activation, and up.
+        attention's output, sequence by sequence; gate, its activation, and up. With experts also the copies of the
+        hidden state that they get, and the gated one as weighed; with selective recomputation the output of each.
+        Without a gate there are up and its activation; a LayerNorm keeps its input as it is.
         """
         local, itemsize = self.local, self.workload.itemsize
         if recompute == "full":
-            return local.hidden * itemsize
+            return local.hidden * itemsize + COPY_BYTES * local.routed / local.hidden
         if recompute == "selective":
-            return (3 * local.hidden + 2 * local.query + 2 * local.kv + 2 * local.intermediate) * itemsize
-        products = 2 * local.hidden + 3 * local.query + 2 * local.kv + 4 * local.intermediate
-        return 4 * local.hidden * NORM_BYTES + products * itemsize
+            outputs = 2 * local.hidden + (local.routed or local.hidden)
+            branches = (2 if local.gated else 1) * local.intermediate
+            return (outputs + 2 * local.query + 2 * local.kv + branches) * itemsize
+        of_mlp = (4 if local.gated else 2) * local.intermediate
+        products = 2 * local.hidden + 3 * local.query + 2 * local.kv + of_mlp
+        if local.routed:
+            products += local.routed + local.intermediate
+        norms = 2 * local.hidden * itemsize if local.norm_bias else 4 * local.hidden * NORM_BYTES
+        return norms + products * itemsize
 
-    def working_bytes(self, tokens: float, stage: int, gradients: bool) -> float:
+    def repeated_bytes(self) -> float:
+        """Bytes of a layer's keys and values of a token that is repeated for another sequence."""
+        return 2 * self.local.kv * self.workload.itemsize
+
+    def working_bytes(self, tokens: float, stage: int, gradients: bool, repeated: float = 0.0) -> float:
         """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's.
 
-        In a backward pass a layer's are gradients, and what is recomputed.
+        In a backward pass a layer's are gradients, and what is recomputed. Of experts counts the most that stands at
+        a time, in one kernel for all or where one expert gets every token: their inputs, with the products of the
+        branches (one in float32); or inputs and outputs, joined and sorted. repeated: as in `stages_s`
         """
         local, itemsize = self.local, self.workload.itemsize
-        layer = (
-            tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate) * itemsize
-        )
+        mlp = 3 * local.intermediate
+        if local.routed:
+            mlp = max(4 * local.routed, local.routed + 4 * local.intermediate)
+        layer = tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + mlp) * itemsize
+        layer += repeated * self.repeated_bytes()
         logits = 0.0
         if stage == self.strategy.pp - 1:
-            logits = self.counted(tokens) * local.vocab * itemsize * (2 if gradients else 1)
+            logits = self.counted(tokens + repeated) * local.vocab * itemsize * (2 if gradients else 1)
         if gradients:
             layer *= 2
             layer += tokens * (self.kept_bytes("none") - self.kept_bytes(self.workload.recompute))
@@ -210,18 +273,29 @@ class OnMesh:
 
 def infer(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """A forward pass. Python rewards run at the same time, each head's sequences one by one; or they run alone."""
-    length, share = mesh.workload.mean_tokens, mesh.share(call)
-    micro_batches = mesh.micro_batches(share, micro_batches)
-    tokens, fullest = share * length / micro_batches, -(-share // micro_batches) * length
+    length, share, prompt = mesh.workload.mean_tokens, mesh.share(call), mesh.workload.prompt_tokens
+    micro_batches = mesh.micro_batches(share, micro_batches, mesh.alike(call))
+    prompts, most = mesh.prompts(share, micro_batches, mesh.alike(call))
+    in_each, fullest = share / micro_batches, -(-share // micro_batches)
+    repeated, of_fullest = (
+        (sequences - computed) * prompt + sequences * mesh.shared
+        for sequences, computed in ((in_each, prompts), (fullest, most))
+    )
     scores = "scores" in (call.remap.get(key, key) for key in call.outputs)
     rewards_s = share * mesh.workload.reward_s if scores else 0.0
     if not call.runs_model:
         return CallCost(rewards_s, (0.0,) * mesh.strategy.pp)
-    passes_s = mesh.pipelined_s(["forward"], tokens, length, micro_batches)
+    passes_s = mesh.pipelined_s(
+        ["forward"], in_each * length - repeated, mesh.length, micro_batches, repeated
+    )
     seconds = mesh.share_batch_s(call, share * length) + passes_s
     return CallCost(
         max(seconds, rewards_s),
-        tuple(mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, False))),
+        tuple(
+            mesh.each_stage(
+                lambda stage: mesh.working_bytes(fullest * length - of_fullest, stage, False, of_fullest)
+            )
+        ),
     )
 
 
@@ -231,26 +305,43 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     Micro-batches hold whole sequences, and memory is that of the fullest ones: of 5 sequences in 4 micro-batches, the
     first holds 2.
     """
-    workload, s = mesh.workload, mesh.strategy
-    length = workload.mean_tokens
-    micro_batches = mesh.micro_batches(mesh.share(call, call.mini_batches), micro_batches)
-    tokens = mesh.share(call, call.mini_batches) * length / micro_batches
+    workload, s, alike = mesh.workload, mesh.strategy, mesh.alike(call)
+    length, prompt, share = workload.mean_tokens, workload.prompt_tokens, mesh.share(call, call.mini_batches)
+    micro_batches = mesh.micro_batches(share, micro_batches, alike)
+    prompts, _ = mesh.prompts(share, micro_batches, alike)
+    repeated = (share / micro_batches - prompts) * prompt + share / micro_batches * mesh.shared
+    tokens = share * length / micro_batches - repeated
     gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
-    passes_s = mesh.pipelined_s(["forward", "backward"], tokens, length, micro_batches)
-    backward_s = max(mesh.stages_s(["backward"], tokens, length))
+    passes_s = mesh.pipelined_s(["forward", "backward"], tokens, mesh.length, micro_batches, repeated)
+    backward_s = max(mesh.stages_s(["backward"], tokens, mesh.length, repeated))
     step = passes_s + gradients_back + _reduce_s(mesh, micro_batches, backward_s) + _update_s(mesh)
 
     share = fullest_share(call, s.dp)
-    fullest = -(-share // micro_batches) * length
-    per_token = mesh.each_stage(lambda stage: mesh.layers(stage) * mesh.kept_bytes(workload.recompute))
-    working = mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, True))
+    _, most = mesh.prompts(share, micro_batches, alike)
+    of_token = mesh.kept_bytes(workload.recompute)
+    of_repeated = mesh.repeated_bytes() if workload.recompute == "none" else 0.0
+
+    def tokens_of(sequences: int, count: int) -> tuple[float, float]:
+        """Tokens of `count` micro-batches that are computed, and that are repeated."""
+        repeated = (sequences - min(sequences, count * most)) * prompt + sequences * mesh.shared
+        return sequences * length - repeated, repeated
+
+    def kept(count: int) -> float:
+        """Bytes that a layer keeps of `count` micro-batches: the first ones have a sequence more than the others."""
+        sequences = count * (share // micro_batches) + min(count, share % micro_batches)
+        tokens, repeated = tokens_of(sequences, count)
+        return tokens * of_token + repeated * of_repeated
+
+    fullest, repeated = tokens_of(-(-share // micro_batches), 1)
+    working = mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, True, repeated))
     # 1F1B: a stage keeps the activations of as many micro-batches as there are stages from it to the last one.
     in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))
-    # Tokens of n micro-batches: each holds share // micro_batches sequences, the first ones one more.
-    kept = [(n * (share // micro_batches) + min(n, share % micro_batches)) * length for n in in_flight]
+    layers = mesh.each_stage(mesh.layers)
     seconds = mesh.share_batch_s(call, mesh.share(call) * length)
     seconds += step * call.mini_batches * workload.epochs
-    active = (n * of_one + besides for n, of_one, besides in zip(kept, per_token, working, strict=True))
+    active = (
+        of * kept(count) + besides for of, count, besides in zip(layers, in_flight, working, strict=True)
+    )
     return CallCost(seconds, tuple(active))
 
 
@@ -259,7 +350,7 @@ def unreduced(trained: Sizes, pp: int, stage: int) -> int:
     ranks of its replica hold, too; two buckets, of which one is on its way; and while a layer's arrive, a third.
     """
     parameters, shared = trained.stage_parameters(pp, stage), trained.stage_shared(pp, stage)
-    ends = [trained.embedding] * (stage == 0) + [trained.head] * (stage == pp - 1)
+    ends = [trained.embedding, trained.positions] * (stage == 0) + [trained.head] * (stage == pp - 1)
     largest = max(trained.layer, 2 * BUCKET, *ends)
     return shared + min(parameters - shared, 2 * largest)
 
@@ -341,20 +432,27 @@ def _generate_in_segments(
     mesh: OnMesh, call: ModelFunctionCall, segment: int, micro_batches: int
 ) -> CallCost:
     """What goes on is read with the new prompts, then drawn in rounds. With fewer slots than sequences, these take
-    turns in each round, and are read again in each."""
+    turns in each round, and are read again in each after the first."""
     workload, share = mesh.workload, mesh.share(call)
     now = drawn(workload.prompt_tokens, workload.new_tokens.points, segment, call.n_groups, call.group_size)
     places = 2 * share
     groups = min(mesh.strategy.pp, places)
     slots = slots_of(-(-places // groups), micro_batches)
     turns = -(-places // (groups * slots))
-    reads = now.reads if turns == 1 else max(now.reads, sum(one.begins for one in now.rounds))
-    read_tokens = share * reads * now.read_tokens
-    passes = max(groups * turns, math.ceil(read_tokens / PREFILL_TOKENS))
+    reads, read_tokens, entries = share * now.reads, share * now.reads * now.read_tokens, 1.0
+    if turns > 1:
+        reads += share * now.again
+        read_tokens += share * now.again * now.again_tokens
+        entries = len(now.rounds) * (1 + REFILL_SHARE * (turns - 1))
+    passes = math.ceil(max(min(groups * entries, reads), read_tokens / PREFILL_TOKENS))
     seconds = mesh.share_batch_s(call, places * workload.mean_tokens)
-    seconds += mesh.pipelined_s(["prefill"], read_tokens / passes, now.read_tokens, passes)
+    seconds += mesh.pipelined_s(["prefill"], read_tokens / passes, read_tokens / reads, passes)
     for one in now.rounds:
-        seconds += _steps_s(mesh, groups, one.steps * turns, share * one.running / turns, one.context)
+        # While others wait for a slot, nearly all are taken; those that come last leave one by one.
+        taken = share * one.begins / turns * (1 - 1 / (2 * REFILL_SHARE))
+        waiting = share * one.running * one.steps * (1 - 1 / turns)  # tokens that are drawn before
+        seconds += _steps_s(mesh, groups, waiting / taken, taken, one.context)
+        seconds += _steps_s(mesh, groups, one.steps, share * one.running / turns, one.context)
     read = math.ceil(min(slots * now.read_tokens, PREFILL_TOKENS))
     return CallCost(seconds, _generation_bytes(mesh, min(groups * slots, places), slots, read))
 
@@ -376,7 +474,19 @@ def _generation_bytes(mesh: OnMesh, at_once: int, slots: int, read_tokens: float
     def active(stage: int) -> float:
         cache = at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
         logits = slots * local.vocab if stage == mesh.strategy.pp - 1 else 0
-        drawing = logits * workload.itemsize + min(logits, SAMPLED_AT_ONCE) * DRAWN_BYTES
+        drawing = logits * workload.itemsize + _drawing_bytes(workload, logits, local.vocab)
         return cache + max(mesh.working_bytes(read_tokens, 0, False), drawing)
 
     return tuple(mesh.each_stage(active))
+
+
+def _drawing_bytes(workload: Workload, logits: float, vocab: int) -> float:
+    """Bytes that drawing from so many logits takes besides them: a few rows at a time (sampling.py).
+
+    top-k leaves a copy without the unlikely ones, and the mask. A search for the nucleus has a third of the rows.
+    """
+    rows = rows_at_once(vocab, workload.top_p)
+    of_each = NUCLEUS_BYTES if workload.top_p else DRAWN_BYTES
+    if workload.top_k:
+        of_each += workload.itemsize + 1
+    return min(logits, rows * vocab) * of_each

@@ -84,6 +84,11 @@ class CostModel:
         self, call: ModelFunctionCall, placement: Placement, micro_batches: Sequence[int]
     ) -> list[CallCost]:
         """The cost of a call, or of each of its parts, on a placement with each of some numbers of micro-batches."""
+        if not self.routes_alike(call.role, placement):
+            raise ValueError(
+                f"tp={placement.strategy.tp} splits the experts of {call.role} over devices of unlike classes, whose "
+                "routers may choose unlike experts for a token. Choose a tp within the hosts of one class."
+            )
         where = self._where(placement)
         found = self._profiled(call, where, micro_batches)
         factors = self._factors_of(call) if self.ran else {}
@@ -138,6 +143,19 @@ class CostModel:
             return (0,)
         return self.classes.within(min(placement.devices), len(placement.devices))
 
+    def routes_alike(self, role: str, placement: Placement) -> bool:
+        """Whether the ranks of a tp group certainly give a token to the same experts: each of them asks a router of
+        its own, and devices of unlike classes round unlike."""
+        s = placement.strategy
+        if not self.models[role].shape.experts or len(self.classes.profiles) == 1 or s.tp == 1:
+            return True
+        of_host, host = self.classes.of_host, self.cluster.host
+        return all(
+            len({of_host[host(placement.device(at_dp, rank, at_pp))] for rank in range(s.tp)}) == 1
+            for at_dp in range(s.dp)
+            for at_pp in range(s.pp)
+        )
+
     def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
         """[stages] bytes of a role's parameters on a device of each stage; of one with adapters, bytes of these."""
         trained, pp = self._trained_sizes(role, placement.strategy), placement.strategy.pp
@@ -145,7 +163,7 @@ class CostModel:
 
     def layer_bytes(self, role: str, tp: int) -> float:
         """Bytes of a layer of what a role moves on a device, with a layer's part of embedding and head
-        (planner/pricing/moves.py, Held)."""
+        (planner/pricing/resharding.py, Held)."""
         trained = self._trained_sizes(role, ParallelStrategy(tp=tp))
         return trained.stage_parameters(1, 0) * self.workload.itemsize / trained.layers
 
@@ -204,7 +222,12 @@ class CostModel:
 
             def mesh(prompt_tokens: int, new_tokens: int) -> OnMesh:
                 lengths = {"prompt_tokens": prompt_tokens, "new_tokens": Lengths.fixed(new_tokens)}
-                changed = {**lengths, "max_new_tokens": new_tokens, "counted_tokens": None}
+                changed = {
+                    **lengths,
+                    "longest_prompt": None,
+                    "max_new_tokens": new_tokens,
+                    "counted_tokens": None,
+                }
                 workload = self.workload.model_copy(update=changed)
                 return OnMesh(timing, workload, local, trained, s, where.crossings)
 

@@ -215,6 +215,7 @@ RANGES: Mapping[str, Range] = {
     "host_copy_bytes_per_s": Range(1e7, 1e12, "bytes per second", BYTES_PER_S),
     "layer_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),
     "decode_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),
+    "expert_overhead_s": Range(1e-8, 1e-2, "seconds", SECONDS),
     "optimizer_overhead_s": Range(1e-7, 1.0, "seconds", SECONDS),
     "reallocation_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),
     "transfer_overhead_s": Range(1e-9, 1e-3, "seconds", SECONDS),

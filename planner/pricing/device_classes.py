@@ -16,7 +16,7 @@ from functools import cached_property
 
 from planner.plan.mesh import Cluster
 from planner.pricing.devices import DeviceProfile
-from planner.pricing.moves import Wires
+from planner.pricing.resharding import Wires
 
 
 class DeviceClassError(ValueError):

@@ -7,9 +7,11 @@ The search proves optimality within this class of options:
 - Strategies: dp x tp x pp = size of the mesh. tp divides the number of devices of a host or is a multiple of it, and
   is at most the problem's limit and what the model's heads allow. pp is at most the number of layers. dp is at most
   the number of sequences of a mini-batch or part.
-- Micro-batches: 1, 2, 4, ..., pp times these, and the number of sequences of a dp rank; at most the latter.
+- Micro-batches: 1, 2, 4, ..., pp times these, and the number of sequences of a dp rank; at most the latter. The few
+  with which a search begins are 2 pp (1 and 2 without a pipeline) and the number of sequences of a dp rank.
 - Parts of a call: all have its option.
-- Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced.
+- Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
+  mixture of experts has one.
 - Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses.
 
 Left out are:
@@ -22,7 +24,7 @@ Left out are:
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from operator import sub
+from operator import add, sub
 from typing import NamedTuple
 
 from planner.deadline import Deadline
@@ -30,7 +32,7 @@ from planner.plan.graph import blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
 from planner.plan.workload import least_share
 from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.plans import active_part, remedy
+from planner.pricing.plans import active_part, kept_samples_bytes, remedy
 from planner.pricing.problem import OptionsTakeTooLongError, Problem, ProblemError
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
@@ -52,7 +54,7 @@ class Option(NamedTuple):
     seconds        the call's duration: of all its parts together, without their dispatch
     resident       [stages] bytes that a device holds all the time for a train_step: trained parameters, their
                    gradients and optimizer; or for the call that runs the model of a role that follows another:
-                   parameters and master weights; 0 for other calls
+                   parameters and master weights; for a generation samples for later iterations; 0 for other calls
     frozen         [stages] bytes of frozen weights that it holds all the time, once for all calls that share them
                    (RoleModel.weights): those of a frozen role unless they are offloaded, and those below adapters
     copy           [stages] bytes of a read-only copy of the trained parameters, or of the parameters while onloaded
@@ -131,12 +133,17 @@ def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator
                 yield ParallelStrategy(dp, tp, pp)
 
 
-def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> list[int]:
+def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy, few: bool = False) -> list[int]:
     """The numbers of micro-batches that a call may have. Those of generation set how many sequences are decoded at a
-    time: more need less memory and never less time. Powers of two are close enough."""
+    time: more need less memory and never less time. Powers of two are close enough.
+
+    few  of training and inference only those that fill a pipeline, and the most
+    """
     share = least_share(call, strategy.dp)
     if call.kind == "generate":
         return [count for count in GENERATION_CUTS if count == 1 or count * strategy.pp <= share]
+    if few:
+        return sorted({min(share, 2 * strategy.pp), share} if strategy.pp > 1 else {1, min(share, 2), share})
     counts, count = {share}, 1
     while count <= share:
         counts |= {count, min(share, count * strategy.pp)}
@@ -148,15 +155,18 @@ def all_options(
     problem: Problem,
     deadline: Deadline = NO_DEADLINE,
     among: Mapping[str, Collection[Placement]] | None = None,
+    few: bool = False,
 ) -> tuple[tuple[Option, ...], ...]:
     """The options of every call of the graph. Offloaded options follow the resident ones, in the same order.
 
     among  call -> placements of which only the meshes and strategies count
+    few    with few numbers of micro-batches (`micro_batch_counts`)
     Raises ProblemError and OptionsTakeTooLongError as `call_options` does.
     """
     graph = problem.graph
     found = [
-        call_options(problem, call, deadline, among[call.name] if among else None) for call in graph.calls
+        call_options(problem, call, deadline, among[call.name] if among else None, few)
+        for call in graph.calls
     ]
     smallest = min(problem.model.classes.rooms)
     if sum(map(_most_needed, found)) <= smallest:
@@ -194,10 +204,12 @@ def call_options(
     call: ModelFunctionCall,
     deadline: Deadline = NO_DEADLINE,
     among: Collection[Placement] | None = None,
+    few: bool = False,
 ) -> tuple[Option, ...]:
     """All options of a call with resident parameters, sorted by mesh and strategy.
 
     among  placements of which only the meshes and strategies count
+    few    with few numbers of micro-batches (`micro_batch_counts`)
     Raises ProblemError when none fits; it names the smallest shortfall and the fields that would reduce it. Raises
     OptionsTakeTooLongError when the deadline has passed.
     """
@@ -217,17 +229,24 @@ def call_options(
             for strategy in strategies(problem, call, mesh.size):
                 if among is not None and strategy not in {placement.strategy for placement in among}:
                     continue
+                if not problem.model.routes_alike(call.role, Placement(mesh.devices, strategy)):
+                    continue
                 if deadline.is_past():
                     raise OptionsTakeTooLongError(
                         f"Pricing the options of call {call.name!r} on a cluster of {cluster} takes longer than the "
                         "time limit. Raise it, or choose fewer devices for a host or a smaller planning.max_tp."
                     )
-                alike = _prices(problem, call, strategy, mesh.first)
-                lacking = _lacking(alike, _rooms(strategy, mesh.first, classes))
-                shortfalls += zip(lacking, alike, strict=True)
-                fits = [o for lack, o in zip(lacking, alike, strict=True) if lack <= 0]
+                rooms = _rooms(strategy, mesh.first, classes)
+                counts, fits = micro_batch_counts(call, strategy, few), list[Option]()
                 # Of a generation the fewest micro-batches with which it fits: more would only take longer.
-                fitting += fits[:1] if call.kind == "generate" else _pareto(fits)
+                for tried in [[count] for count in counts] if call.kind == "generate" else [counts]:
+                    alike = _prices(problem, call, strategy, mesh.first, tried)
+                    lacking = _lacking(alike, rooms)
+                    shortfalls += zip(lacking, alike, strict=True)
+                    fits = [o for lack, o in zip(lacking, alike, strict=True) if lack <= 0]
+                    if fits:
+                        break
+                fitting += _pareto(fits)
             priced[like] = fitting
         found += [Option(mesh.first, *option[1:]) for option in priced[like]]
     if not found:
@@ -236,9 +255,9 @@ def call_options(
 
 
 def _prices(
-    problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy, first: int
+    problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy, first: int, counts: Sequence[int]
 ) -> list[Option]:
-    """The options under a strategy on the mesh that begins at device `first`, one for each number of micro-batches.
+    """The options under a strategy on the mesh that begins at device `first`, for these numbers of micro-batches.
 
     Meshes with the same layout of device classes have the same prices.
     """
@@ -256,7 +275,7 @@ def _prices(
         resident = model.training_bytes(call.role, placement)
         if call.role in problem.graph.evaluated:
             besides = model.evaluation(call.role, placement).active_bytes
-    counts = micro_batch_counts(call, strategy)
+    resident = tuple(map(add, resident, kept_samples_bytes(call, strategy, model.workload)))
     return [
         Option(
             first,

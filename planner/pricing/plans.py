@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.plan.steady_state import SteadyState, steady_state
-from planner.plan.workload import Workload
+from planner.plan.workload import Workload, fullest_share
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
-from planner.pricing.moves import Heads, Held, reallocation, redistribution
-from rlhf_tasks.parallel.layout.topology import Placement
+from planner.pricing.resharding import Heads, HeldModel, reallocation, redistribution
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import (
     CallNode,
     EvaluateNode,
@@ -86,6 +86,7 @@ class PlanPrice:
 
     duration_s   node -> seconds per iteration; of an evaluation or a sync, which not every iteration has, their mean
     rare_s       evaluation or sync -> seconds of an iteration that has it
+    to_end_s     call in segments -> seconds of the last iteration, in which it draws all to its end
     copy_s       onload -> seconds of the copy that it starts
     moved_bytes  transfer, reallocation or sync -> bytes that it sends between devices
     peaks        device -> its peak memory, for the devices that the plan uses
@@ -99,11 +100,18 @@ class PlanPrice:
     call_bytes: dict[str, float]
     copy_s: dict[str, float] = field(default_factory=dict)
     rare_s: dict[str, float] = field(default_factory=dict)
+    to_end_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def due_s(self) -> dict[str, float]:
+        """Node -> its seconds in an iteration that has it."""
+        return {**self.duration_s, **self.rare_s}
 
     @property
     def longest_s(self) -> dict[str, float]:
         """Node -> its seconds in an iteration in which it has most to do: deadlines must allow for them."""
-        return {**self.duration_s, **self.rare_s}
+        due_s = self.due_s
+        return {**due_s, **{name: max(seconds, due_s[name]) for name, seconds in self.to_end_s.items()}}
 
     @property
     def iteration_time_s(self) -> float:
@@ -113,7 +121,7 @@ class PlanPrice:
 
 def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
     """Price every node of a plan, in seconds and bytes. Raises ValueError when a strategy does not suit its model."""
-    duration_s, moved_bytes, copy_s, rare_s = {}, {}, {}, {}
+    duration_s, moved_bytes, copy_s, rare_s, to_end_s = {}, {}, {}, {}, {}
     for node in plan.nodes:
         duration_s[node.name], moved = node_cost(node, plan, model)
         if isinstance(node, TransferNode | ReallocateNode | SyncNode):
@@ -124,8 +132,11 @@ def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
             rare_s[node.name] = model.evaluation(node.role, node.placement).seconds + model.classes.dispatch_s
         if isinstance(node, SyncNode):
             rare_s[node.name] = _reallocation(node, model)[0] + model.classes.dispatch_s
+        if isinstance(node, CallNode) and node.call.segment_tokens:
+            whole = node.call.model_copy(update={"segment_tokens": None})
+            to_end_s[node.name] = model.call(whole, node.assignment).seconds + model.classes.dispatch_s
     steady = steady_state(plan, duration_s, copy_s)
-    return PlanPrice(duration_s, moved_bytes, steady, *plan_memory(plan, model), copy_s, rare_s)
+    return PlanPrice(duration_s, moved_bytes, steady, *plan_memory(plan, model), copy_s, rare_s, to_end_s)
 
 
 def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
@@ -185,9 +196,9 @@ def _reallocation(node: ReallocateNode | SyncNode, model: CostModel) -> tuple[fl
     return seconds + model.classes.reallocation_overhead_s(layers), moved
 
 
-def _held(role: str, placement: Placement, model: CostModel) -> Held:
+def _held(role: str, placement: Placement, model: CostModel) -> HeldModel:
     s = placement.strategy
-    return Held(min(placement.devices), s.dp, s.tp, s.pp, model.layer_bytes(role, s.tp))
+    return HeldModel(min(placement.devices), s.dp, s.tp, s.pp, model.layer_bytes(role, s.tp))
 
 
 def _transfer(node: TransferNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
@@ -221,6 +232,17 @@ def key_bytes(key: str, workload: Workload) -> float:
     return _TOKEN_BYTES.get(key, 4) * tokens
 
 
+def kept_samples_bytes(
+    call: ModelFunctionCall, strategy: ParallelStrategy, workload: Workload
+) -> tuple[float, ...]:
+    """[stages] bytes of the samples that a call keeps for later iterations: batches drawn ahead, and what is in the
+    places of segments. Its heads have them, on the last stage."""
+    batches = call.lead + (call.n_places // call.n_seqs if call.segment_tokens else 0)
+    n_seqs = batches * fullest_share(call, strategy.dp) * call.blocks
+    of_each = sum(key_bytes(key, workload) for key in {*call.inputs, *call.outputs})
+    return (*(0.0,) * (strategy.pp - 1), float(n_seqs * of_each))
+
+
 class PlanMemory(NamedTuple):
     """Memory under a plan; the fields are as in PlanPrice."""
 
@@ -232,12 +254,12 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     """The most bytes that devices hold, over the whole plan and while each call runs.
 
     Always resident: a trained role's parameters, gradients and optimizer on its training placement; a frozen role's
-    parameters on each placement where they are not offloaded; the weights below adapters on each placement. Roles
-    with the same frozen weights hold them once on a placement. A copy exists from its reallocation to its release.
-    Offloaded parameters are on the devices from their onload to their offload. A call's temporary memory exists while
-    it runs. A role that follows another has its parameters and master weights where its model
-    runs; while they are blended, the other's parameters are there, too. What generation has drawn for later
-    iterations is not counted.
+    parameters on each placement where they are not offloaded; the weights below adapters on each placement; samples
+    for later iterations on the last stage of the call that draws them. Roles with the same frozen weights hold them
+    once on a placement. A copy exists from its reallocation to its release. Offloaded parameters are on the devices
+    from their onload to their offload. A call's temporary memory exists while it runs. A role that follows another
+    has its parameters and master weights where its model runs; while they are blended, the other's parameters are
+    there, too.
     """
     groups, stages = _alike(plan)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
@@ -301,6 +323,9 @@ def _resident(
     plan: ExecutionPlan, model: CostModel, stages: Mapping[Placement, _Stages]
 ) -> Iterator[tuple[str, list[tuple[int, float]]]]:
     """What is held all the time: (part, (device, bytes) pairs). stages: as `_alike` gives them."""
+    for name, (node, *_) in plan.calls.items():
+        if any(kept := kept_samples_bytes(node.call, node.placement.strategy, model.workload)):
+            yield f"{name}: samples drawn ahead", _by_device(stages[node.placement], kept)
     there: set[Hashable] = set()
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
@@ -383,6 +408,8 @@ def remedy(part: str) -> str:
         return "A smaller evaluation.batch_size or fewer new tokens would lower it."
     if part.endswith("KV cache"):
         return "A larger dp, tp or pp, a smaller batch_size or fewer new tokens would lower it."
+    if part.endswith("samples drawn ahead"):
+        return "A smaller staleness or batch_size would lower it."
     if part.endswith("activations"):
         return "More micro_batches, a larger dp or a smaller batch_size would lower it."
     if part.endswith("optimizer"):

@@ -46,7 +46,7 @@ def figures_source(model: CostModel) -> str:
     return source
 
 
-class Asked(NamedTuple):
+class LargestPoint(NamedTuple):
     """The largest point of an operation that a call's price looks up; as in `Timed` (decoding: rows as tokens)."""
 
     operation: str
@@ -112,7 +112,7 @@ def _ends(profile: MeasuredProfile, operation: str, tp: int) -> tuple[int, int]:
     return max(o.tokens for o in points), max(o.context for o in points)
 
 
-def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload) -> list[Asked]:
+def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload) -> list[LargestPoint]:
     """The largest passes of a layer that a call's formula looks up: tokens and context each."""
     if not call.runs_model:
         return []
@@ -121,12 +121,12 @@ def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload)
     if call.kind != "generate":
         tokens = share * length / given.micro_batches
         passes = ["layer/forward"] if call.kind == "inference" else ["layer/forward", "layer/backward"]
-        return [Asked(operation, tokens, length) for operation in passes]
+        return [LargestPoint(operation, tokens, length) for operation in passes]
     prompt, groups = workload.prompt_tokens, min(s.pp, share)
     rows = slots_of(-(-share // groups), given.micro_batches)
     prompts = -(-rows // call.group_size)
     first, last, _ = workload.new_tokens.spans()[-1]
     return [
-        Asked("layer/prefill", min(prompts * prompt, PREFILL_TOKENS), prompt),
-        Asked("layer/decode", rows, prompt + (first + last) / 2),
+        LargestPoint("layer/prefill", min(prompts * prompt, PREFILL_TOKENS), prompt),
+        LargestPoint("layer/decode", rows, prompt + (first + last) / 2),
     ]

@@ -18,6 +18,9 @@ UPDATE_TRAFFIC_BYTES = (
     30  # per parameter: gradient, master and moments read; master, moments and weight written
 )
 
+ROUTING = 0.7
+"""Host time of routing tokens to experts, in that of a dense layer: measured on one CPU thread, hidden size 24."""
+
 
 class Timing(Protocol):
     """One model under one degree of tensor parallelism on devices of one class or several.
@@ -71,8 +74,15 @@ class Roofline:
         decoding = kind == "decode"
         attended = context if decoding else context / 2
         passes = 2 if kind == "backward" else 1
-        overhead = self._device.decode_overhead_s if decoding else self._device.layer_overhead_s
+        overhead = self._overhead_s(tokens, decoding)
         return self._work_s(tokens, attended, passes, decoding) + 2 * self._reduce_s(tokens) + overhead
+
+    def _overhead_s(self, tokens: float, decoding: bool) -> float:
+        """Host time of a layer. Mixtures of experts decode without CUDA graphs."""
+        device, local = self._device, self._local
+        if not local.experts:
+            return device.decode_overhead_s if decoding else device.layer_overhead_s
+        return device.layer_overhead_s * (1 + ROUTING) + device.expert_overhead_s * local.busy(tokens)
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
         """Seconds to sum the vocabulary-parallel embedding of `tokens` tokens; what it reads is negligible."""
@@ -123,12 +133,18 @@ class Roofline:
         cached  keys and values of the others are read from the KV cache
         """
         local = self._local
-        flops = layer_flops(tokens, attended, local.layer, local.query)
-        # Read and written: hidden states; query, key and value; the MLP's two branches and their product.
-        elements = tokens * (8 * local.hidden + 2 * local.query + 4 * local.kv + 6 * local.intermediate)
+        flops = layer_flops(tokens, attended, local.active, local.query)
+        # Read and written: hidden states; query, key and value; the MLP's branches and their product.
+        of_mlp = (6 if local.gated else 4) * local.intermediate
+        elements = tokens * (8 * local.hidden + 2 * local.query + 4 * local.kv + of_mlp)
+        if local.routed:
+            # Copies for experts: written, read by both branches; their outputs: written, joined, sorted, summed. The
+            # product of the branches is weighed.
+            elements += tokens * (9 * local.routed + 2 * local.intermediate)
         if cached:
             elements += 2 * tokens * attended * local.kv
-        return self._device.compute_s(passes * flops, passes * (elements + local.layer) * self._itemsize)
+        traffic = passes * (elements + local.read(tokens)) * self._itemsize
+        return self._device.compute_s(passes * flops, traffic)
 
 
 class Slowest:

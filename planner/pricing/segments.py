@@ -6,17 +6,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_tasks.parallel.layout.slots_of import runs_of
+
 MOST_GROUPS = 128  # of a batch that is carried out; of a larger one shares are as of one with so many
-ITERATIONS, WARM_UP = 24, 8
+ITERATIONS, WARM_UP = 128, 28
 
 
 class Round(NamedTuple):
-    """What is drawn between two times at which ended groups are counted, in the mean of the iterations.
+    """What is drawn between two times at which ended groups are counted.
 
-    steps    tokens that the sequence with the most gets; an iteration without this round has 0
-    begins   sequences that draw at its beginning, per sequence of the batch
+    steps    tokens that the sequence with the most gets, in the mean of the iterations; one without this round has 0
+    begins   sequences that draw at its beginning, per sequence of the batch, in the iterations with this round
     running  sequences that draw at a step
-    context  their mean tokens
+    context  tokens of the cache that are read for each of them, in the mean: those of the longest sequence in its run
     """
 
     steps: float
@@ -30,11 +32,15 @@ class Drawn(NamedTuple):
 
     reads        sequences that are read before they are drawn: one of each new group, and all that go on
     read_tokens  mean tokens of these
+    again        sequences that draw in later rounds; each is read again, unless it has kept its slot
+    again_tokens mean tokens of these; 0 where there are none
     rounds       what is drawn then
     """
 
     reads: float
     read_tokens: float
+    again: float
+    again_tokens: float
     rounds: tuple[Round, ...]
 
 
@@ -55,7 +61,7 @@ def drawn(
     lengths = random.choice(tokens, (2 * n_groups, group_size), p=of)
     had = np.zeros_like(lengths)
     begun = np.arange(2 * n_groups)
-    reads = read_tokens = 0.0
+    reads = read_tokens = again = again_tokens = 0.0
     rounds: list[list[tuple[int, int, int, float]]] = []
     for iteration in range(ITERATIONS):
         counted = iteration >= WARM_UP
@@ -67,10 +73,13 @@ def drawn(
         while number == 0 or (had == lengths).all(1).sum() < n_groups:
             now = np.minimum(lengths - had, segment)
             if counted:
-                # A sequence draws its n-th token now with so many behind it.
-                seen = (now * (prompt + had) + now * (now + 1) / 2).sum()
+                # Of its n-th token now, n more columns are read than when the round began.
+                seen = (now * _columns(prompt + had, now > 0) + now * (now + 1) / 2).sum()
                 rounds.extend([] for _ in range(number + 1 - len(rounds)))
                 rounds[number].append((now.max(), (now > 0).sum(), now.sum(), seen))
+                if number:
+                    again += (now > 0).sum()
+                    again_tokens += (prompt + had)[now > 0].sum()
             had, number = had + now, number + 1
         ended = np.flatnonzero((had == lengths).all(1))
         delivered = ended[np.argsort(begun[ended])][:n_groups]
@@ -81,6 +90,8 @@ def drawn(
     return Drawn(
         reads / n / n_seqs,
         read_tokens / reads,
+        again / n / n_seqs,
+        again_tokens / max(again, 1),
         tuple(
             Round(
                 sum(steps for steps, *_ in each) / n,
@@ -91,3 +102,15 @@ def drawn(
             for each in rounds
         ),
     )
+
+
+def _columns(lengths: np.ndarray, drawn_now: np.ndarray) -> np.ndarray:
+    """Columns of the cache that are read for each sequence that is drawn now; 0 for the others.
+
+    The longest sequences enter first, and runs of similar lengths are read together (kv_cache.py).
+    """
+    longest_first = np.argsort(-np.where(drawn_now, lengths, 0), axis=None, kind="stable")[: drawn_now.sum()]
+    columns = np.zeros_like(lengths)
+    for rows, longest in runs_of(lengths.flat[longest_first].tolist()) if len(longest_first) else ():
+        columns.flat[longest_first[rows]] = longest
+    return columns

@@ -23,7 +23,8 @@ def turns_of(workload: Workload) -> list[Workload]:
     for turn in range(turns):
         context = workload.prompt_tokens + round(lengths.mean * turn / turns)
         room = max(part.longest, workload.cache_tokens - context)
-        changed = {"prompt_tokens": context, "new_tokens": part, "max_new_tokens": room, "turns": 1}
+        sizes = {"prompt_tokens": context, "longest_prompt": None, "new_tokens": part, "max_new_tokens": room}
+        changed = {**sizes, "turns": 1}
         found.append(workload.model_copy(update=changed))
     return found
 

@@ -122,8 +122,12 @@ def proof_sentence(result: SearchResult) -> str:
     )
     late = ""
     if result.late:
+        searched = (
+            "only those with few micro-batches were searched: this is the best plan among them and by rule"
+        )
+        by_rule = "nothing was searched: this is the best plan by rule"
         late = (
-            " Not all options could be priced in time, so nothing was searched: this is the best plan by rule. "
+            f" Not all options could be priced in time, so {searched if result.evaluations > 1 else by_rule}. "
             "Raise the time limit."
         )
     return (

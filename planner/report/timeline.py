@@ -16,7 +16,7 @@ class Bar(NamedTuple):
     end_s: float
 
 
-class Group(NamedTuple):
+class DeviceLane(NamedTuple):
     """Devices that run the same nodes, e.g. `0-3`, and their bars in order of time."""
 
     devices: tuple[int, ...]
@@ -28,7 +28,7 @@ class Group(NamedTuple):
         return sum(bar.end_s - bar.start_s for bar in self.bars)
 
 
-def steady_bars(plan: ExecutionPlan, price: PlanPrice) -> list[Group]:
+def steady_bars(plan: ExecutionPlan, price: PlanPrice) -> list[DeviceLane]:
     """The groups of devices and their bars over one period of the steady state.
 
     A node that ends after the period continues at its beginning, as part of the previous iteration.
@@ -51,12 +51,12 @@ def steady_bars(plan: ExecutionPlan, price: PlanPrice) -> list[Group]:
             bars.append(Bar(name, kinds[name], start_s, min(end_s, period_s)))
             if end_s > period_s:
                 bars.append(Bar(name, kinds[name], 0.0, end_s - period_s))
-        groups.append(Group(tuple(devices), tuple(sorted(bars, key=lambda bar: bar.start_s))))
+        groups.append(DeviceLane(tuple(devices), tuple(sorted(bars, key=lambda bar: bar.start_s))))
     return sorted(groups)
 
 
 def draw_bars(
-    groups: list[Group], period_s: float, width: int = 100, rows: int = 24
+    groups: list[DeviceLane], period_s: float, width: int = 100, rows: int = 24
 ) -> list[list[tuple[str, str]]]:
     """Lines of (text, kind) pieces, `width` characters for one period of `period_s` seconds; kind is "" outside bars.
 

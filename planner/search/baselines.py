@@ -179,16 +179,21 @@ def _cut(call: ModelFunctionCall, given: CallAssignment, factor: int) -> CallAss
 def _larger_demands(
     peak: MemoryPeak, graph: DataflowGraph, found: Assignments, demand: _Demand
 ) -> Iterator[_Demand]:
-    """Demands that may lower a peak, for its largest part first: twice the micro-batches, then twice the replica."""
+    """Demands that may lower a peak, for its largest part first: twice the micro-batches, then twice the replica.
+
+    Of a generation the replica comes first: fewer sequences at a time take longer.
+    """
     for part in sorted(peak.parts, key=lambda name: -peak.parts[name]):
         role = owner = part.split(":")[0]
+        cuts, generates = list[_Demand](), False
         if owner not in demand.replicas:
             call, given = graph.call(owner), found[owner]
-            share = least_share(call, given.placement.strategy.dp)
-            if call.kind != "generate" and 2 * given.micro_batches <= share:
-                yield demand._replace(cuts={**demand.cuts, owner: 2 * demand.cuts[owner]})
-            role = call.role
-        yield demand._replace(replicas={**demand.replicas, role: 2 * demand.replicas[role]})
+            role, generates = call.role, call.kind == "generate"
+            at_once = 2 * given.micro_batches * (given.placement.strategy.pp if generates else 1)
+            if at_once <= least_share(call, given.placement.strategy.dp):
+                cuts.append(demand._replace(cuts={**demand.cuts, owner: 2 * demand.cuts[owner]}))
+        larger = demand._replace(replicas={**demand.replicas, role: 2 * demand.replicas[role]})
+        yield from [larger, *cuts] if generates else [*cuts, larger]
 
 
 def heuristic(
@@ -211,8 +216,12 @@ def symmetric(
     Raises PlanError when there is none.
     """
     widest = min(graph.calls, key=lambda call: call.n_groups // call.blocks)
-    assignment = _assign(widest, cluster, list((limits or {}).values()))
-    return {call.name: assignment for call in graph.calls}
+    found = _assign(widest, cluster, list((limits or {}).values()))
+    strategy = found.placement.strategy
+    return {
+        call.name: found.model_copy(update={"micro_batches": _micro_batches(call, strategy)})
+        for call in graph.calls
+    }
 
 
 def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> CallAssignment:
@@ -221,15 +230,21 @@ def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> 
     for mesh in meshes_from_start(cluster):
         for strategy in _strategies(mesh.size, cluster.devices_per_host):
             if strategy.dp <= most_dp and all(limit.allow(strategy) for limit in limits):
-                share = least_share(call, strategy.dp)
-                micro_batches = 1 if strategy.pp == 1 else max(1, min(2 * strategy.pp, share))
                 return CallAssignment(
-                    placement=Placement(mesh.devices, strategy), micro_batches=micro_batches
+                    placement=Placement(mesh.devices, strategy), micro_batches=_micro_batches(call, strategy)
                 )
     raise PlanError(
         f"Call {call.name!r}: no strategy on a cluster of {cluster} suits {', '.join(map(str, limits))} "
         f"and {groups_of(call)} in {blocks_of(call)}. Enlarge the cluster or the batch."
     )
+
+
+def _micro_batches(call: ModelFunctionCall, strategy: ParallelStrategy) -> int:
+    """Two for each stage of a pipeline. A generation has as many groups in flight as stages without any: all its
+    sequences are decoded at once."""
+    if strategy.pp == 1 or call.kind == "generate":
+        return 1
+    return max(1, min(2 * strategy.pp, least_share(call, strategy.dp)))
 
 
 def _strategies(size: int, devices_per_host: int) -> Iterator[ParallelStrategy]:

@@ -32,3 +32,25 @@ def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) ->
         nearest(options, assignments[call])
         for call, options in zip(tables.calls, tables.options, strict=True)
     ]
+
+
+def counterparts(few: Tables, choice: Sequence[int], tables: Tables) -> list[int]:
+    """The numbers, in tables of all options, of a choice among few: for each call the option with the same mesh and
+    strategy that is no slower and needs no more memory; offloaded as it was, if it may be."""
+
+    def counterpart(option: Option, options: Sequence[Option]) -> int:
+        return min(
+            (
+                i
+                for i, other in enumerate(options)
+                if other[:3] == option[:3]
+                and other.seconds <= option.seconds
+                and all(a <= b for a, b in zip(other.active, option.active, strict=True))
+            ),
+            key=lambda i: (options[i].offload != option.offload, options[i].seconds),
+        )
+
+    return [
+        counterpart(own[number], options)
+        for own, number, options in zip(few.options, choice, tables.options, strict=True)
+    ]

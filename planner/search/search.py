@@ -9,10 +9,6 @@ from typing import NamedTuple
 
 from planner.deadline import Deadline, never
 from planner.plan.build import PlanError
-from planner.plan.call_order import MOST_ORDERS, has_more_orders
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
 from planner.pricing.plans import PlanPrice, price_plan, shortfall
 from planner.pricing.problem import OptionsTakeTooLongError, Problem
 from planner.search.annealing import (
@@ -34,16 +30,17 @@ from planner.search.baselines import Priced, heuristic_plan, manual_plan, symmet
 from planner.search.bounds.root_bound import call_cycles, front, root_bound
 from planner.search.bounds.tree_search import new_walk, walk_on
 from planner.search.branch_and_bound import bounds_by_groups, branching, proofs
-from planner.search.choices import assignments_of, nearest_choice
+from planner.search.choices import assignments_of, counterparts, nearest_choice
 from planner.search.compiled.tables import Tables, uncollected
 from planner.search.disjoint import disjoint_choice, side_by_side
+from planner.search.proof_class import proof_class
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a smaller gap counts as zero
 BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
 ANNEALING = 0.75  # share of the time limit at which annealing ends
 TABLES = 0.7  # share of the time limit after which no further options are priced
-FIRST = 80  # parts of annealing before any proof, for good plans in the first second
+FIRST = 80  # parts of annealing among few options, for good plans in the first second
 
 
 class TracePoint(NamedTuple):
@@ -69,7 +66,8 @@ class SearchResult:
     compile_s      seconds to compile or load the code, before the clock started
     trace          the best plan and the bound over time
     tables         of the problem
-    late           not all options could be priced in time: this is the best plan by rule, and nothing was searched
+    late           not all options could be priced in time: this is the best plan by rule, or among few options, and
+                   there is no bound
     """
 
     plan: ExecutionPlan
@@ -89,12 +87,18 @@ class SearchResult:
 
 
 class Found(NamedTuple):
-    """A mode's result: a plan, a lower bound in seconds, the number of plans priced, and the trace."""
+    """A mode's result: a plan, a lower bound in seconds, the number of plans priced, and the trace.
+
+    tables  where the plan is from, if not from those of the request
+    late    not all options could be priced in time
+    """
 
     priced: Priced
     lower_bound_s: float
     evaluations: int = 1
     trace: tuple[TracePoint, ...] = ()
+    tables: Tables | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Request:
     """The input of a mode.
 
     rules    empty unless the mode is `search`
+    tables   of mode `search` with few numbers of micro-batches, and without a bound
     started  time.monotonic() when the search began, plus the seconds of compilation
     """
 
@@ -128,7 +133,7 @@ class Progress:
     """The best plan so far, and the trace. The plans by rule count too, so the result is no worse than they are."""
 
     def __init__(self, request: Request, start: Sequence[int]) -> None:
-        self._request, self._rules = request, request.rules.plans
+        self._request, self._tables = request, request.tables
         self.state = start_state(request.tables, start)
         self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
         self._trace = list(request.rules.trace)
@@ -153,6 +158,12 @@ class Progress:
             if self.deadline_of(ANNEALING).is_past():
                 break
 
+    def go_on_among(self, tables: Tables) -> None:
+        """Takes over the best state into tables of more options."""
+        state = start_state(tables, counterparts(self._tables, self.state.choice.tolist(), tables))
+        self._tables = tables
+        self.note(state, 1, bound_of(tables))
+
     def _trace_up_to(self, time_s: float) -> None:
         """Adds a point to the trace: the less of `time_s` and the last point's time, unless both are infinite."""
         best = min([time_s, *(point.time_s for point in self._trace[-1:])])
@@ -162,11 +173,11 @@ class Progress:
 
     def found(self) -> Found:
         """The best plan and its price. Raises PlanError when nothing fits memory."""
-        candidates = list(self._rules)
-        if self.state.excess_bytes <= 0 or not self._rules:
-            candidates.append(priced_choice(self._request.tables, self.state.choice.tolist()))
+        candidates = list(self._request.rules.plans)
+        if self.state.excess_bytes <= 0 or not candidates:
+            candidates.append(priced_choice(self._tables, self.state.choice.tolist()))
         best = min(candidates, key=lambda one: one.price.iteration_time_s)
-        return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
+        return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace), self._tables)
 
 
 @uncollected()
@@ -203,9 +214,10 @@ def find_plan(
     started = time.monotonic()
     rules, late = _by_rule(problem, started) if mode == "search" else Rules(), False
     try:
-        tables, asked = Tables(problem, Deadline(started + TABLES * time_limit_s, called_off)), MODES[mode]
+        deadline = Deadline(started + TABLES * time_limit_s, called_off)
+        tables, asked = Tables(problem, deadline, few=mode == "search"), MODES[mode]
         compile_s = _compile(tables) if mode in SEARCHING else 0.0
-        lower_bound_s = bound_of(tables)
+        lower_bound_s = bound_of(tables) if mode != "search" else 0.0
     except OptionsTakeTooLongError:
         late, rules = True, rules if rules.plans else _by_rule(problem, started)
         given = () if evaluate is None else (evaluate,)
@@ -238,8 +250,8 @@ def find_plan(
         compile_s=compile_s,
         evaluations=found.evaluations,
         trace=found.trace or (TracePoint(time.monotonic() - started, time_s, lower_bound_s),),
-        tables=tables,
-        late=late,
+        tables=found.tables or tables,
+        late=late or found.late,
     )
 
 
@@ -283,40 +295,6 @@ def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
     return Priced(plan, price)
 
 
-def proof_class(problem: Problem) -> str:
-    """The plans for which bounds and proofs hold, in one sentence."""
-    mixed = "a mesh of several device classes priced by its slowest, "
-    return (
-        f"Plans on {problem.cluster} whose calls have {_meshes(problem.cluster)}, strategies "
-        f"(tp up to {problem.tp_limit}) and micro-batch counts as planner/pricing/options.py lists them, "
-        "contiguous stages, "
-        f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in {_orders(problem.graph)}, "
-        "the same in every iteration, inserted nodes placed by rule beside them, frozen models with one call "
-        "resident or offloaded, others resident, and at most two iterations in flight; with times and memory as the "
-        "cost model gives them."
-    )
-
-
-def _meshes(cluster: Cluster) -> str:
-    """The meshes of the class, in words (planner/pricing/options.py `candidate_meshes`)."""
-    if cluster.n_hosts <= ALL_CUTS:
-        return "all meshes"
-    cuts = cut_points(cluster.n_hosts)
-    step = cuts[1]
-    even = all(cut == i * step for i, cut in enumerate(cuts))
-    ends = f"multiples of {step} hosts" if even else f"hosts {', '.join(map(str, cuts))}"
-    few = [str(n) for n in few_hosts(cluster.n_hosts)]
-    small = f"the first {' or '.join(few)} hosts or the same number after them, " if few else ""
-    return f"meshes that begin and end at {ends}, {small}the first host and its aligned parts"
-
-
-def _orders(graph: DataflowGraph) -> str:
-    """The orders of calls of the class, in words (`call_orders`)."""
-    which = f"of the first {MOST_ORDERS} orders" if has_more_orders(graph) else "order"
-    parts = f", all {graph.chunks} parts of a call under its one option" if graph.chunks > 1 else ""
-    return f"one {which} of the graph{parts}"
-
-
 def _best_rule(request: Request) -> Found:
     plans = request.rules.plans
     return Found(min(plans, key=lambda one: one.price.iteration_time_s), 0.0, 1, request.rules.trace)
@@ -343,25 +321,32 @@ def _manual(request: Request) -> Found:
 
 
 def _search(request: Request) -> Found:
-    """Mode search: polish the starts, anneal a little, bound by groups, anneal on, then branch and bound.
+    """Mode search: anneal among few options; then, among all, polish, bound by groups, anneal, branch and bound.
 
-    Where calls are cut into parts, the bounds of groups and branches do not hold: they take a call for one node. What
-    is proved then is the root bound.
+    Pricing few options takes a fraction of the time, and annealing finds good plans among them sooner. Where calls
+    are cut into parts, the bounds of groups and branches do not hold: they take a call for one node. What is proved
+    then is the root bound.
     """
-    tables, seed, starts = request.tables, request.seed, _starts(request)
-    progress = Progress(request, starts[0])
-    near, cycles = neighbours(tables), call_cycles(request.problem.graph)
-    parts = annealing(tables, near, cycles, starts, seed)
-    for number, start in enumerate(starts):
-        state = start_state(tables, start)
-        progress.follow(polishing(tables, near, cycles, state, seed, number))
+    few, seed, graph = request.tables, request.seed, request.problem.graph
+    starts, cycles = _starts(few, request.rules), call_cycles(graph)
+    progress, near = Progress(request, starts[0]), neighbours(few)
+    parts = annealing(few, near, cycles, starts, seed, "annealing among few")
     progress.follow(islice(parts, FIRST))
-    if request.problem.graph.chunks > 1:
+    try:
+        tables = Tables(request.problem, progress.deadline_of(TABLES), before=few)
+    except OptionsTakeTooLongError:
+        progress.follow(parts)
+        return progress.found()._replace(late=True)
+    progress.go_on_among(tables)
+    near, starts = neighbours(tables), [progress.state.choice.tolist(), *_starts(tables, request.rules)]
+    progress.follow(polishing(tables, near, cycles, progress.state, seed, 0))
+    parts = annealing(tables, near, cycles, starts, seed)
+    if graph.chunks > 1:
         progress.follow(parts)
         return progress.found()
     found = proofs(tables, cycles)
     for lower_bound_s in bounds_by_groups(
-        found, request.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
+        found, progress.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
     ):
         progress.note(progress.state, 0, lower_bound_s)
     progress.follow(parts)
@@ -372,10 +357,9 @@ def _search(request: Request) -> Found:
     return progress.found()
 
 
-def _starts(request: Request) -> list[list[int]]:
+def _starts(tables: Tables, rules: Rules) -> list[list[int]]:
     """Different choices to start from: roles side by side, the plans by rule, the fastest option of every call."""
-    tables = request.tables
-    by_rule = [nearest_choice(tables, assignments_of(rule.plan)) for rule in request.rules.plans]
+    by_rule = [nearest_choice(tables, assignments_of(rule.plan)) for rule in rules.plans]
     apart = side_by_side(tables)
     return [*([] if apart is None else [apart]), *by_rule, greedy_choice(tables)]
 

@@ -56,13 +56,14 @@ class Evaluation:
         assert section is not None, "the run has no evaluation"
         self._batch_size, self._completions = section.batch_size, completions_of(config)
         self._rows = {name: TokenFile.open(run_folder / name) for name in held_out_sets(config)}
-        self._answers = answers and Answers(
+        self._answers = answers and HeldOutAnswers(
             answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder, environment
         )
 
     def metrics(self, engine: Engine, iteration: int, at_start: bool = False) -> dict[str, float]:
-        """Those of `Answers.metrics`, where rewards score answers, and eval/loss, where it is asked for. Equal on all
-        ranks of the engine's placement, over which it is collective.
+        """Those of `HeldOutAnswers.metrics`, where rewards score answers, and eval/loss, where it is asked for.
+
+        Equal on all ranks of the engine's placement, over which it is collective.
 
         at_start  before the first iteration, which is then the one that is named
         """
@@ -76,7 +77,7 @@ class Evaluation:
         return found
 
 
-class Answers:
+class HeldOutAnswers:
     """The held-out rows to answer, and the rewards that score the answers, on one rank.
 
     config   what is evaluated, see `rlhf_tasks.algorithms.held_out.evaluation_of`

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from itertools import chain, islice, repeat
+from itertools import chain, islice, repeat, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,11 +64,31 @@ def prompt_tokens(config: RunConfig) -> list[int]:
     Equals `TokenFile.tokens` where every row is one example. Raises DataError, TokenizerError, or ValueError
     where there is no tokenizer.
     """
+    return [sum(len(ids) for ids in _ids(example)) for example in _sampled(config)]
+
+
+def learns_from_pairs(config: RunConfig) -> bool:
+    """Whether a sample of the algorithm is a pair of answers."""
+    return "chosen_ids" in algorithm(config.type).dataset_keys
+
+
+def shared_tokens(config: RunConfig) -> float:
+    """Mean first tokens that the two answers of a pair have in common, their prompt's, of at most SAMPLED of the
+    rows. Raises as `prompt_tokens` does."""
+    shared = [
+        sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*_ids(pair), strict=False)))
+        for pair in _sampled(config)
+    ]
+    return sum(shared) / max(1, len(shared))
+
+
+def _sampled(config: RunConfig) -> list[Any]:
+    """The examples of at most SAMPLED of the rows."""
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     bad = _ignored if _skips(config) else refuse
     sampled = data_set(config.data).some(SAMPLED, bad)
     examples = read_examples(algorithm(config.type).reader(config), sampled, tokenizer, bad)
-    return [sum(len(ids) for ids in _ids(example)) for _, example in examples]
+    return [example for _, example in examples]
 
 
 def first_example(config: RunConfig, reader: Reader[Any], tokenizer: Tokenizer) -> tuple[PlacedRow, Any]:

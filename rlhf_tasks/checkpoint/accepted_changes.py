@@ -4,6 +4,7 @@ A run is resumed as its last commit left it. Any difference is refused (flows/ru
 recorded here.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,18 @@ ACCEPTED = "accepted.jsonl"
 class Accepted(Frozen):
     """The changes that were accepted at a commit.
 
-    step      of the commit that the run resumes from
-    changes   a sentence for each change
-    config    the run's configuration from now on
-    journals  each journal -> the part of it that counts as committed, instead of the part in the commit's manifest
+    step          of the commit that the run resumes from
+    changes       a sentence for each change
+    config        the run's configuration from now on
+    journals      each journal -> the part of it that counts as committed, instead of that in the commit's manifest
+    samples_stay  whether the samples in flight still count, since they depend on nothing that has changed
     """
 
     step: int = Field(ge=0)
     changes: tuple[str, ...]
     config: dict[str, Any]
     journals: JournalMarks
+    samples_stay: bool = False
 
 
 def write_accepted(run_folder: Path, accepted: Accepted) -> None:
@@ -41,12 +44,23 @@ def write_accepted(run_folder: Path, accepted: Accepted) -> None:
 
 def last_accepted(run_folder: Path) -> Accepted | None:
     """The changes accepted last; None if there are none. Raises CheckpointError naming a damaged file."""
-    path = run_folder / ACCEPTED
-    lines = _lines(path)
+    found = _read(run_folder, _lines(run_folder / ACCEPTED)[-1:])
+    return found[0] if found else None
+
+
+def samples_count(run_folder: Path, step: int) -> bool:
+    """Whether the samples that a commit has in flight still count: the user has accepted no change on which they
+    depend, neither at this commit nor at a later one, which was lost. Raises CheckpointError naming a damaged
+    file."""
+    accepted = _read(run_folder, _lines(run_folder / ACCEPTED))
+    return all(each.samples_stay for each in accepted if each.step >= step)
+
+
+def _read(run_folder: Path, lines: Sequence[str]) -> list[Accepted]:
     try:
-        return Accepted.model_validate_json(lines[-1]) if lines else None
+        return [Accepted.model_validate_json(line) for line in lines]
     except ValidationError:
-        raise CheckpointError(f"{path} is not as the run wrote it. Put it back.") from None
+        raise CheckpointError(f"{run_folder / ACCEPTED} is not as the run wrote it. Put it back.") from None
 
 
 def _lines(path: Path) -> list[str]:

@@ -34,7 +34,7 @@ from rlhf_tasks.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
-    Part,
+    PartReport,
     RoleRecord,
     verify,
     write_manifest,
@@ -312,7 +312,7 @@ class RunSnapshots:
                 logger.error("older commits are kept: %s", error)
 
     def _commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
-        parts = [Part.model_validate(part) for ranks in order.parts.values() for part in ranks.values()]
+        parts = [PartReport.model_validate(part) for ranks in order.parts.values() for part in ranks.values()]
         roles = _records(parts)
         versions = {role: record.version for role, record in roles.items()}
         if versions != dict(order.versions):
@@ -398,7 +398,7 @@ class RunSnapshots:
                 logger.warning("%s: %s; the step is committed nevertheless", attempts, error)
 
 
-def _records(parts: Iterable[Part]) -> dict[str, RoleRecord]:
+def _records(parts: Iterable[PartReport]) -> dict[str, RoleRecord]:
     """Role -> its record. Raises CheckpointError when the ranks of a role have different records."""
     roles: dict[str, RoleRecord] = {}
     for part in parts:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
 
-from rlhf_tasks.checkpoint.accepted_changes import last_accepted
+from rlhf_tasks.checkpoint.accepted_changes import samples_count
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import read_manifest
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
@@ -49,16 +49,14 @@ def unpacked(data: bytes) -> list[SampleBatch]:
 class DrawnSamples:
     """The samples that a commit has for the iterations after it.
 
-    ready         whether it has some that count. It has none at step 0. Where the user has accepted changes at
-                  it or at a later one, which was lost, they do not count any more: they are drawn again
+    ready         whether it has some that count (`samples_count`), else they are drawn again. It has none at step 0
     first_sample  global id of the first of them, where there are some
     moved         counts the bytes that are read
     """
 
     def __init__(self, run_folder: Path, step: int | None, calls: Sequence[str], moved: ByteCount) -> None:
         self._moved, self._files, self.first_sample = moved, dict[str, list[Path]](), 0
-        accepted = last_accepted(run_folder) if step and calls else None
-        if step and calls and (accepted is None or accepted.step < step):
+        if step and calls and samples_count(run_folder, step):
             folder = step_folder(run_folder, step)
             manifest = read_manifest(folder)
             self.first_sample = manifest.cursor

@@ -63,7 +63,7 @@ class StoredFile(Frozen):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class Part(Frozen):
+class PartReport(Frozen):
     """A rank's report that its part of a role's snapshot is durable (`SavedPart.details`).
 
     record  None where the part has samples that were drawn ahead

@@ -11,7 +11,7 @@ from rlhf_tasks.checkpoint.drawn_samples import IterationMetrics, packed_bytes
 from rlhf_tasks.checkpoint.manifest import (
     CheckpointError,
     Manifest,
-    Part,
+    PartReport,
     RoleRecord,
     StoredFile,
     read_manifest,
@@ -138,7 +138,7 @@ class SnapshotWriter:
         record: RoleRecord | None,
         size_bytes: int,
         step: int,
-    ) -> Part:
+    ) -> PartReport:
         spec = self._spec
         with at(spec.rank, step - 1, spec.generation, spec.attempt):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,9 +148,9 @@ class SnapshotWriter:
             sync(path.parent)
             reach(Point.PART_DURABLE)
         stored = StoredFile(role=role, file=path.name, **written._asdict())
-        return Part(stored=stored, record=record)
+        return PartReport(stored=stored, record=record)
 
-    def _report(self, done: Future[Part], path: Path, needed_bytes: int, role: str, step: int) -> None:
+    def _report(self, done: Future[PartReport], path: Path, needed_bytes: int, role: str, step: int) -> None:
         """Report the end of a save, successful or not."""
         error = done.exception()
         if isinstance(error, OSError):

@@ -71,8 +71,10 @@ class RunConfig(Settings):
     )
     output_dir: str = Field(default="runs", description="Folder of the run folders; all hosts must share it.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
-    dtype: Literal["float32", "bfloat16", "float64"] = Field(
-        default="float32", description="Type of the parameters."
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
+        default="auto",
+        description="Type of the parameters; of bfloat16 the optimizer holds float32 master weights. auto: bfloat16 "
+        "on GPUs that multiply it, float32 elsewhere.",
     )
     batch_size: int = Field(
         default=64, gt=0, le=MOST_SEQS, description="Sequences, or preference pairs, per iteration."
@@ -118,13 +120,18 @@ class RunConfig(Settings):
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """The schema, with the groups of all fields under the key `groups`."""
+        schema = handler(core_schema)
+        handler.resolve_ref_schema(schema)["groups"] = cls.headings()
+        return schema
+
+    @classmethod
+    def headings(cls) -> dict[str, list[str]]:
+        """The groups of all fields: heading -> the fields below it, those of the bases first."""
         groups: dict[str, list[str]] = {}
         for base in reversed(cls.__mro__):
             for heading, names in vars(base).get("groups", {}).items():
                 groups.setdefault(heading, []).extend(names)
-        schema = handler(core_schema)
-        handler.resolve_ref_schema(schema)["groups"] = groups
-        return schema
+        return groups
 
     @abstractmethod
     def roles(self) -> dict[str, Role]:
@@ -175,6 +182,23 @@ class RunConfig(Settings):
     def evaluated_every(self) -> int | None:
         """Iterations from one snapshot that may be kept for its evaluation to the next; None where none is."""
         return None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ahead_only_with_a_correction(cls, document: Any) -> Any:
+        if isinstance(document, dict) and "staleness" in document and "staleness" not in cls.model_fields:
+            if document["staleness"] == 0:  # so is every run that cannot sample ahead
+                return {key: value for key, value in document.items() if key != "staleness"}
+            lacks = (
+                "no policy ratio that could correct for older weights"
+                if "sampling" in cls.model_fields
+                else "no generation that could run ahead of training"
+            )
+            raise ValueError(
+                f"staleness: {document.get('type')} has {lacks}. Leave it out, or choose an algorithm that has one, "
+                "such as grpo or ppo."
+            )
+        return document
 
     @field_validator("snapshot_every", mode="before")
     @classmethod
@@ -228,8 +252,7 @@ class TrainingConfig(RunConfig):
 
     groups: ClassVar[Groups] = {
         "": ("total_iterations",),
-        "Batch": ("num_mini_batches",),
-        "Training": ("optimizer", "lora", "gradient_checkpointing", "micro_batch_tokens"),
+        "Training": ("num_mini_batches", "optimizer", "lora", "gradient_checkpointing", "micro_batch_tokens"),
         "Evaluation": ("evaluation",),
     }
 
@@ -397,16 +420,6 @@ class Samples(RunConfig):
     groups: ClassVar[Groups] = {"": ("sampling",)}
 
     sampling: SamplingConfig
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ahead_only_with_a_correction(cls, document: Any) -> Any:
-        if isinstance(document, dict) and "staleness" in document and "staleness" not in cls.model_fields:
-            raise ValueError(
-                f"staleness: {document.get('type')} has no policy ratio that could correct for older weights. Leave "
-                "it out, or choose an algorithm that has one, such as grpo or ppo."
-            )
-        return document
 
     @model_validator(mode="after")
     def _in_segments_only_with_a_correction(self) -> Self:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 LOGITS, GRADIENTS, GREEDY = "logits.safetensors", "gradients.safetensors", "greedy.safetensors"
 
@@ -54,13 +55,13 @@ ROUNDINGS = (
 )
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of two tensors, relative to the second one's largest element; infinite where one of them
-    is not finite."""
+def difference(ours: Tensor, theirs: Tensor, of: Tensor | None = None) -> float:
+    """The largest difference of two tensors, relative to the largest element of `of`, which is the second one if not
+    given; infinite where one of them is not finite."""
     ours, theirs = ours.detach().double(), theirs.detach().double()
     if theirs.numel() == 0:
         return 0.0
-    gap = float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
+    gap = float((ours - theirs).abs().max()) / max(float((theirs if of is None else of).abs().max()), 1e-30)
     return gap if gap < float("inf") else float("inf")  # NaN is not below
 
 
@@ -124,6 +125,7 @@ def _plain_model(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
         folder,
         dtype=dtype,
         attn_implementation="eager",  # the plain formula, which every family has
+        experts_implementation="eager",
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
@@ -132,10 +134,11 @@ def _plain_model(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _logits_and_gradients(model: Any, sequences: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The logits of each sequence, and each parameter's gradient of their weighted sum."""
+    """The logits of each sequence, and the gradients of their weighted sum, as files would hold the parameters."""
     logits = plain_logits(model, sequences)
     torch.autograd.backward([weigh(each, 0, each.shape[1]) for each in logits])
-    gradients = {name: p.grad.contiguous() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: g.contiguous() for name, g in revert_weight_conversion(model, gradients).items()}
     return [each.detach() for each in logits], gradients
 
 

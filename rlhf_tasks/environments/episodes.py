@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     done: bool
 
 
-class Failed(NamedTuple):
+class FailedAnswer(NamedTuple):
     """In place of an answer where failed samples are skipped: a sentence that says how the environment failed."""
 
     reason: str

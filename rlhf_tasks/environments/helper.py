@@ -1,9 +1,10 @@
 """The main loop of the process that runs a user's environments: read turns, call environments, reply.
 
 Requests and replies are lines of JSON, as in rewards/helper.py. The first request has the factory and its
-arguments; its reply is `{"pid": ...}`. The replies to a further request are `{"at": [sample, method]}` before each
-call, and then `{"answers": [...]}`, each the fields of an Answer, or of a Failed where failed samples are skipped; or
-`{"fault": ..., "traceback": ..., "sample": ...}`, after which the process ends.
+arguments; its reply is `{"pid": ...}`. The replies to a further request are `{"at": [sample, method, open]}`
+before each call; `open` episodes wait for their answers then, this one among them. Then comes `{"answers": [...]}`,
+each the fields of an Answer, or of a FailedAnswer where failed samples are skipped; or `{"fault": ...,
+"traceback": ..., "sample": ...}`, after which the process ends.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_tasks.environments.episodes import Answer, Episode, Failed, Played
+from rlhf_tasks.environments.episodes import Answer, Episode, FailedAnswer, Played
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.helper import MARGIN_S, MOST_TRACEBACK, connected, late_message, raised
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
@@ -58,7 +59,7 @@ class _Turns:
 
     until_s    time.monotonic() until which all must be answered
     timeout_s  the seconds that they had
-    skips      whether an episode in which the environment fails has a Failed for its answer
+    skips      whether an episode in which the environment fails has a FailedAnswer for its answer
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class _Turns:
     ) -> None:
         self._played, self._name, self._tell, self._until_s = played, name, tell, until_s
         self._timeout_s, self._skips = timeout_s, skips
+        self._open = 0  # episodes that were begun and wait for their answers
 
-    async def answers(self, episodes: Sequence[Episode]) -> list[Answer | Failed]:
+    async def answers(self, episodes: Sequence[Episode]) -> list[Answer | FailedAnswer]:
         """One answer for each episode, in their order, whichever comes first.
 
         Raises RewardError, whose `place` is the sample, for the first episode that has none; where such are skipped,
@@ -80,23 +82,24 @@ class _Turns:
             task.cancel()
         if late:
             await asyncio.wait(late, timeout=MARGIN_S / 2)
-        found = list[Answer | Failed]()
+        found = list[Answer | FailedAnswer]()
         for episode, task in zip(episodes, tasks, strict=True):
             if task not in late:
                 found.append(task.result())
             elif self._skips:
-                found.append(Failed(str(self._late(episode, task))))
+                found.append(FailedAnswer(str(self._late(episode, task))))
             else:
                 raise self._late(episode, task)
         return found
 
-    async def _answer(self, episode: Episode) -> Answer | Failed:
+    async def _answer(self, episode: Episode) -> Answer | FailedAnswer:
         called = [""]
 
         def at(method: str) -> None:
             called[0] = method
-            self._tell({"at": [episode.sample, method]})
+            self._tell({"at": [episode.sample, method, self._open]})
 
+        self._open += 1
         try:
             return await self._played.answer(episode, at)
         except RewardError as error:
@@ -106,11 +109,13 @@ class _Turns:
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit among it
             what = f"{self._name}: {called[0] or 'making it'}"
             failed = raised(what, error, self._played.file, episode.sample)
+        finally:
+            self._open -= 1
         if self._skips and called[0]:
-            return Failed(str(failed))
+            return FailedAnswer(str(failed))
         raise failed
 
-    def _late(self, episode: Episode, task: "asyncio.Task[Answer | Failed]") -> RewardError:
+    def _late(self, episode: Episode, task: "asyncio.Task[Answer | FailedAnswer]") -> RewardError:
         try:
             task.result()
             frames = []

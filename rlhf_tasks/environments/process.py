@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.rewards import EnvironmentConfig
-from rlhf_tasks.environments.episodes import Answer, Episode, Failed
+from rlhf_tasks.environments.episodes import Answer, Episode, FailedAnswer
 from rlhf_tasks.environments.helper import TIMEOUT_KEY
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.helper import late_message
@@ -17,15 +17,26 @@ from rlhf_tasks.rewards.helper_process import HelperProcess, TooLarge
 from rlhf_tasks.rewards.process import ENDING_S, MOST_LOST
 
 SERVE = "rlhf_tasks.environments.helper:serve"
+MOST_KILLED = 2
+"""As often as all its turns last, a batch may be played again where a lost process is not to be skipped: it is given
+the turns again after it was killed from outside, and to find the sample over which it was lost."""
 
 
 def longest_play_s(config: Scores) -> float:
-    """Seconds that all turns of a batch may take until its environments are reported as late: those of each turn, as
-    often as a process is started anew. 0 without an environment."""
+    """Seconds that all turns of a batch may take until its environments are reported as late: those of each turn, and
+    those of what is played again in new processes. 0 without an environment."""
     if config.environment is None:
         return 0.0
-    times = 1 + (MOST_LOST if config.on_reward_error == "skip" else 0)
-    return config.environment.max_turns * times * (config.environment.turn_timeout_s + ENDING_S)
+    return _all_turns_s(config.environment) + _replays_s(config.environment, config.on_reward_error == "skip")
+
+
+def _all_turns_s(environment: EnvironmentConfig) -> float:
+    return environment.max_turns * (environment.turn_timeout_s + ENDING_S)
+
+
+def _replays_s(environment: EnvironmentConfig, skips: bool) -> float:
+    """Seconds that all replays of a batch may take together."""
+    return (MOST_LOST if skips else MOST_KILLED) * _all_turns_s(environment)
 
 
 class EnvironmentProcess:
@@ -41,13 +52,13 @@ class EnvironmentProcess:
             self._parts = [_Part(*of_part) for _ in range(config.reward_processes)]
         self._threads = ThreadPoolExecutor(max(len(self._parts), 1), thread_name_prefix="environments")
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer | Failed]:
+    def answers(self, episodes: Sequence[Episode]) -> list[Answer | FailedAnswer]:
         """The environments' answers to the last turn of each episode, in their order.
 
-        All must be in their first turn, which begins a new batch, or none. Raises RewardError, whose `place` is the
+        All are in the same turn; the first one begins a new batch. Raises RewardError, whose `place` is the
         id of the sample where it is known, when an environment cannot be found, raises, answers no text or number, is
-        late or too large, or ends its process. With `on_reward_error: skip`, an episode in which it did so is Failed
-        instead.
+        late or too large, or ends its process. With `on_reward_error: skip`, such an episode's answer is a
+        FailedAnswer instead.
         """
         of_parts: list[list[Episode]] = [[] for _ in self._parts]
         for episode in episodes:
@@ -74,13 +85,20 @@ class EnvironmentProcess:
 class _Part:
     """One helper process, started with its first request, and again after it was lost.
 
-    skips  whether an episode in which the environment fails is Failed, and the others go on
+    A new process is given all turns of the batch again, each with the time of a turn. Where a process is lost while
+    several episodes wait for their answers, nobody knows which of them did it. The next process then plays one
+    episode at a time, all its turns, until it is lost over one.
+
+    skips  whether the answer of an episode in which the environment fails is a FailedAnswer, and the others go on
     """
 
     def __init__(self, environment: EnvironmentConfig, most_bytes: int, skips: bool) -> None:
         self._environment, self._most_bytes, self._skips = environment, most_bytes, skips
         self._helper: HelperProcess | None = None
         self._closed = False
+        # Of the batch:
+        self._n_lost = 0  # samples over which a process was lost
+        self._replays_s = 0.0  # seconds that are left for replays
 
     def close(self) -> None:
         """End the helper from any thread; no other starts."""
@@ -95,58 +113,90 @@ class _Part:
         if helper is not None:
             helper.close()
 
-    def answers(self, episodes: Sequence[Episode]) -> list[Answer | Failed]:
-        """Answers to some episodes. Raises RewardError.
+    def answers(self, episodes: Sequence[Episode]) -> list[Answer | FailedAnswer]:
+        """Answers to some episodes, all in the same turn. Raises RewardError.
 
-        Where failed samples are skipped, a process that is lost over one of them is started anew and given all turns
-        of the others again, with as much time.
+        Where failed samples are skipped, the answer of one over which a process is lost is a FailedAnswer, and the
+        others are played again: for at most MOST_LOST samples of a batch.
         """
-        lost: dict[int, Failed] = {}
-        while True:
+        begins = len(episodes[0].texts) == 1
+        if begins:
+            self._n_lost, self._replays_s = 0, _replays_s(self._environment, self._skips)
+        try:
             try:
-                found = iter(self._answered([each for each in episodes if each.sample not in lost]))
+                return self._asked(episodes, begins)
             except _Lost as error:
-                if not self._skips or len(lost) == MOST_LOST:
-                    raise
-                lost[error.sample] = Failed(str(error))
-            else:
-                return [lost.get(each.sample) or next(found) for each in episodes]
-
-    def _answered(self, episodes: Sequence[Episode]) -> list[Answer | Failed]:
-        if not episodes:
-            return []
-        for _ in range(2):
-            try:
-                found = self._asked(episodes)
-            except RewardError:
-                self.end()
-                raise
-            if found is not None:
+                since_s = time.monotonic()
+                found = self._answered_again(episodes, error, since_s + self._replays_s)
+                self._replays_s -= time.monotonic() - since_s
                 return found
-            self.end()  # killed from outside: another is given all turns again
-        raise RewardError(
-            f"the process of {self._name} was killed twice, as the system does when memory runs out."
-        )
+        except RewardError:
+            self.end()
+            raise
+
+    def _answered_again(
+        self, episodes: Sequence[Episode], error: "_Lost", until_s: float
+    ) -> list[Answer | FailedAnswer]:
+        """The answers of new processes, after one was lost. until_s: time.monotonic() until which this may take."""
+        lost: dict[int, FailedAnswer] = {}
+        while True:
+            self.end()
+            if error.place is not None:
+                if not self._skips or self._n_lost == MOST_LOST:
+                    raise error
+                lost[error.place] = FailedAnswer(str(error))
+                self._n_lost += 1
+            going = [each for each in episodes if each.sample not in lost]
+            searches = error.place is None and not isinstance(error, _Killed)
+            try:
+                found = self._replayed(going, searches, error, until_s) if going else []
+            except _Lost as again:
+                if isinstance(error, _Killed) and isinstance(again, _Killed):
+                    raise
+                error = again
+            else:
+                if searches:
+                    raise error  # over none of them alone
+                answers = iter(found)
+                return [lost.get(each.sample) or next(answers) for each in episodes]
+
+    def _replayed(
+        self, episodes: Sequence[Episode], one_by_one: bool, error: "_Lost", until_s: float
+    ) -> list[Answer | FailedAnswer]:
+        """The answers to all turns of the episodes once more, the last ones returned. error: for which they are."""
+        found: list[Answer | FailedAnswer] = []
+        for some in [[each] for each in episodes] if one_by_one else [episodes]:
+            answers: list[Answer | FailedAnswer] = []
+            for number in range(1, len(episodes[0].texts) + 1):
+                if time.monotonic() + self._environment.turn_timeout_s + ENDING_S > until_s:
+                    raise RewardError(
+                        f"{error} Its batch cannot be played again in {self._replays_s:.0f} s, which is all that "
+                        f"{TIMEOUT_KEY} and environment.max_turns allow.",
+                        error.traceback,
+                    )
+                answers = self._asked([each._replace(texts=each.texts[:number]) for each in some])
+            found += answers
+        return found
 
     @property
     def _name(self) -> str:
         return f"environment {self._environment.factory}"
 
-    def _asked(self, episodes: Sequence[Episode]) -> list[Answer | Failed] | None:
-        """The answers; None where the process was killed from outside."""
+    def _asked(self, episodes: Sequence[Episode], begins: bool = False) -> list[Answer | FailedAnswer]:
+        """The answers to one turn. begins: a batch. Raises RewardError, and _Lost where the process is lost."""
         if self._closed:
             raise RewardError("the rank's environment process is closed.")
         timeout_s = self._environment.turn_timeout_s
         asked_s = since_s = time.monotonic()
         until_s = asked_s + timeout_s
         helper = self._helper = self._helper or HelperProcess(SERVE)
-        at: tuple[int | None, str] = (None, "")
+        at: tuple[int | None, str, int] = (None, "", 0)
         try:
             if not helper.started:
                 of_user = self._environment.model_dump(include={"factory", "kwargs"})
                 helper.start({**of_user, "skips": self._skips}, until_s)
             request = {
-                "begins": len(episodes[0].texts) == 1,
+                "begins": begins,
                 "episodes": episodes,
                 "until_s": until_s,  # time.monotonic(), which is the same in both processes
                 "timeout_s": timeout_s,
@@ -162,47 +212,50 @@ class _Part:
             where, frames = helper.stack()
             late = late_message(self._doing(at[1]), timeout_s, where, TIMEOUT_KEY)
             if time.monotonic() - since_s < timeout_s / 2:  # the batch as a whole is late
-                raise RewardError(late, frames, at[0]) from None
-            raise _lost(late, frames, at[0]) from None
+                raise RewardError(late, frames, at[0] if at[2] == 1 else None) from None
+            raise _lost(late, frames, at) from None
         except TooLarge as error:
             where, frames = helper.stack()
             raise _lost(
                 f"{self._doing(at[1])} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes "
                 f"allows {self._most_bytes / 1e9:.1f} GB. Mend it or raise reward_memory_bytes.",
                 frames,
-                at[0],
+                at,
             ) from None
-        return self._ended(helper, at)
+        raise self._ended(helper, at)
 
-    def _read(self, reply: Mapping[str, Any]) -> list[Answer | Failed]:
+    def _read(self, reply: Mapping[str, Any]) -> list[Answer | FailedAnswer]:
         if "fault" in reply:
             raise RewardError(reply["fault"], reply["traceback"], reply["sample"])
-        return [Failed(*each) if len(each) == 1 else Answer(*each) for each in reply["answers"]]
+        return [FailedAnswer(*each) if len(each) == 1 else Answer(*each) for each in reply["answers"]]
 
-    def _ended(self, helper: HelperProcess, at: tuple[int | None, str]) -> None:
-        """None where the process was killed from outside. Raises RewardError where the environment ended it."""
+    def _ended(self, helper: HelperProcess, at: tuple[int | None, str, int]) -> RewardError:
+        """Why the process has ended without a reply: the environment ended it, or it was killed from outside."""
         how = helper.how_it_ended()
         if self._closed:
-            raise RewardError("the rank's environment process is closed.")
+            return RewardError("the rank's environment process is closed.")
         if how is None:
-            return
+            return _Killed(
+                f"the process of {self._name} was killed from outside, as the system does when memory runs out."
+            )
         where, frames = helper.written_stack()
-        raise _lost(f"{self._doing(at[1])} ended its process with {how}{where}.", frames, at[0])
+        return _lost(f"{self._doing(at[1])} ended its process with {how}{where}.", frames, at)
 
     def _doing(self, method: str) -> str:
         return f"{self._name}: {method}" if method else self._name
 
 
 class _Lost(RewardError):
-    """The process was ended in the call for one sample."""
-
-    sample: int = -1
+    """The process has ended, or must be ended, while it answered. place: the sample over which, where it is known."""
 
 
-def _lost(message: str, frames: str, sample: int | None) -> RewardError:
-    """The error of a process that ends, or must be ended. sample: for which it has called the environment last"""
+class _Killed(_Lost):
+    """It was killed from outside, not by what an environment did."""
+
+
+def _lost(message: str, frames: str, at: tuple[int | None, str, int]) -> RewardError:
+    """The error of a process that is lost. at: as the process told it last; no sample: no environment was called"""
+    sample, _, n_open = at
     if sample is None:
         return RewardError(message, frames)
-    error = _Lost(message, frames, sample)
-    error.sample = sample
-    return error
+    return _Lost(message, frames, sample if n_open == 1 else None)

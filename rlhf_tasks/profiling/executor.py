@@ -18,7 +18,7 @@ from rlhf_tasks.profiling.measure import (
     tp_sets,
 )
 from rlhf_tasks.profiling.measurements import Measurements
-from rlhf_tasks.profiling.spec import Piece, ProfileSpec
+from rlhf_tasks.profiling.spec import ProfilePart, ProfileSpec
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.role_engines import DTYPES
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
@@ -64,7 +64,7 @@ class ProfileExecutor:
             details=measured.model_dump(mode="json"),
         )
 
-    def measure(self, piece: Piece) -> Measurements:
+    def measure(self, piece: ProfilePart) -> Measurements:
         """The figures of a piece, the threads, and the process's bytes of memory with the libraries then loaded."""
         assert self._groups is not None
         if piece.kind == "idle":
@@ -74,7 +74,7 @@ class ProfileExecutor:
         held, threads = process_bytes(self._groups.device), torch.get_num_threads()
         return measured.model_copy(update={"process_bytes": held, "threads": threads})
 
-    def _measure(self, piece: Piece, groups: ProcessGroups) -> Measurements:
+    def _measure(self, piece: ProfilePart, groups: ProcessGroups) -> Measurements:
         assert self._spec is not None
         if piece.kind == "exchanges":
             return Measurements(

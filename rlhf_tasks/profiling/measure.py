@@ -30,7 +30,7 @@ from rlhf_tasks.parallel.batch.redistribution import redistribute
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.comm.messages import Blank, exchange
-from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.generate.generation import Segments, generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.layout.shape import Head, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
@@ -50,9 +50,9 @@ Work = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 
 SHALLOW, DEEP = 1, 4  # layers of the two models whose difference gives a layer's time
-FEW_STEPS, MORE_STEPS = 12, 44
-"""Decoding steps of the two generations whose difference gives a step's time. With fewer than 12, generation would
-not pack its weights (generation.py)."""
+FEW_STEPS, MORE_STEPS = 1, 33
+"""Decoding steps of the two generations whose difference gives a step's time. What the shorter one takes besides is
+the prefill. So it has a single step: the first steps read a shorter cache than steps do in the mean."""
 FEWEST_ROUNDS, ROUNDS = 3, 6
 SETTLED = 0.05  # relative; a work whose times differ by less on every rank has no further turn
 LEARNING_RATE = 1e-6
@@ -336,7 +336,11 @@ def _embed_and_back(embed: Module, ids: Tensor) -> None:
 def _generate(engine: Engine, rows: int, prompt: int, steps: int) -> None:
     tokens = _sequences(rows * prompt, prompt, engine.layout.shape.vocab)["input_ids"]
     batch = SampleBatch(tuple(range(rows)), {"prompt_ids": tokens})
-    generate(engine, batch, SamplingParams(max_new_tokens=steps), seed=0, iteration=0)
+    # A segment of a longer response: for few tokens, generation would not pack its weights (generation.py).
+    segment = Segments(steps, lambda _: True)
+    generate(
+        engine, batch, SamplingParams(max_new_tokens=MORE_STEPS + 1), seed=0, iteration=0, segments=segment
+    )
 
 
 def _sequences(tokens: int, length: int, vocab: int) -> SampleBatch:

@@ -16,7 +16,7 @@ IDLE_NODES = (
 BUDGET_S = 150.0  # seconds of the works of all models under all tp degrees; few points may take longer
 
 
-class Piece(Frozen):
+class ProfilePart(Frozen):
     """One node's work: a model under one tp degree, all exchanges, or nothing (to measure dispatch).
 
     budget_s  seconds after which it is measured no further
@@ -38,10 +38,10 @@ class ProfileSpec(Frozen):
 
     dtype: str
     devices_per_host: int
-    pieces: dict[str, Piece]
+    pieces: dict[str, ProfilePart]
 
 
-def pieces_of(folders: dict[str, Grid], n_devices: int, devices_per_host: int) -> dict[str, Piece]:
+def pieces_of(folders: dict[str, Grid], n_devices: int, devices_per_host: int) -> dict[str, ProfilePart]:
     """The pieces of a profile: every model folder under each tp degree that divides a host, then exchanges.
 
     The exchanges come last, so that the process's memory after them includes every library that it loads.
@@ -52,12 +52,12 @@ def pieces_of(folders: dict[str, Grid], n_devices: int, devices_per_host: int) -
     for number, (folder, grid) in enumerate(folders.items()):
         for tp in tps:
             name = f"model_{number}_tp{tp}"
-            pieces[name] = Piece(kind="model", folder=folder, tp=tp, grid=grid, budget_s=budget_s)
-    pieces["exchanges"] = Piece(kind="exchanges")
-    return pieces | {f"idle_{number}": Piece(kind="idle") for number in range(IDLE_NODES)}
+            pieces[name] = ProfilePart(kind="model", folder=folder, tp=tp, grid=grid, budget_s=budget_s)
+    pieces["exchanges"] = ProfilePart(kind="exchanges")
+    return pieces | {f"idle_{number}": ProfilePart(kind="idle") for number in range(IDLE_NODES)}
 
 
-def profile_plan(pieces: dict[str, Piece], n_devices: int, devices_per_host: int) -> ExecutionPlan:
+def profile_plan(pieces: dict[str, ProfilePart], n_devices: int, devices_per_host: int) -> ExecutionPlan:
     """The plan of a profile run, of one iteration: the pieces one after the other, each on all devices."""
     placement = Placement(tuple(range(n_devices)), ParallelStrategy(dp=n_devices))
     names = list(pieces)

@@ -16,12 +16,12 @@ from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak, told_when_out
 
 
-def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "Executor":
+def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "NodeExecutor":
     """The `ExecutorFactory` of a run's ranks; see docs/interfaces.md."""
-    return Executor(rank, on_saved)
+    return NodeExecutor(rank, on_saved)
 
 
-class Executor:
+class NodeExecutor:
     """Runs plan nodes on one rank; holds at most one generation at a time."""
 
     def __init__(self, rank: int, on_saved: Callable[[SavedPart], None]) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from rlhf_tasks.algorithms.configurations import RunConfig
@@ -13,7 +12,7 @@ from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.parallel.model.export import FolderWriter
-from rlhf_tasks.parallel.model.weights import stored_rows
+from rlhf_tasks.parallel.model.weights import opened, stored_rows
 from rlhf_tasks.parallel.state.files import read_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.rank.role_engines import DTYPES
@@ -70,15 +69,13 @@ def _merged(
     """
     layout, lora = Layout(record.shape, record.head, _ALONE), record.lora
     assert lora is not None
-    files = weight_files(source, layout.parameters, needs_head=False)
-    for spec in layout.parameters:
-        if spec.name == "score.weight":
-            yield next(adapters)
-            continue
-        with safe_open(files[spec.name], framework="pt") as tensors:
-            whole = Interval(0, spec.length)
-            weight = stored_rows(tensors.get_slice(spec.stored_name), spec, whole).to(stored)
-        if spec.is_linear and spec.module in lora.targets:
-            (_, a), (_, b) = next(adapters), next(adapters)
-            weight += lora.scaling * (b @ a)
-        yield spec.name, weight
+    with opened(weight_files(source, layout.parameters, needs_head=False)) as tensors:
+        for spec in layout.parameters:
+            if spec.name == "score.weight":
+                yield next(adapters)
+                continue
+            weight = stored_rows(tensors, spec, Interval(0, spec.length)).to(stored)
+            if spec.is_linear and spec.module in lora.targets:
+                (_, a), (_, b) = next(adapters), next(adapters)
+                weight += lora.scaling * (b @ a)
+            yield spec.name, weight

@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, left_keys, nothing_left
+from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, nothing_left
 from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
@@ -331,7 +331,7 @@ class RankRun:
             ids = [sample for i in self._drawn_after(node, step) for sample in self._ids(request, i)]
             (call, *_), held = self._plan.calls[node.call], self._samples.held(ids)
             if node.call in self._left:
-                held.append(_renamed(self._left[node.call], left_keys(call.call)))
+                held.append(_renamed(self._left[node.call], call.call.left))
             self._writer.save_samples(node.call, held, self._untold.get(node.call, {}), step)
         return Outcome()
 
@@ -403,9 +403,8 @@ class RankRun:
 
     def _in_places(self, node: CallNode, stored: SampleStore) -> SampleBatch:
         """What a commit has of this rank's places of a call in segments."""
-        names = left_keys(node.call)
-        inside = {outside: key for key, outside in names.items()}
-        return _renamed(stored.get(self._places(node), names.values()), inside)
+        inside = {outside: key for key, outside in node.call.left.items()}
+        return _renamed(stored.get(self._places(node), inside), inside)
 
     def _places(self, node: CallNode) -> list[int]:
         """This dp rank's places of a call in segments."""

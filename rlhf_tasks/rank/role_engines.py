@@ -51,6 +51,10 @@ class RoleEngines:
         self._bytes_filled = moved
         self._plan, self._groups = plan, groups
         self._roles = config.roles()
+        require(
+            config.dtype in DTYPES,
+            f"the run's dtype is {config.dtype}: it must be decided before a run begins",
+        )
         self._dtype = DTYPES[config.dtype]
         self._seed = config.seed
         self._config = config

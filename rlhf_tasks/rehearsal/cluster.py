@@ -10,9 +10,9 @@ from rlhf_tasks.protocol.phases import Timeouts
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import Disk
 from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault
-from rlhf_tasks.rehearsal.ranks import Link, Process, Waiting
+from rlhf_tasks.rehearsal.ranks import Process, SimulatedLink, Waiting
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
-from rlhf_tasks.rehearsal.watch import Watch
+from rlhf_tasks.rehearsal.watch import WaitLog
 from rlhf_tasks.spec import (
     ExecutionPlan,
     NodeKey,
@@ -60,7 +60,7 @@ class SimulatedCluster:
         costs: Costs,
         machines: Machines,
         noise: Noise,
-        watch: Watch,
+        watch: WaitLog,
         pace: Pace,
         on_idle: Callable[[bool], None],
         on_hit: Callable[[str], None],
@@ -86,7 +86,7 @@ class SimulatedCluster:
         self._joining: dict[int, tuple[Process, Callable[[], object]]] = {}
         self._copies_end_s: dict[str, float] = {}  # onload -> when its last copy ends
         self._mail: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._links: list[Link] = []
+        self._links: list[SimulatedLink] = []
         self._work: set[asyncio.Task[None]] = set()
         self.processes: list[Process | None] = [Process(self, rank) for rank in range(plan.n_devices)]
         self._loop.call_later(TICK_S, self._tick)
@@ -143,9 +143,9 @@ class SimulatedCluster:
         on_news: Callable[[Any], None],
         on_lost: Callable[[int, str], None],
         on_started: Callable[[int], None],
-    ) -> Link:
+    ) -> SimulatedLink:
         """A controller's way to a rank (`rlhf_tasks.controller.attempt.LinkFactory`)."""
-        link = Link(self, rank, name, client, executor, on_news, on_lost, on_started)
+        link = SimulatedLink(self, rank, name, client, executor, on_news, on_lost, on_started)
         self._links.append(link)
         return link
 

@@ -49,7 +49,7 @@ class Process:
         self.raises = False
         self.job: NodeKey | None = None
         self.meeting: Meeting | None = None
-        self._link: Link | None = None  # of the controller that holds the lease
+        self._link: SimulatedLink | None = None  # of the controller that holds the lease
         self._waiting: deque[Waiting] = deque()
         self._writing: asyncio.Task[None] | None = None
         self._moved_bytes, self._told_bytes = 0.0, 0
@@ -68,7 +68,7 @@ class Process:
 
     # --- messages ---------------------------------------------------------------------------------------
 
-    def receive(self, message: Reset | Restore | Deliver, link: "Link") -> None:
+    def receive(self, message: Reset | Restore | Deliver, link: "SimulatedLink") -> None:
         """Handle a message of the controller; a stopped or dead process does not."""
         if not self.alive or self.stopped:
             return
@@ -251,7 +251,7 @@ def _share(least_bytes: float, size_bytes: float) -> float:
     return min(1.0, least_bytes / size_bytes) if size_bytes else 1.0
 
 
-class Link:
+class SimulatedLink:
     """The controller's way to one rank, as `rlhf_tasks.controller.rank_link.RankLink` is on a real cluster."""
 
     def __init__(

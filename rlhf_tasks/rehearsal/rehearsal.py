@@ -30,14 +30,14 @@ from rlhf_tasks.rehearsal.faults import ControllerFault, Fault, SlowFault
 from rlhf_tasks.rehearsal.ranks import RankMissing
 from rlhf_tasks.rehearsal.story import OWN, Story, Window
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
-from rlhf_tasks.rehearsal.watch import Watch
+from rlhf_tasks.rehearsal.watch import WaitLog
 
 REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
 FEWEST, MOST = 4, 40  # iterations of a window
 
 
 @dataclass(frozen=True)
-class Asked:
+class RehearsalRequest:
     """What is rehearsed.
 
     spec    the run's first attempt, as its flow would describe it
@@ -67,7 +67,7 @@ class Rehearsed:
     """
 
     story: Story
-    watch: Watch
+    watch: WaitLog
     elapsed_s: float
     ended: str
     finished: bool
@@ -80,7 +80,7 @@ class Rehearsed:
         return [fault.sentence for fault in self.story.faults if fault.cause == OWN]
 
 
-def rehearse(asked: Asked) -> Rehearsed:
+def rehearse(asked: RehearsalRequest) -> Rehearsed:
     """Rehearse a run. Takes seconds to minutes, whatever the hours."""
     with _virtual_time() as loop, _rare_collection(), _without_news():
         return loop.run_until_complete(Rehearsal(loop, asked).run())
@@ -138,9 +138,9 @@ class Nowhere:
 class Rehearsal:
     """One rehearsal: the flow of the run, and the faults."""
 
-    def __init__(self, loop: VirtualTime, asked: Asked) -> None:
+    def __init__(self, loop: VirtualTime, asked: RehearsalRequest) -> None:
         self._loop, self._asked = loop, asked
-        self._story, self._watch = Story(), Watch()
+        self._story, self._watch = Story(), WaitLog()
         plan = asked.spec.plan
         self._cluster = SimulatedCluster(
             loop,
@@ -329,7 +329,7 @@ class Rehearsal:
         self._set_timer()
 
 
-def window_of(asked: Asked) -> int:
+def window_of(asked: RehearsalRequest) -> int:
     """Iterations of a window: as many as are rehearsed in seconds."""
     nodes = sum(len(node.devices) for node in asked.spec.plan.nodes)
     return min(MOST, max(FEWEST, REHEARSED // nodes))

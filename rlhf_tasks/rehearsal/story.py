@@ -12,7 +12,7 @@ OWN = "a limit of the run itself"
 """The cause of a fault without any injected one: the run has ended a generation by itself."""
 
 
-class Kept(NamedTuple):
+class KeptIteration(NamedTuple):
     """When an iteration had run, and the seconds spent until then."""
 
     iteration: int
@@ -69,7 +69,7 @@ class Story:
             None  # kind of a slow time that is over; last iteration that it delays
         )
         self._cause = ""
-        self._ran: list[Kept] = [Kept(-1, {})]
+        self._ran: list[KeptIteration] = [KeptIteration(-1, {})]
         self._ran_s: dict[int, float] = {}
 
     def at(self, now_s: float) -> None:
@@ -151,7 +151,9 @@ class Story:
         self.commits.append(CommitMade(step + self.leapt_iterations, at_s, now_s - ran_s))
 
     def _mark(self, iteration: int) -> None:
-        self._ran.append(Kept(iteration, {state: self.seconds[state] for state in (RUNNING, WAITING)}))
+        self._ran.append(
+            KeptIteration(iteration, {state: self.seconds[state] for state in (RUNNING, WAITING)})
+        )
 
     # --- quiet times ------------------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class Story:
         for state, spent_s in window.spent.items():
             self.seconds[state] += times * spent_s
         self._ran = [
-            Kept(
+            KeptIteration(
                 kept.iteration, {s: kept.seconds[s] + times * window.spent.get(s, 0.0) for s in kept.seconds}
             )
             for kept in self._ran

@@ -20,7 +20,7 @@ class Wait:
         return self.used_s / self.limit_s
 
 
-class Watch:
+class WaitLog:
     """Kinds of waits, each with its longest one and the number of those that came near their deadline."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 
-from blocks import ExecutionPlan, PPOConfiguration, RlhfCluster
+from blocks import PPOConfiguration, RlhfCluster, StoredPlan
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 
@@ -31,7 +31,7 @@ class TestPPOConfiguration(_Standard):
 class TestExecutionPlan(_Standard):
     @pytest.fixture
     def block(self):
-        return ExecutionPlan
+        return StoredPlan
 
 
 def test_a_cluster_block_gives_the_configuration_it_was_made_of():

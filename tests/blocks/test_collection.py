@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from blocks import ExecutionPlan, PPOConfiguration, RlhfCluster
+from blocks import PPOConfiguration, RlhfCluster, StoredPlan
 
 ROOT = Path(__file__).parents[2]
 FIND = """
@@ -28,7 +28,7 @@ def test_prefect_finds_the_blocks_by_the_entry_point_of_the_project(tmp_path):
     lines = ["[prefect.collections]", *(f"{name} = {value}" for name, value in points.items())]
     (installed / "entry_points.txt").write_text("\n".join(lines))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    slugs = [block.get_block_type_slug() for block in (RlhfCluster, PPOConfiguration, ExecutionPlan)]
+    slugs = [block.get_block_type_slug() for block in (RlhfCluster, PPOConfiguration, StoredPlan)]
     found = subprocess.run(
         [sys.executable, "-c", FIND, *slugs], env=environment, capture_output=True, text=True, timeout=200
     )

@@ -45,6 +45,7 @@ def ppo(**changes: Any) -> dict[str, Any]:
     """A sound configuration for planning on 1x2 that names no file that exists."""
     document = {
         "type": "ppo",
+        "dtype": "float32",
         "models": {"actor": {"config": LLAMA}, "reward": {"config": LLAMA}},
         "data": {"train": "nowhere.jsonl"},
         "output_dir": "nowhere",  # where no profiles are: those in ./runs would change what is planned

@@ -9,7 +9,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.exceptions import ParameterTypeError
 
-from blocks import ExecutionPlan
+from blocks import StoredPlan
 from flows.plan import plan
 from planner.pricing.profile_cache import write_profiles
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config, manual_assignments
@@ -131,7 +131,7 @@ def test_the_hours_under_each_mode_are_an_artifact(planned):
 
 def test_the_block_holds_a_plan_that_a_run_accepts(planned):
     figures, _, config = planned
-    block = ExecutionPlan.load("my-plan-1")
+    block = StoredPlan.load("my-plan-1")
     assert (block.algorithm, block.n_hosts, block.devices_per_host) == ("ppo", 1, 2)
     assert block.iteration_time_s == figures["iteration_time_s"]
     read = manual_assignments(config.model_copy(update={"plan": block.assignments}))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blocks import ExecutionPlan, PPOConfiguration, RlhfCluster
+from blocks import PPOConfiguration, RlhfCluster, StoredPlan
 
 FIELDS = {
     "models": {"actor": "m"},
@@ -14,7 +14,7 @@ FIELDS = {
 BLOCKS = [
     RlhfCluster(address="tls://scheduler:8786", n_hosts=2, devices_per_host=8),
     PPOConfiguration(config=FIELDS),
-    ExecutionPlan(
+    StoredPlan(
         algorithm="ppo",
         n_hosts=1,
         devices_per_host=2,

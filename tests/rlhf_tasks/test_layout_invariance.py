@@ -16,12 +16,12 @@ from torch import Tensor
 from flows.run.prepare import prepare
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.spec import ExecutionPlan
 from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.settings import DEADLINES
-from tests.tiny_runs import learning_config, ppo_config
+from tests.tiny_runs import learning_config, ppo_config, write_model
 
 ALONE = {"devices": [0]}
 PLANS = {
@@ -77,7 +77,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
     """Metrics of three iterations as one rank saw them, node by node."""
     dist.destroy_process_group()
     plan = ExecutionPlan.model_validate_json(plan_json)
-    executor = Executor(rank, lambda part: None)
+    executor = NodeExecutor(rank, lambda part: None)
     executor.load(
         GenerationSpec(
             run="test",
@@ -155,6 +155,23 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
     for name in list(PLANS)[1:]:
         found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name]))
         assert not found, f"{name}:\n" + "\n".join(found)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in list(PLANS)[1:-1]), list(PLANS)[-1]]
+)
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 4, "alpha": 8.0}}], ids=["whole", "adapters"])
+def test_so_do_mixtures_of_experts(ranks, tmp_path, name, changes):
+    """An actor whose experts are split in other ways to generate and to learn. Adapters are on q, k, v and o."""
+    ppo_config(tmp_path)
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 18}
+    write_model(tmp_path / "actor", family="qwen3_moe", **experts)
+    config = partial(ppo_config, **changes)
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+    assert len({seen["actor_train/loss/policy"] for seen in reference}) == 3
+    found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config))
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.dist

@@ -39,6 +39,12 @@ def of_calls(found: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{re.sub(r"_\d+/", "/", name, count=1): v for name, v in seen.items()} for seen in found]
 
 
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """The metrics of whole calls on one rank."""
+    return trajectory(ranks, tmp_path_factory.mktemp("whole"), *PLANS["one rank"])
+
+
 @pytest.mark.parametrize(
     ("name", "chunks"),
     [
@@ -52,8 +58,7 @@ def of_calls(found: list[dict[str, float]]) -> list[dict[str, float]]:
         ),
     ],
 )
-def test_parts_of_a_call_change_no_metric_under_any_plan(ranks, tmp_path, name, chunks):
-    whole = trajectory(ranks, tmp_path, *PLANS["one rank"])
+def test_parts_of_a_call_change_no_metric_under_any_plan(ranks, tmp_path, whole, name, chunks):
     cut = of_calls(trajectory(ranks, tmp_path, *PLANS[name], partial(ppo_config, chunks=chunks)))
     assert cut[2].keys() >= whole[2].keys()
     assert not differences(whole, cut)

@@ -80,7 +80,7 @@ def test_every_sample_is_drawn_by_the_version_that_is_due(ranks, tmp_path, stale
     assert not differences([{k: v for k, v in w.items() if "per_s" not in k} for w in wanted], found)
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness):
     config = partial(ppo_config, staleness=staleness, optimizer={"learning_rate": 1e-2})
     reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
@@ -98,7 +98,8 @@ SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop_token_ids": 
 """Some responses end in the iteration that begins them, others two iterations later."""
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+# Both at once, staleness and segments, are in the default suite of tests/rlhf_tasks/controller/test_in_flight.py.
+@pytest.mark.parametrize("staleness", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path, staleness):
     config = partial(
         ppo_config,
@@ -124,6 +125,38 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
             plan = {**plan, "actor_generate": {"devices": [0, 1], "dp": 2}}
         found = differences(reference, trajectory(ranks, tmp_path, n_ranks, plan, config))
         assert not found, f"{name}:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        pytest.param({"devices": [0, 1], "pp": 2}, marks=pytest.mark.slow),
+        {"devices": [0, 1], "pp": 2, "micro_batches": 3},
+        pytest.param({"devices": [0, 1, 2, 3], "pp": 2, "dp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_so_it_is_where_stages_draw_segments(ranks, tmp_path, generation):
+    """Each stage finds out from the tokens alone which sequences go on. Few end in a segment, so an iteration has
+    several; stop strings and top-k have a state too."""
+    sampling = {"max_completion_length": 12, "segment_tokens": 3, "stop_token_ids": list(range(32, 48))}
+    sampling |= {"top_k": 40, "stop_strings": ["tt"]}
+    config = partial(ppo_config, sampling=sampling, optimizer={"learning_rate": 1e-2}, total_iterations=4)
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+    n_ranks, alone = len(generation["devices"]), {call: {"devices": [1]} for call in CALLS}
+    found = trajectory(ranks, tmp_path, n_ranks, {**alone, "actor_generate": generation}, config)
+    assert any(seen["actor_generate/segments/unfinished"] for seen in reference)
+    assert not differences(reference, found)
+
+
+def test_so_it_is_where_a_dp_rank_has_nothing_left_to_draw(ranks, tmp_path):
+    config = partial(ppo_config, sampling=SEGMENTS, batch_size=4, optimizer={"learning_rate": 1e-2})
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+    of_last = reference[1]
+    waiting, unfinished = (of_last[f"actor_generate/segments/{what}"] for what in ("waiting", "unfinished"))
+    assert unfinished - waiting < 4, "of the four dp ranks, one draws nothing in the last iteration"
+    plan = {**dict.fromkeys(CALLS, ALONE), "actor_generate": {"devices": [0, 1, 2, 3], "dp": 4}}
+    assert not differences(reference, trajectory(ranks, tmp_path, 4, plan, config))
 
 
 GREEDY = ("greedy_generate", "greedy_reward_inference")

@@ -18,7 +18,7 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.node_insertion import dealing
 from planner.plan.steady_state import waits
 from planner.plan.template import FETCH as FETCHED
-from planner.plan.template import Skeleton, Slot, SlotKind, skeleton
+from planner.plan.template import Skeleton, Slot, SlotKind, skeleton, with_transfers
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.options import Option
 from planner.pricing.plans import evaluation_s, save_s, transfer_size
@@ -73,7 +73,7 @@ strategy         number of (dp, tp, pp) together with the device classes along t
 classes          row of Arrays.wires: the slowest links of the mesh's device classes
 stage            row of its first stage in Arrays.stages
 resident .. active  bytes, each the maximum over the stages
-layer            bytes of a layer, as a reallocation moves it (planner.pricing.moves.Held)
+layer            bytes of a layer, as a reallocation moves it (planner.pricing.resharding.HeldModel)
 layers           layers of the stage that has most
 """
 
@@ -144,7 +144,7 @@ class Arrays(NamedTuple):
     options     [options of all calls] OPTION_ROW
     stages      [stages of all different options] STAGE_ROW
     sides       [sides, 4] int64: first head, distance of heads, dp, number of blocks that are dealt separately
-    wires       [sets of device classes, 4] float64: planner.pricing.moves.Wires of the slowest class
+    wires       [sets of device classes, 4] float64: planner.pricing.resharding.Wires of the slowest class
     models      the roles' models
     """
 
@@ -169,9 +169,15 @@ class Arrays(NamedTuple):
 
 
 def make_arrays(
-    problem: Problem, options: Sequence[Sequence[Option]], orders: Sequence[tuple[str, ...]]
+    problem: Problem,
+    options: Sequence[Sequence[Option]],
+    orders: Sequence[tuple[str, ...]],
+    before: Arrays | None = None,
 ) -> Arrays:
-    """The arrays of a problem with these options and orders of calls."""
+    """The arrays of a problem with these options and orders of calls.
+
+    before  those of other options with the same orders, whose skeletons serve where the same calls can be offloaded
+    """
     graph, model = problem.graph, problem.model
     number = {call.name: i for i, call in enumerate(graph.calls)}
     trainers = [graph.trainer(call.role) for call in graph.calls]
@@ -183,7 +189,12 @@ def make_arrays(
     memories = [(first, float(model.classes.rooms[number])) for first, number in model.classes.runs]
     start = np.cumsum([0, *map(len, options)])
     resident = [sum(not option.offload for option in of_call) for of_call in options]
-    offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}
+    offloaded = start[:-1] + np.array(resident)
+    if before is not None and ((before.offloaded < before.start[1:]) == (offloaded < start[1:])).all():
+        skeletons = before.skeletons
+    else:
+        offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}
+        skeletons = _skeletons(problem, orders, offloadable)
     return Arrays(
         n_calls=len(graph.calls),
         memory_bytes=min(memory for _, memory in memories),
@@ -196,12 +207,12 @@ def make_arrays(
         chunks=np.array([call.chunks for call in graph.calls]),
         weights=np.array([weights[problem.frozen_weights(call.role)] for call in graph.calls]),
         start=start,
-        offloaded=start[:-1] + np.array(resident),
+        offloaded=offloaded,
         options=rows,
         stages=stages,
         sides=sides,
         wires=wires,
-        skeletons=_skeletons(problem, orders, offloadable),
+        skeletons=skeletons,
         models=Models(
             np.array([shape.layers for shape in shapes]),
             np.array([model.classes.reallocation_overhead_s(shape.layers) for shape in shapes])
@@ -281,8 +292,13 @@ def _skeletons(
     found: dict[tuple, int] = {}
     different: list[Skeleton] = []
     of = np.full(n_patterns(graph), -1)
+    moved = dict[tuple[str | int, ...], Skeleton]()  # by sides: a few patterns of placements have the same
     for pattern, where, placement in _patterns(graph):
-        made = skeleton(graph, {**where, FETCHED: where[graph.source.name]}, placement, offloaded=offloadable)
+        sides = tuple(where.values())
+        where = {**where, FETCHED: where[graph.source.name]}
+        if sides not in moved:
+            moved[sides] = with_transfers(graph, where, {})
+        made = skeleton(graph, where, placement, offloaded=offloadable, moved=moved[sides])
         key = (
             tuple(made.slots.values()),
             *(frozenset(e[n]) for n in made.slots for e in (made.after, made.across)),

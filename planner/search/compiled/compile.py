@@ -19,8 +19,8 @@ LINKED = (
     "search.annealing",
     *(f"search.bounds.{name}" for name in ("concurrency_bound", "feasibility", "period_bound")),
     *(f"search.bounds.{name}" for name in ("relaxation", "root_bound", "tree_order", "tree_search")),
-    *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks", "moves")),
-    "pricing.moves",
+    *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks", "resharding")),
+    "pricing.resharding",
 )
 """The planner's modules whose functions and constants are linked into compiled code."""
 

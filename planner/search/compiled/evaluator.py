@@ -4,7 +4,7 @@ planner.pricing.plans.
 A device runs its nodes one after another, in the total order: they form a chain. Devices used by the same calls have
 the same chain. If a device's calls are a subset of another device's calls, the other device's chain implies its own.
 So a few chains stand for all devices. The copies to the same devices form a chain of their own, if there are several
-copies. Memory is in planner/search/compiled/memory_peaks.py, the prices of moves in planner/search/compiled/moves.py.
+copies. Memory is in memory_peaks.py, the prices of moves in resharding.py.
 
 The period is found by a rising sequence of lower bounds (`_settle`). Passes over the slots in the total order compute
 start times under the current period. If a cycle is longer than the period allows, the period rises to that cycle's
@@ -29,7 +29,7 @@ from planner.search.compiled.arrays import (
 )
 from planner.search.compiled.compile import compiled, inner
 from planner.search.compiled.memory_peaks import excesses, surely_fits
-from planner.search.compiled.moves import reallocation_s, transfer_s
+from planner.search.compiled.resharding import reallocation_s, transfer_s
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -42,7 +42,8 @@ class Tables:
     arrays   the same for compiled code, where planner.search.compiled.evaluator.value prices a choice
 
     Arguments: `deadline`, by which all options must be priced; `among`, call -> assignment, several times: calls then
-    have no other options than these meshes and strategies.
+    have no other options than these meshes and strategies; `few`: options have few numbers of micro-batches;
+    `before`: other tables of the problem, of which the patterns of plans are taken where they are the same.
 
     Raises ProblemError when a call has no option that fits, OptionsTakeTooLongError when the deadline passes first.
     """
@@ -52,6 +53,8 @@ class Tables:
         problem: Problem,
         deadline: Deadline = NO_DEADLINE,
         among: Sequence[Mapping[str, CallAssignment]] = (),
+        few: bool = False,
+        before: "Tables | None" = None,
     ) -> None:
         placements = {
             call.name: {given[call.name].placement for given in among} for call in problem.graph.calls
@@ -59,10 +62,10 @@ class Tables:
         self.problem = problem
         self.calls: tuple[str, ...] = tuple(call.name for call in problem.graph.calls)
         self.options: tuple[tuple[Option, ...], ...] = all_options(
-            problem, deadline, placements if among else None
+            problem, deadline, placements if among else None, few
         )
-        self.orders = call_orders(problem.graph)
-        self.arrays = make_arrays(problem, self.options, self.orders)
+        self.orders = before.orders if before else call_orders(problem.graph)
+        self.arrays = make_arrays(problem, self.options, self.orders, before.arrays if before else None)
 
     def evaluate(self, choice: Sequence[int]) -> Value:
         """The price of a choice under the best order of calls."""

@@ -6,10 +6,10 @@ from torch import Tensor
 from rlhf_tasks.algorithms.kto.config import KTOConfig
 from rlhf_tasks.algorithms.kto.kto_math import answer_loss, reference_point
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
 from rlhf_tasks.algorithms.shared.learning.reference import ANSWER, answer_logps, reference_logps
 from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.learning.side_by_side import Keys, side_by_side
-from rlhf_tasks.algorithms.shared.learning.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

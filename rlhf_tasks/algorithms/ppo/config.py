@@ -15,8 +15,7 @@ class PPOConfig(PolicyConfig):
 
     type: Literal["ppo"] = "ppo"
     groups: ClassVar[Groups] = {
-        "Batch": ("num_ppo_epochs",),
-        "Training": ("critic_optimizer", "critic_warmup_iterations", "early_stop_ratio"),
+        "Training": ("num_ppo_epochs", "critic_optimizer", "critic_warmup_iterations", "early_stop_ratio"),
         "Score": ("score_clip", "truncated_responses"),
         "KL": ("kl_coef", "kl_estimator", "kl_target", "kl_horizon"),
         "Advantages": ("gamma", "lam", "whiten_rewards", "whiten_advantages", "normalize_values"),

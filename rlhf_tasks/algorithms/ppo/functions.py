@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
-from rlhf_tasks.algorithms.ppo.learning import learning_targets
 from rlhf_tasks.algorithms.ppo.ppo_math import shifted, value_loss
+from rlhf_tasks.algorithms.ppo.targets import learning_targets
 from rlhf_tasks.algorithms.ppo.value_norm import ValueNorm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
 from rlhf_tasks.algorithms.shared.learning.policy_math import clipped_loss, token_ratio
 from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, Weights, policy_steps
 from rlhf_tasks.algorithms.shared.learning.ref_call import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.learning.schedule import optimizer_steps
-from rlhf_tasks.algorithms.shared.learning.steps import Steps
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference

@@ -116,7 +116,7 @@ class CriticFreeConfig(PolicyConfig):
     """Those without a learned critic: an actor, and a reference where its KL divergence counts."""
 
     groups: ClassVar[Groups] = {
-        "Batch": ("num_iterations",),
+        "Training": ("num_iterations",),
         "KL": ("beta",),
         "Loss": ("epsilon", "epsilon_high", "mask_truncated_completions"),
     }

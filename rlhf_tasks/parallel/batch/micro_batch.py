@@ -1,5 +1,6 @@
 """Micro-batches: the packed tensors of one forward pass of a stage."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -7,6 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from rlhf_tasks.parallel.batch.prefixes import SharedPrefixes, common_prefixes
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 
@@ -22,6 +24,7 @@ class MicroBatch:
     data          every other key of the batch, packed in the same order: [T, ...] for a key with a row per token,
                   [n, ...] for a key with a row per sample
     rows          [R] int64, ascending: the positions of the tokens that pass the language model's head; None: all
+    shared        first tokens of samples that the layers compute once; None: every token is computed
     """
 
     input_ids: Tensor
@@ -31,10 +34,16 @@ class MicroBatch:
     lengths: tuple[int, ...]
     data: Mapping[str, Tensor]
     rows: Tensor | None = None
+    shared: SharedPrefixes | None = None
 
     @property
     def tokens(self) -> int:
         return int(self.input_ids.shape[0])
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that pass the layers: as many hidden states go from stage to stage."""
+        return self.tokens if self.shared is None else int(self.shared.computed.shape[0])
 
     def per_sample(self, values: Tensor) -> tuple[Tensor, ...]:
         """One view [length, ...] per sample, of a tensor [T, ...] with a row per token."""
@@ -57,6 +66,7 @@ def micro_batch(batch: SampleBatch) -> MicroBatch:
     device = input_ids.device
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     positions = [torch.arange(length) for length in lengths]
+    begins = common_prefixes(input_ids, lengths)
     return MicroBatch(
         input_ids=input_ids,
         cu_seqlens=starts.to(device),
@@ -64,30 +74,76 @@ def micro_batch(batch: SampleBatch) -> MicroBatch:
         ids=batch.ids,
         lengths=lengths,
         data={key: packed.values for key, packed in batch.data.items() if key != "input_ids"},
+        shared=SharedPrefixes.of(begins, lengths, device) if any(begins) else None,
     )
 
 
 def split(batch: SampleBatch, micro_batches: int, most_tokens: int | None = None) -> list[MicroBatch]:
-    """Cut a batch into at most `micro_batches` micro-batches of about equal token counts.
+    """Cut a batch into at most `micro_batches` micro-batches of about equal numbers of tokens that are computed.
 
-    most_tokens  if given, into as many more as it takes until none has more tokens than this, or than the longest
-                 sample if that is longer
-    Deterministic: the longest samples are placed first, each in the micro-batch with the fewest tokens so far. Inside
-    a micro-batch samples keep the batch's order. With few samples there are fewer micro-batches; none is empty.
-    Neighbours with the same id (the two answers of a preference pair) stay together.
+    most_tokens  if given, into as many more as it takes until none computes more tokens than this, or than the
+                 longest sample if that is longer
+    Deterministic. Inside a micro-batch samples keep the batch's order. With few samples there are fewer
+    micro-batches; none is empty. Neighbours with the same id (the two answers of a preference pair) stay together.
+    Where neighbours share first tokens, micro-batches are consecutive samples, unless the fullest is larger then.
     """
     lengths = batch["input_ids"].lengths
+    begins = common_prefixes(batch["input_ids"].values, lengths)
     together = [list(places) for _, places in groupby(range(len(batch)), key=lambda place: batch.ids[place])]
-    loads = [sum(lengths[place] for place in places) for places in together]
-    parts = balance(loads, micro_batches)
-    if most_tokens is not None and loads:
-        most = max(most_tokens, *loads)
-        count = max(micro_batches, -(-sum(loads) // most))
-        parts = balance(loads, count)
-        while max(sum(loads[group] for group in part) for part in parts) > most:
-            count += 1
-            parts = balance(loads, count)
+    behind = [sum(lengths[place] - begins[place] for place in places) for places in together]
+    alone = [tokens + begins[places[0]] for tokens, places in zip(behind, together, strict=True)]
+    parts = _balanced(alone, micro_batches, most_tokens)
+    if behind != alone:
+        most = max(most_tokens or 0, *(sum(alone[group] for group in part) for part in parts))
+        consecutive = _consecutive(alone, behind, micro_batches, None if most_tokens is None else most)
+        if len(consecutive) <= len(parts) and _fullest(consecutive, alone, behind) <= most:
+            parts = consecutive
     return [micro_batch(batch.take([place for group in part for place in together[group]])) for part in parts]
+
+
+def _balanced(tokens: Sequence[int], parts: int, most_tokens: int | None) -> list[list[int]]:
+    """The indices of `tokens` in parts of about equal sums; the longest are placed first, each in the part with the
+    fewest tokens so far."""
+    dealt = balance(tokens, parts)
+    if most_tokens is not None and tokens:
+        most = max(most_tokens, *tokens)
+        count = max(parts, -(-sum(tokens) // most))
+        dealt = balance(tokens, count)
+        while max(sum(tokens[group] for group in part) for part in dealt) > most:
+            count += 1
+            dealt = balance(tokens, count)
+    return dealt
+
+
+def _consecutive(
+    alone: Sequence[int], behind: Sequence[int], parts: int, most_tokens: int | None
+) -> list[list[int]]:
+    """The indices of `alone` in at most so many runs whose fullest has the fewest tokens; in as many more as it takes
+    until none has more than `most_tokens`.
+
+    alone, behind  tokens that are computed for what is first in its run; and behind its predecessor
+    """
+
+    def filled(most: int) -> list[list[int]]:
+        runs, load = list[list[int]](), 0
+        for place, (first, next_) in enumerate(zip(alone, behind, strict=True)):
+            if runs and load + next_ <= most:
+                runs[-1].append(place)
+                load += next_
+            else:
+                runs.append([place])
+                load = first
+        return runs
+
+    if most_tokens is not None:
+        parts = max(parts, len(filled(most_tokens)))
+    sums = range(max(alone), sum(alone) + 1)
+    return filled(sums[bisect_left(sums, True, key=lambda most: len(filled(most)) <= parts)])
+
+
+def _fullest(runs: Sequence[Sequence[int]], alone: Sequence[int], behind: Sequence[int]) -> int:
+    """Tokens that the fullest of the runs of `_consecutive` computes."""
+    return max(alone[first] + sum(behind[place] for place in others) for first, *others in runs)
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:

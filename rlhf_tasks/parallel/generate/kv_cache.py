@@ -10,12 +10,15 @@ The memory of a layer is allocated when its first keys are written, which show h
 rank holds and how large they are.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rlhf_tasks.parallel.layout.slots_of import runs_of
 
 
 class Piece(NamedTuple):
@@ -83,7 +86,7 @@ class KVCache:
         if layer not in self._layers:
             shape = (self._slots, keys.shape[1], self._columns, keys.shape[2])
             # Zeros, not empty memory: masked columns still enter the sums with weight 0, and 0 * NaN is NaN.
-            self._layers[layer] = (keys.new_zeros(shape), values.new_zeros(shape))
+            self._layers[layer] = (_zeros(shape, keys), _zeros(shape, values))
         rows, columns = self._places
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
             stored[rows, :, columns] = new
@@ -154,7 +157,7 @@ class KVCache:
         newest.add_(1).clamp_(max=self._columns - 1)
         self._places = (self._row_numbers[:rows], newest)
         multiple = self._span_multiple
-        runs = _runs(self._lengths) if multiple == 1 else [(slice(0, rows), max(self._lengths))]
+        runs = runs_of(self._lengths) if multiple == 1 else [(slice(0, rows), max(self._lengths))]
         self._attend([(run, -(-span // multiple) * multiple) for run, span in runs], newest[:, None])
 
     def _attend(self, runs: list[tuple[slice, int]], columns: Tensor) -> None:
@@ -178,15 +181,16 @@ class KVCache:
         self._lengths = [self._lengths[row] for row in rows]
 
 
-def _runs(lengths: Sequence[int]) -> list[tuple[slice, int]]:
-    """Runs of rows, with the longest of each: a run begins where no row from there on is half as long as the run
-    before."""
-    longest = list(accumulate(reversed(lengths), max))[::-1]  # of the rows from each on
-    starts = [0]
-    for row, length in enumerate(longest):
-        if 2 * length < longest[starts[-1]]:
-            starts.append(row)
-    return [(slice(a, b), longest[a]) for a, b in pairwise([*starts, len(lengths)])]
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros of the dtype and on the device of a tensor.
+
+    On the CPU a page of it is zeroed when it is first used, and so in a cache for long responses most never are.
+    """
+    size_bytes = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or not size_bytes:
+        return like.new_zeros(shape)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def vacate(finished: Sequence[bool], size: int) -> list[int]:

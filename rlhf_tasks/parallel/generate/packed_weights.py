@@ -7,13 +7,12 @@ with weights of 0.25 to 2 million elements: at 8 rows 1.3 to 2.3 in float32 and 
 instead of 1.27 (5M Llama) and 3.2 instead of 4.8 (25M); bfloat16 2.6 either way (25M).
 """
 
-from collections.abc import Callable
-from typing import Any
+from contextvars import Token
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from rlhf_tasks.parallel.model.products import INSTEAD
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -29,24 +28,27 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-class PackedWeights(TorchFunctionMode):
-    """A context in which `F.linear` multiplies with packed copies of the weights, made at first use. Inference only.
+class PackedWeights:
+    """A context in which `linear` of a model multiplies with packed copies of the weights, made at first use.
+    Inference only.
 
     Weights must not change inside the context. The copies need as much memory as the weights.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._packed: dict[int, tuple[Tensor, Tensor]] = {}  # id of the weight -> (weight, packed copy)
+        # (address, size) of the weight, as an expert's is a view made anew in every pass -> (weight, packed copy)
+        self._packed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._entered: list[Token] = []
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.linear and not kwargs:
-            return self._linear(*args)
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> "PackedWeights":
+        self._entered.append(INSTEAD.set(self._linear))
+        return self
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if id(weight) not in self._packed:
-            self._packed[id(weight)] = (weight, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed[id(weight)][1], bias, "none", [], "")
+    def __exit__(self, *_: object) -> None:
+        INSTEAD.reset(self._entered.pop())
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        key = weight.data_ptr(), weight.numel()
+        if key not in self._packed:
+            self._packed[key] = (weight, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed[key][1], bias, "none", [], "")

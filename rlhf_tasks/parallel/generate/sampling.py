@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.generate.stop_strings import StopStrings
 from rlhf_tasks.parallel.generate.vocabulary import Vocabulary
-from rlhf_tasks.parallel.layout.slots_of import SAMPLED_AT_ONCE
+from rlhf_tasks.parallel.layout.slots_of import rows_at_once
 from rlhf_tasks.system.counter_random import counter_bits
 
 
@@ -98,10 +98,7 @@ def sample(
     than its greatest logits (top-k) and sums. Rows are drawn a few at a time, which bounds the temporary memory.
     """
     vocabulary = vocabulary or Vocabulary((logits.shape[1],))
-    rows = SAMPLED_AT_ONCE // max(vocabulary.sizes)
-    rows = max(
-        1, rows if params.top_p == 1 else rows // 3
-    )  # a search for the nucleus takes three times the memory
+    rows = rows_at_once(max(vocabulary.sizes), params.top_p < 1)
     drawn = [
         _sample(*parts, params, vocabulary, record_kept)
         for parts in zip(logits.split(rows), uniforms.split(rows), new_tokens.split(rows), strict=True)

@@ -15,7 +15,7 @@ from rlhf_tasks.parallel.generate.decode_graph import DecodeGraphs
 from rlhf_tasks.parallel.generate.kv_cache import KVCache, Piece, vacate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
 from rlhf_tasks.parallel.generate.stage_messages import Relay
-from rlhf_tasks.parallel.generate.stop_strings import follow
+from rlhf_tasks.parallel.generate.stop_strings import follow, states_behind
 from rlhf_tasks.parallel.layout.slots_of import REFILL_SHARE, slots_of
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -62,18 +62,24 @@ class Drawing(NamedTuple):
 
 
 class Group:
-    """One rank's state of a group: its sequences in the order in which they enter, and those that are in the slots.
+    """One rank's state of a group of sequences that are decoded together.
 
-    A *place* is the number of a sequence in the group, a *row* the index of a slot that is in use: `_places[row]` is
-    the place of the sequence in it. A prompt is filled into the cache but for its last token, with which the first
-    decode step of its sequence begins; where a sequence with the same prompt is in a slot, it is copied from there.
-    What happens follows from the tokens alone, so it is the same on all ranks.
+    A group has slots. A sequence enters a free slot and leaves it when it has finished; then the next one enters. All
+    of this follows from the tokens alone, so every rank does the same without being told.
 
-    In segments a sequence rests when it has its tokens. Where there is a slot for each, all enter at once and rest at
-    the same step, so they go on where they are; else they enter anew, and what was drawn of them is read again.
+    A *place* is the number of a sequence in the group. A *row* is the index of a slot that is in use.
+    `_places[row]` is the place of the sequence in that slot.
 
-    prompts  with the keys `input_ids`: prompts, with the tokens that were drawn behind them before, which count as
-             prompt here; BEFORE [1] int64: how many these are; BEGUN [1] int64: iteration of the random numbers
+    Before a sequence's first step, its prompt is filled into the cache, all but the last token. The first step reads
+    that token. A prompt that another slot holds already is copied from there.
+
+    In segments, a sequence rests when it has the segment's tokens. Where every sequence has a slot, all rest at the
+    same step, and the next segment goes on with the slots and the cache as they are. Where there are fewer slots, a
+    sequence leaves its slot to rest. In the next segment it enters again, and its prompt and tokens are read again.
+
+    prompts  with three keys. `input_ids`: prompts, followed by the tokens that earlier calls have drawn behind them;
+             these count as prompt here. BEFORE [1] int64: how many tokens that are. BEGUN [1] int64: the iteration
+             whose random numbers the sequence has
 
     computed  whether a step was computed whose tokens are not stored yet
     done      whether all sequences have finished, or rest
@@ -92,7 +98,9 @@ class Group:
         self._budgets = [min(self._segment, allowed) for allowed in self._allowed]
         most, columns = max(self._allowed), max(map(add, lengths, self._allowed)) - 1
         self._cache = KVCache(self._slots, columns, device, pace.span_multiple)
-        self._graphs = DecodeGraphs(self._stage, self._cache) if pace.graphs else None
+        # A pass of experts may wait for the numbers of their tokens, which a graph cannot.
+        graphs = pace.graphs and not engine.layout.shape.experts
+        self._graphs = DecodeGraphs(self._stage, self._cache) if graphs else None
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
         self._strings = params.stop_strings and params.stop_strings.to(device)
         self._step = -1  # number of the last step
@@ -278,17 +286,11 @@ class Group:
 
     def _states_of_stop_strings(self) -> Tensor:
         """The state of each sequence's stop strings behind what was drawn of it before it enters: [n] int64."""
-        drawn = self._before + torch.tensor(self._had, device=self._device)
-        states = torch.zeros_like(drawn)
-        if self._strings is not None:
-            for number in range(int(drawn.max())):
-                of = (drawn > number).nonzero().squeeze(1)
-                next_tokens = [
-                    self._read[place][number - count]
-                    for place, count in zip(of.tolist(), drawn[of].tolist(), strict=True)
-                ]
-                states[of], _ = follow(self._strings, states[of], torch.stack(next_tokens))
-        return states
+        drawn = list(map(add, self._before.tolist(), self._had))
+        if self._strings is None or not any(drawn):
+            return torch.zeros_like(self._before)
+        texts = [tokens[len(tokens) - n :] for tokens, n in zip(self._read, drawn, strict=True)]
+        return states_behind(self._strings, texts)
 
     def _refuse_unsound_logits(self) -> None:
         """Raises ValueError, naming sample and position, for the first token that was drawn from logits that are not

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 BYTES = 256  # different ones
 
@@ -50,6 +51,19 @@ def follow(table: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tenso
     """
     found = table[states, tokens.clamp(max=table.shape[1] - 1)].long()
     return found >> 1, (found & 1).bool()
+
+
+def states_behind(table: Tensor, texts: Sequence[Tensor]) -> Tensor:
+    """The states behind some texts, all followed at the same time: [n] int64.
+
+    table  as from `StopStrings.to`
+    texts  the tokens of each, [L] int64; L may be 0
+    """
+    lengths = torch.tensor([len(text) for text in texts], device=table.device)
+    states = torch.zeros_like(lengths)
+    for number, tokens in enumerate(pad_sequence(list(texts)).unbind()):
+        states = torch.where(number < lengths, follow(table, states, tokens)[0], states)
+    return states
 
 
 def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

@@ -3,15 +3,52 @@
 A family is the models of one `model_type`. Pure Python.
 """
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rlhf_tasks.system.reading import ConfigError, shown
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 """The norms of a layer of Llama."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What a family's layers have in place of one MLP: experts, and a router that gives each token to some of them.
+
+    Each default is of a config key that may be omitted.
+
+    width            the config key of the columns of an expert
+    count, per_token default numbers of experts, and of those that a token is given to
+    block            the name in files of what is `mlp` in the module
+    projections      the names in files of an expert's gate, up and down
+    """
+
+    width: str
+    count: int
+    per_token: int
+    block: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the modules of a layer are called, in transformers' classes as here.
+
+    attention        the block of the heads; the other one is always `mlp`
+    out, up, down    linear modules: the last one of the heads; those of an MLP but its gate
+    qkv, gate_up     those that a family packs several in
+    """
+
+    attention: str = "self_attn"
+    out: str = "o_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    qkv: str = "qkv_proj"
+    gate_up: str = "gate_up_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +62,17 @@ class Family:
     tied                          default of tie_word_embeddings
     norms                         the norms of a layer over hidden states, in the order of the forward pass
     gated                         the MLP is down(act(gate(x)) * up(x)); False: down(act(up(x)))
-    packed                        files hold q, k and v as one tensor, qkv_proj, and gate and up as gate_up_proj
+    packed                        files hold q, k and v as one tensor, and gate and up where there is a gate
+    mixture                       the experts of every layer; None: a layer has one MLP
+    norm_bias                     norms subtract the mean and add a bias (LayerNorm)
+    learned_positions             an embedding of positions is added to that of tokens; no rotary angles
+    columns_per_hidden            default columns of the MLP, in hidden sizes; None: the config must say
+    names                         of the modules of a layer
+    keys                          key of Llama's configs -> the keys that mean the same, the first of which counts;
+                                  none: there is no such key, and its default holds
+    files                         beginning of a parameter's name -> what stands in files instead
+    transposed                    files hold the weights of linear modules as [in, out]
+    refused                       config keys that must be false: of what is unknown here
     """
 
     qkv_bias: bool | str = False
@@ -38,6 +85,15 @@ class Family:
     norms: tuple[str, ...] = LAYER_NORMS
     gated: bool = True
     packed: bool = False
+    mixture: Mixture | None = None
+    norm_bias: bool = False
+    learned_positions: bool = False
+    columns_per_hidden: int | None = None
+    names: Names = Names()
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    transposed: bool = False
+    refused: tuple[str, ...] = ()
 
 
 _SANDWICH = (*LAYER_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -70,18 +126,67 @@ FAMILIES: Mapping[str, Family] = {
         norms=_SANDWICH,
     ),
     "phi3": Family(packed=True),
+    "mixtral": Family(
+        kv_heads=8,
+        mixture=Mixture(
+            "intermediate_size",
+            count=8,
+            per_token=2,
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+        ),
+    ),
+    "qwen3_moe": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        kv_heads=4,
+        mixture=Mixture("moe_intermediate_size", count=128, per_token=8),
+    ),
+    "gpt2": Family(
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=True,
+        norms=("ln_1", "ln_2"),
+        gated=False,
+        packed=True,
+        norm_bias=True,
+        learned_positions=True,
+        columns_per_hidden=4,
+        names=Names("attn", out="c_proj", up="c_fc", down="c_proj", qkv="c_attn"),
+        keys={
+            "num_hidden_layers": ("n_layer", "num_hidden_layers"),
+            "hidden_size": ("n_embd", "hidden_size"),
+            "num_attention_heads": ("n_head", "num_attention_heads"),
+            "max_position_embeddings": ("n_positions", "max_position_embeddings"),
+            "intermediate_size": ("n_inner",),
+            "num_key_value_heads": (),
+            "head_dim": (),
+        },
+        files={
+            "model.embed_tokens.": "transformer.wte.",
+            "model.embed_positions.": "transformer.wpe.",
+            "model.layers.": "transformer.h.",
+            "model.norm.": "transformer.ln_f.",
+        },
+        transposed=True,
+        refused=("add_cross_attention",),
+    ),
 }
 """The tested families: tests compare their logits, values and gradients with those of transformers."""
 
-TESTED = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text) and Phi-3"
+TESTED = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text), Phi-3, Mixtral, Qwen3-MoE and GPT-2"
 
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""The config keys of the number of experts: transformers writes either."""
+
+_EXPERT_KEYS = (*EXPERT_COUNTS, "n_routed_experts", "moe_intermediate_size")
 _PACKED = {
-    "gpt2": "c_attn",
     "gpt_neox": "query_key_value",
     "falcon": "query_key_value",
 }
-_KNOWN = f"Use a dense decoder of one of the families {TESTED}, or another one with layers like theirs."
+_KNOWN = f"Use a decoder of one of the families {TESTED}, or another dense one with layers like theirs."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend only on the token's position."""
 
@@ -99,7 +204,11 @@ def family_of(
     _refuse_unsplittable(config, kind, source)
     _check_arithmetic(config, source)
     if isinstance(kind, str) and kind in FAMILIES:
-        return FAMILIES[kind]
+        family = FAMILIES[kind]
+        unknown = next((key for key in family.refused if config.get(key)), None)
+        if unknown is not None:
+            raise ConfigError(f"Model {source!r} ({kind}) has {unknown}, which is unknown here. {_KNOWN}")
+        return family
     if not isinstance(kind, str) or weights is None:
         raise ConfigError(
             f"Model {source!r} has model_type {shown(kind)}, which is not a decoder of a tested family ({TESTED}). "
@@ -114,15 +223,42 @@ def _refuse_unsplittable(config: Mapping[str, Any], kind: Any, source: str) -> N
             f"Model {source!r} brings its own code (auto_map), which is never run. If transformers has such "
             "models built in, remove auto_map from config.json; else use another model."
         )
+    mixture = FAMILIES[kind].mixture if isinstance(kind, str) and kind in FAMILIES else None
     experts = [key for key in _EXPERT_KEYS if config.get(key)]
-    if experts:
+    if experts and mixture is None:
         raise ConfigError(
-            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}): neither its experts nor the "
-            f"gradient of its router can be split over ranks yet. {_KNOWN}"
+            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}) of a family whose router and "
+            f"experts are unknown here (shared experts, groups, biases). {_KNOWN}"
         )
+    if mixture is not None and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        raise ConfigError(
+            f"Model {source!r} ({shown(kind)}) has layers without experts (mlp_only_layers or decoder_sparse_step): "
+            "stages would be of unlike layers. Use a model with experts in every layer."
+        )
+    if mixture is not None:
+        _check_router(config, source)
     if isinstance(kind, str) and kind in _PACKED:
         raise ConfigError(
             f"Model {source!r} ({kind}) has packed projections ({_PACKED[kind]}), which cannot be split. {_KNOWN}"
+        )
+
+
+_ROUTER_NUMBERS = ("router_jitter_noise", "router_aux_loss_coef")
+
+
+def _check_router(config: Mapping[str, Any], source: str) -> None:
+    """Raises ConfigError for a value of a router that is none."""
+    for key in _ROUTER_NUMBERS:
+        value = config.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value < math.inf):
+            raise ConfigError(
+                f"Model {source!r}: {key}={shown(value)} in its config is not a number of at least 0."
+            )
+    normalised = config.get("norm_topk_prob")
+    if normalised is not None and not isinstance(normalised, bool):
+        raise ConfigError(
+            f"Model {source!r}: norm_topk_prob={shown(normalised)} in its config is neither true nor false."
         )
 
 

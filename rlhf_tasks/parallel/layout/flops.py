@@ -8,6 +8,7 @@ sequences that have ended do not count.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, parameters, trained_parameters
 
@@ -36,14 +37,17 @@ def forward_flops(
     lengths: Sequence[int],
     predicted: int | None = None,
     lora: Lora | None = None,
+    shared: Sequence[int] = (),
 ) -> float:
     """FLOPs of a whole model's forward pass, adapters included, over sequences of these lengths in tokens.
 
     predicted  tokens that pass the head; None: all
+    shared     of some of the sequences, how many first tokens are computed with another one
     """
     vocab = 1 if head == "scalar" else shape.vocab
     rows = sum(lengths) if predicted is None else predicted
     layers = sum(_layers_flops(shape, head, length, lora) for length in lengths)
+    layers -= sum(_layers_flops(shape, head, length, lora) for length in shared)
     return layers + head_flops(rows, shape.hidden, vocab)
 
 
@@ -53,18 +57,18 @@ def training_flops(
     lengths: Sequence[int],
     predicted: int | None = None,
     lora: Lora | None = None,
+    shared: Sequence[int] = (),
 ) -> float:
     """FLOPs of a forward and a backward pass. Under LoRA, frozen matrices have no products for their gradients.
 
-    predicted  as in `forward_flops`
+    predicted, shared  as in `forward_flops`
     """
     spared = 0.0
     if lora is not None:
-        tokens = sum(lengths)
-        spared = 2 * tokens * shape.layers * layer_size(shape, head)
+        spared = 2 * (sum(lengths) - sum(shared)) * shape.layers * layer_size(shape, head)
         if head == "lm":
-            spared += head_flops(tokens if predicted is None else predicted, shape.hidden, shape.vocab)
-    return TRAINING * forward_flops(shape, head, lengths, predicted, lora) - spared
+            spared += head_flops(sum(lengths) if predicted is None else predicted, shape.hidden, shape.vocab)
+    return TRAINING * forward_flops(shape, head, lengths, predicted, lora, shared) - spared
 
 
 def generation_flops(
@@ -81,10 +85,16 @@ def generation_flops(
     return drawn + sum(_layers_flops(shape, "lm", length - 1, lora) for length in lengths)
 
 
+@lru_cache(maxsize=64)
 def layer_size(shape: ModelShape, head: Head, lora: Lora | None = None) -> int:
-    """Parameters of a layer; with `lora`, only those of its adapters."""
+    """Parameters of a layer that a token is multiplied by: of experts, those of the ones that it is given to.
+
+    With `lora`, only those of its adapters.
+    """
     specs = parameters(shape, head) if lora is None else trained_parameters(shape, head, lora)
-    return sum(spec.size for spec in specs if spec.layer == 0)
+    whole = [spec.size for spec in specs if spec.layer == 0 and spec.stacked is None]
+    of_expert = [spec.size // spec.shape[0] for spec in specs if spec.layer == 0 and spec.stacked]
+    return sum(whole) + shape.experts_per_token * sum(of_expert)
 
 
 def _layers_flops(shape: ModelShape, head: Head, tokens: int, lora: Lora | None) -> float:

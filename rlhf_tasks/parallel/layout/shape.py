@@ -4,15 +4,22 @@ Pure Python: `transformers.AutoConfig` would import torch (1.5 s), which neither
 needs. Parameter names are Hugging Face's.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from rlhf_tasks.parallel.layout.families import FAMILIES, LAYER_NORMS, family_of
+from rlhf_tasks.parallel.layout.families import (
+    EXPERT_COUNTS,
+    FAMILIES,
+    LAYER_NORMS,
+    Family,
+    Mixture,
+    family_of,
+)
+from rlhf_tasks.parallel.layout.parameter_spec import Packed, ParameterSpec, Unit
 from rlhf_tasks.parallel.layout.weight_files import has_weights, tensor_shapes
 from rlhf_tasks.system.reading import ConfigError, read_json, shown
 
@@ -22,12 +29,8 @@ Head = Literal["lm", "scalar"]
 Recompute = Literal["none", "selective", "full"]
 """Which activations of a layer a backward pass computes again (model/recomputation.py)."""
 
-Unit = Literal["query_head", "kv_head", "column", "vocab"]
-"""The units that a sharded dim consists of. A unit is never divided between tp ranks."""
-
-Place = Literal["layer", "first", "last", "ends"]
-"""Which stages hold a parameter: its layer's, the first, the last, or first and last (tied embeddings)."""
-
+POSITIONS = "model.embed_positions.weight"
+"""The embedding of positions, of models that have one."""
 
 MOST: Mapping[str, int] = {
     "num_hidden_layers": 4096,
@@ -36,6 +39,9 @@ MOST: Mapping[str, int] = {
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
     "intermediate_size": 2**24,
+    "moe_intermediate_size": 2**24,
+    "num_experts_per_tok": 2**12,
+    **dict.fromkeys(EXPERT_COUNTS, 2**12),
     "vocab_size": 2**28,
     "max_position_embeddings": 2**31,
 }
@@ -45,7 +51,14 @@ dozen objects here."""
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder. `context` is the length of the longest sequence in tokens."""
+    """Sizes of a decoder.
+
+    context            length of the longest sequence in tokens
+    intermediate       columns of the MLP; of each expert
+    experts            experts of a layer; 0: one MLP, which all tokens pass
+    experts_per_token  those of them that a token is given to
+    Further fields are as in `Family`.
+    """
 
     family: str
     hidden: int
@@ -64,6 +77,10 @@ class ModelShape:
     norms: tuple[str, ...] = LAYER_NORMS
     gated: bool = True
     packed: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    norm_bias: bool = False
+    learned_positions: bool = False
 
     @staticmethod
     def from_folder(folder: str | Path) -> "ModelShape":
@@ -93,8 +110,11 @@ class ModelShape:
         if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]: users write it
             raise ConfigError(f"Model {source!r}: the config is not a JSON object.")
         family = family_of(config, source, weights)
-        read = _Reader(config, source)
+        read = _Reader(config, source, family.keys)
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+        mixture = family.mixture
+        experts, per_token = (0, 0) if mixture is None else read.experts(mixture)
+        columns = None if family.columns_per_hidden is None else family.columns_per_hidden * hidden
         shape = ModelShape(
             family=config["model_type"],
             hidden=hidden,
@@ -102,7 +122,7 @@ class ModelShape:
             query_heads=heads,
             kv_heads=read.count("num_key_value_heads", family.kv_heads or heads),
             head_dim=read.count("head_dim", family.head_dim or max(1, hidden // heads)),
-            intermediate=read.count("intermediate_size"),
+            intermediate=read.count("intermediate_size" if mixture is None else mixture.width, columns),
             vocab=read.count("vocab_size"),
             context=read.count("max_position_embeddings"),
             tied=read.flag("tie_word_embeddings", family.tied),
@@ -113,7 +133,15 @@ class ModelShape:
             norms=family.norms,
             gated=family.gated,
             packed=family.packed,
+            experts=experts,
+            experts_per_token=per_token,
+            norm_bias=family.norm_bias,
+            learned_positions=family.learned_positions,
         )
+        if not family.keys.get("head_dim", ("head_dim",)) and hidden % heads:
+            raise ConfigError(
+                f"Model {source!r}: its hidden size {hidden} is not a multiple of {heads} heads."
+            )
         if shape.query_heads % shape.kv_heads:
             raise ConfigError(
                 f"Model {source!r}: {heads} query heads are not a multiple of {shape.kv_heads} KV heads."
@@ -138,24 +166,44 @@ def _remedy(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Checked access to config keys. A key that is null counts as absent."""
+    """Checked access to config keys, by Llama's names. A key that is null counts as absent.
+
+    keys  as in `Family`
+    """
 
     config: Mapping[str, Any]
     source: str
+    keys: Mapping[str, tuple[str, ...]]
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.config.get(key)
-        value = default if value is None else value
+        names = self.keys.get(key, (key,))
+        name = next((name for name in names if self.config.get(name) is not None), "")
+        value = self.config.get(name, default)
+        name = name or (names or (key,))[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"Model {self.source!r}: {key}={shown(value)} in its config is not a positive whole number."
+                f"Model {self.source!r}: {name}={shown(value)} in its config is not a positive whole number."
             )
         if value > MOST[key]:
             raise ConfigError(
-                f"Model {self.source!r}: {key}={shown(value)} in its config is more than {MOST[key]:,}, which no "
+                f"Model {self.source!r}: {name}={shown(value)} in its config is more than {MOST[key]:,}, which no "
                 "model has."
             )
         return value
+
+    def experts(self, mixture: Mixture) -> tuple[int, int]:
+        """The numbers of experts, and of those that a token is given to."""
+        key = next((key for key in EXPERT_COUNTS if self.config.get(key) is not None), EXPERT_COUNTS[0])
+        count, per_token = (
+            self.count(key, mixture.count),
+            self.count("num_experts_per_tok", mixture.per_token),
+        )
+        if per_token > count:
+            raise ConfigError(
+                f"Model {self.source!r}: num_experts_per_tok={per_token} in its config is more than its "
+                f"{count} experts."
+            )
+        return count, per_token
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.config.get(key)
@@ -169,82 +217,6 @@ class _Reader:
     def option(self, known: bool | str) -> bool:
         """The family's value, or the config's value where the family names a config key."""
         return self.flag(known, False) if isinstance(known, str) else known
-
-
-class Packed(NamedTuple):
-    """A tensor in files that holds several parameters, one behind the other on dim 0.
-
-    shape  of the whole tensor
-    start  the first row of this parameter
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterSpec:
-    """One parameter of the whole model.
-
-    shape             global shape
-    place, layer      which stages hold it; the layer's number when place is "layer"
-    shard_dim         the dim that tensor parallelism splits; None: every tp rank holds all of it
-    unit, unit_size   the units that this dim consists of, and rows per unit
-    partial_gradient  True: the gradients of its copies inside one dp rank must be summed (KV heads on several tp
-                      ranks, tied embeddings, norms inside heads). False: every copy has the whole gradient
-    packed            the tensor that it is a part of in files; None: one of its own, of the same name and shape
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    place: Place
-    layer: int | None = None
-    shard_dim: int | None = None
-    unit: Unit | None = None
-    unit_size: int = 1
-    partial_gradient: bool = False
-    packed: Packed | None = None
-
-    @property
-    def stored_name(self) -> str:
-        """The name of the tensor in files that it is, or is a part of."""
-        return self.name if self.packed is None else self.packed.name
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of that tensor."""
-        return self.shape if self.packed is None else self.packed.shape
-
-    @property
-    def dim(self) -> int:
-        """The dim to which intervals of rows refer: the sharded one, else the first."""
-        return self.shard_dim or 0
-
-    @property
-    def length(self) -> int:
-        """Number of rows, i.e. the size of that dim."""
-        return self.shape[self.dim]
-
-    @property
-    def row_size(self) -> int:
-        """Elements per row."""
-        return math.prod(self.shape) // self.length
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether it is the weight of a linear module in a layer, as files have it."""
-        return self.place == "layer" and len(self.shape) == 2 and self.packed is None
-
-    @property
-    def module(self) -> str:
-        """The last name of its module, as in `q_proj`."""
-        return self.name.split(".")[-2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +246,8 @@ class Lora:
         unknown = [name for name in self.targets if name not in sizes]
         if unknown:
             raise ConfigError(
-                f"lora.targets names {shown(unknown[0])}, which is not a linear layer of {shape.family}. "
+                f"lora.targets names {shown(unknown[0])}, which is not a linear layer of {shape.family}"
+                f"{' (its experts have no adapters)' if shape.experts else ''}. "
                 f"Its linear layers are {', '.join(sizes)}."
             )
         name, most = min(((name, min(sizes[name])) for name in self.targets), key=lambda found: found[1])
@@ -286,8 +259,12 @@ class Lora:
 
 
 def linear_modules(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
-    """The linear modules of a decoder layer: name -> [out, in]."""
-    return {spec.module: spec.shape for spec in parameters(shape, "lm") if spec.layer == 0 and spec.is_linear}
+    """The linear modules of a decoder layer: name -> [out, in]; of several of a name, that with the least dim."""
+    found: dict[str, tuple[int, ...]] = {}
+    for spec in parameters(shape, "lm"):
+        if spec.layer == 0 and spec.is_linear:
+            found[spec.module] = min(found.get(spec.module, spec.shape), spec.shape, key=min)
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -306,8 +283,9 @@ def trained_parameters(shape: ModelShape, head: Head, lora: Lora) -> tuple[Param
         (out, into), module = spec.shape, spec.name.removesuffix(".weight")
         sharded, whole = spec, replace(spec, shard_dim=None, unit=None, unit_size=1, partial_gradient=True)
         a, b = (whole, sharded) if spec.shard_dim == 0 else (sharded, whole)
-        specs.append(replace(a, name=f"{module}.lora_A.weight", shape=(lora.rank, into)))
-        specs.append(replace(b, name=f"{module}.lora_B.weight", shape=(out, lora.rank)))
+        for part, holder, dims in (("lora_A", a, (lora.rank, into)), ("lora_B", b, (out, lora.rank))):
+            stored = spec.packed and Packed(spec.packed.name.replace(".weight", f".{part}.weight"), dims, 0)
+            specs.append(replace(holder, name=f"{module}.{part}.weight", shape=dims, packed=stored))
     return tuple(specs)
 
 
@@ -323,10 +301,15 @@ def parameters(shape: ModelShape, head: Head) -> tuple[ParameterSpec, ...]:
         unit="vocab",
         partial_gradient=tied,
     )
+    family = FAMILIES.get(shape.family, Family())
     specs = [embedding]
+    if shape.learned_positions:
+        positions = (shape.context, shape.hidden)
+        specs.append(ParameterSpec(POSITIONS, positions, "first"))
     for layer in range(shape.layers):
-        specs += _layer(shape, layer)
-    specs.append(ParameterSpec("model.norm.weight", (shape.hidden,), "last"))
+        specs += _layer(shape, layer, family)
+    norm = ("weight", "bias") if shape.norm_bias else ("weight",)
+    specs += [ParameterSpec(f"model.norm.{part}", (shape.hidden,), "last") for part in norm]
     if head == "scalar":
         specs.append(ParameterSpec("score.weight", (1, shape.hidden), "last"))
     elif not tied:
@@ -334,13 +317,26 @@ def parameters(shape: ModelShape, head: Head) -> tuple[ParameterSpec, ...]:
             "lm_head.weight", (shape.vocab, shape.hidden), "last", shard_dim=0, unit="vocab"
         )
         specs.append(lm_head)
-    return tuple(specs)
+    return tuple(_in_files(spec, family) for spec in specs)
 
 
-def _layer(shape: ModelShape, layer: int) -> list[ParameterSpec]:
+def _in_files(spec: ParameterSpec, family: Family) -> ParameterSpec:
+    """The parameter with the tensor that files of its family hold it in."""
+    prefix = next((prefix for prefix in family.files if spec.name.startswith(prefix)), None)
+    if prefix is None:
+        return spec
+    name, shape, start, _ = spec.packed or Packed(spec.name, spec.shape, 0)
+    transposed = family.transposed and spec.place == "layer" and len(shape) == 2
+    shape = shape[::-1] if transposed else shape
+    name = family.files[prefix] + name.removeprefix(prefix)
+    return replace(spec, packed=Packed(name, shape, start, transposed))
+
+
+def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]:
     """Parameters of one decoder layer."""
     prefix = f"model.layers.{layer}."
     query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    names, attention = family.names, family.names.attention
 
     def linear(name: str, out: int, into: int, unit: Unit, split: int, bias: bool) -> list[ParameterSpec]:
         """A column-parallel (split=0) or row-parallel (split=1) linear module."""
@@ -363,43 +359,87 @@ def _layer(shape: ModelShape, layer: int) -> list[ParameterSpec]:
         weight = spec("weight", (out, into), split)
         return [weight, spec("bias", (out,), 0 if split == 0 else None)] if bias else [weight]
 
-    def norm(name: str, size: int, inside_heads: bool = False) -> ParameterSpec:
-        return ParameterSpec(f"{prefix}{name}.weight", (size,), "layer", layer, partial_gradient=inside_heads)
+    def norm(name: str, size: int, inside_heads: bool = False) -> list[ParameterSpec]:
+        parts = ("weight", "bias") if shape.norm_bias else ("weight",)
+        return [
+            ParameterSpec(f"{prefix}{name}.{part}", (size,), "layer", layer, partial_gradient=inside_heads)
+            for part in parts
+        ]
 
     head_norms = [
-        norm("self_attn.q_norm", shape.head_dim, True),
-        norm("self_attn.k_norm", shape.head_dim, True),
+        *norm(f"{attention}.q_norm", shape.head_dim, True),
+        *norm(f"{attention}.k_norm", shape.head_dim, True),
     ]
-    into_mlp = [name for name in ("gate_proj", "up_proj") if shape.gated or name != "gate_proj"]
     into_heads = [
-        *linear("self_attn.q_proj", query, shape.hidden, "query_head", 0, shape.qkv_bias),
-        *linear("self_attn.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
-        *linear("self_attn.v_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
+        *linear(f"{attention}.q_proj", query, shape.hidden, "query_head", 0, shape.qkv_bias),
+        *linear(f"{attention}.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
+        *linear(f"{attention}.v_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
     ]
+    into_mlp = ["gate_proj", names.up] if shape.gated else [names.up]
     into_columns = [
         spec
         for name in into_mlp
         for spec in linear(f"mlp.{name}", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias)
     ]
     if shape.packed:
-        into_heads = _packed(into_heads, "qkv_proj")
-        into_columns = _packed(into_columns, "gate_up_proj")
+        into_heads = _packed(into_heads, names.qkv)
+        into_columns = _packed(into_columns, names.gate_up) if shape.gated else into_columns
+    mixture = family.mixture if shape.experts else None
+    mlp = [
+        *into_columns,
+        *linear(f"mlp.{names.down}", shape.hidden, shape.intermediate, "column", 1, shape.mlp_bias),
+    ]
     return [
         *into_heads,
         *(head_norms if shape.qk_norm else []),
-        *linear("self_attn.o_proj", shape.hidden, query, "query_head", 1, shape.out_bias),
-        *into_columns,
-        *linear("mlp.down_proj", shape.hidden, shape.intermediate, "column", 1, shape.mlp_bias),
-        *(norm(name, shape.hidden) for name in shape.norms),
+        *linear(f"{attention}.{names.out}", shape.hidden, query, "query_head", 1, shape.out_bias),
+        *(mlp if mixture is None else _mixture(shape, mixture, layer)),
+        *(spec for name in shape.norms for spec in norm(name, shape.hidden)),
     ]
 
 
-def _packed(weights: list[ParameterSpec], module: str) -> list[ParameterSpec]:
-    """The weights of linear modules as parts of one module, whose weight files hold them in this order."""
-    starts = [0, *accumulate(spec.length for spec in weights)]
+def _mixture(shape: ModelShape, mixture: Mixture, layer: int) -> list[ParameterSpec]:
+    """A layer's router and its experts, each of which is split as an MLP is.
+
+    Each tp rank computes a part of every expert's output, so it has a part of the router's gradient.
+    """
+    prefix, stored = (f"model.layers.{layer}.{block}" for block in ("mlp", mixture.block))
+    experts, columns, hidden = shape.experts, shape.intermediate, shape.hidden
+    router = (experts, hidden)
+    specs = [
+        ParameterSpec(
+            f"{prefix}.gate.weight",
+            router,
+            "layer",
+            layer,
+            partial_gradient=True,
+            packed=Packed(f"{stored}.gate.weight", router, 0),
+        )
+    ]
+    names = ("gate_proj", "up_proj", "down_proj")
+    for name, theirs, dim in zip(names, mixture.projections, (1, 1, 2), strict=True):
+        specs.append(
+            ParameterSpec(
+                f"{prefix}.experts.{name}",
+                (experts, columns, hidden) if dim == 1 else (experts, hidden, columns),
+                "layer",
+                layer,
+                shard_dim=dim,
+                unit="column",
+                stacked=f"{stored}.experts.{{}}.{theirs}.weight",
+            )
+        )
+    return specs
+
+
+def _packed(parts: list[ParameterSpec], module: str) -> list[ParameterSpec]:
+    """The weights and biases of linear modules as parts of one module, whose tensors files hold in this order."""
     specs: list[ParameterSpec] = []
-    for spec, start in zip(weights, starts, strict=False):
-        block, name, _ = spec.name.rsplit(".", 2)
-        whole = Packed(f"{block}.{module}.weight", (starts[-1], *spec.shape[1:]), start)
-        specs.append(replace(spec, name=f"{block}.{module}.{name}.weight", packed=whole))
+    for kind in ("weight", "bias"):
+        of_kind = [spec for spec in parts if spec.name.endswith(f".{kind}")]
+        starts = [0, *accumulate(spec.length for spec in of_kind)]
+        for spec, start in zip(of_kind, starts, strict=False):
+            block, name, _ = spec.name.rsplit(".", 2)
+            whole = Packed(f"{block}.{module}.{kind}", (starts[-1], *spec.shape[1:]), start)
+            specs.append(replace(spec, name=f"{block}.{module}.{name}.{kind}", packed=whole))
     return specs

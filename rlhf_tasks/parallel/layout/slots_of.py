@@ -1,5 +1,8 @@
 """How much of a generation happens at a time: what the engine does and the planner prices."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 PREFILL_TOKENS = 8192
 """Most tokens of a pass over prompts: enough to keep a device busy, and its activations are small beside a model."""
 
@@ -8,6 +11,26 @@ REFILL_SHARE = 8
 
 SAMPLED_AT_ONCE = 1 << 22
 """Logits of a rank that tokens are drawn from at a time, so that their float64 copies stay small beside a model."""
+
+
+def runs_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
+    """Runs of rows of a cache that are read apart, with the longest of each: a run begins where no row from there on
+    is half as long as the run before."""
+    longest = list(accumulate(reversed(lengths), max))[::-1]  # of the rows from each on
+    starts = [0]
+    for row, length in enumerate(longest):
+        if 2 * length < longest[starts[-1]]:
+            starts.append(row)
+    return [(slice(a, b), longest[a]) for a, b in pairwise([*starts, len(lengths)])]
+
+
+def rows_at_once(vocab: int, nucleus: bool) -> int:
+    """The rows of logits that tokens are drawn from at a time.
+
+    vocab    tokens of the largest part of the vocabulary
+    nucleus  whether top-p is below 1: the search for the nucleus takes three times the memory
+    """
+    return max(1, SAMPLED_AT_ONCE // vocab // (3 if nucleus else 1))
 
 
 def slots_of(sequences: int, micro_batches: int) -> int:

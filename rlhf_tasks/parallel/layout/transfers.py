@@ -1,7 +1,7 @@
 """Which device sends what to which: parameters between two layouts, samples between two placements. Pure Python.
 
 Every rank evaluates these functions on the same arguments and gets the same lists; the executors (reallocation.py,
-redistribution.py) run them. The planner prices moves by a formula that comes close (planner/pricing/moves.py).
+redistribution.py) run them. The planner prices moves by a formula that comes close (planner/pricing/resharding.py).
 """
 
 import heapq

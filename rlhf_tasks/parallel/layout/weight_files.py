@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_tasks.system.reading import (
     MOST_JSON_BYTES,
@@ -20,7 +20,7 @@ from rlhf_tasks.system.reading import (
 )
 
 if TYPE_CHECKING:
-    from rlhf_tasks.parallel.layout.shape import ParameterSpec
+    from rlhf_tasks.parallel.layout.parameter_spec import ParameterSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,8 +42,11 @@ BITS: Mapping[str, int] = {
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes in which a parameter may be stored. Others are quantised and would be read as if they were not."""
 
-_IDLE = re.compile(r"lm_head\.weight|score\.weight|.*rotary_emb\.inv_freq")
-"""Tensors that a folder may have beyond the model's: the other head, tied embeddings once more, old angles."""
+_IDLE = re.compile(
+    r"lm_head\.weight|score\.weight|.*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+)
+"""Tensors that a folder may have beyond the model's: the other head, tied embeddings once more, old angles, GPT-2's
+masks."""
 
 SAVE_ANEW, FETCH_AGAIN = "Save the model again with save_pretrained.", "Fetch or save it again."
 MOST_HEADER_BYTES = 100_000_000  # as the safetensors format defines
@@ -51,17 +54,27 @@ MOST_DIMS = 8  # dims of a tensor
 LENGTH_BYTES = 8  # a safetensors file begins with this many bytes, its header's length, little-endian
 
 
-def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> dict[str, Path]:
-    """Parameter name -> the file that holds it, for the parameters in `specs`. Reads only the headers of the files.
+class InFile(NamedTuple):
+    """A tensor of a file, and its name there."""
+
+    file: Path
+    name: str
+
+
+def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> dict[str, InFile]:
+    """Name of a tensor -> where it is, for all that the parameters in `specs` are made of.
+
+    Reads only the headers of the files. A folder of a model without its head has names without their first part, as
+    in `wte.weight` for `transformer.wte.weight`.
 
     needs_head  False: a scalar head may be missing, and is then left out
     Raises ConfigError, naming file and parameter, when a file is missing, damaged, cut off or quantised, and when the
     folder lacks a parameter or has one of another shape.
     """
-    stored = {spec.name: spec.stored_name for spec in specs}
-    wanted = {spec.stored_name: spec.stored_shape for spec in specs}
+    wanted = {name: shape for spec in specs for name, shape in spec.stored.items()}
     files = _files_of(folder)
-    missing = [name for name in wanted if name not in files]
+    theirs = {name: name if name in files else name.partition(".")[2] for name in wanted}
+    missing = [name for name in wanted if theirs[name] not in files]
     if needs_head and NEW_HEAD in missing:
         raise ConfigError(
             f"Model folder {str(folder)!r} has no {NEW_HEAD}: it is a language model, which gives no scores. Name a "
@@ -72,13 +85,13 @@ def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: b
             f"Model folder {str(folder)!r} lacks {missing[0]} (and {len(missing) - 1} more parameters). "
             "Save the whole model with save_pretrained."
         )
-    held = {name: files[name] for name in wanted if name in files}
-    by_file = defaultdict[Path, list[str]](list)
-    for name, file in held.items():
-        by_file[file].append(name)
-    for file, names in by_file.items():
-        _check_shapes(file, {name: wanted[name] for name in names})
-    return {name: held[of_file] for name, of_file in stored.items() if of_file in held}
+    held = {name: InFile(files[there], there) for name, there in theirs.items() if there in files}
+    by_file = defaultdict[Path, dict[str, tuple[int, ...]]](dict)
+    for name, (file, there) in held.items():
+        by_file[file][there] = wanted[name]
+    for file, shapes in by_file.items():
+        _check_shapes(file, shapes)
+    return held
 
 
 def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> None:
@@ -87,8 +100,7 @@ def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: 
     Raises ConfigError for what `weight_files` refuses, and for a tensor that the model has not: without it, the model
     would be another one.
     """
-    weight_files(folder, specs, needs_head)
-    names = {spec.stored_name for spec in specs}
+    names = {there for _, there in weight_files(folder, specs, needs_head).values()}
     extra = [name for name in _files_of(folder) if name not in names and not _IDLE.fullmatch(name)]
     if extra:
         raise ConfigError(

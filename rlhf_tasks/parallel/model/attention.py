@@ -19,6 +19,14 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 
 PACKED = "rlhf_packed"
 """Name under which transformers finds `packed_attention`."""
+LONGEST_IN_FLOAT32 = 512
+"""Tokens of the longest sequence whose attention a CPU computes in float32 where the model's dtype is bfloat16.
+
+torch's bfloat16 kernel converts where the CPU multiplies no bfloat16 tiles (AMX). Measured on an AMD EPYC (AVX-512,
+no AMX), one thread, forward and backward pass, milliseconds in bfloat16 and in float32 with both conversions: 64
+sequences of 24 tokens 19.5 and 5.9, 32 of 128 56 and 33, 8 of 256 68 and 59, 16 of 512 400 and 416, 2 of 1,024 138
+and 164.
+"""
 
 
 # A varlen_attn without this argument accepts fewer KV heads than query heads anyway.
@@ -66,6 +74,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a micro-batch.
 
+    Where sequences share first tokens (`micro.shared`), T is C here: the tokens that are computed.
+
     module          the attention module, with `layer_idx` and `kv_index` (see the function `kv_index`)
     query           [1, heads, T, head_dim], this rank's heads, after rotary embedding
     key, value      [1, KV heads, T, head_dim], likewise
@@ -77,9 +87,12 @@ def packed_attention(
     """
     assert attention_mask is None, "the micro-batch says what attends to what"
     kv_index: Tensor | None = module.kv_index  # pyright: ignore[reportAssignmentType]
+    if micro.shared is not None:
+        assert cache is None, "a cache has all tokens of its sequences"
+        key, value = micro.shared.whole(key, 2), micro.shared.whole(value, 2)
     if cache is not None:
         layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-        cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        cache.write(layer, *(x[0, :, : micro.tokens].transpose(0, 1) for x in (key, value)))
         if cache.continues:
             runs = cache.read(layer, sliding_window)
             t = query.shape[2] // sum(len(keys) for keys, _, _ in runs)
@@ -92,7 +105,7 @@ def packed_attention(
         key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)
     if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, micro, scaling, sliding_window), None
-    return _per_sequence(query, key, value, micro.lengths, scaling, sliding_window, softcap), None
+    return _per_sequence(query, key, value, micro, scaling, sliding_window, softcap), None
 
 
 AttentionInterface.register(PACKED, packed_attention)
@@ -116,42 +129,57 @@ def _per_sequence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: tuple[int, ...],
+    micro: MicroBatch,
     scaling: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """scaled_dot_product_attention on any device and dtype. Shapes as in `packed_attention`.
+    """scaled_dot_product_attention on any device and dtype. Shapes as in `packed_attention`; of shared tokens, there
+    are keys and values for each of their sequences, queries only once.
 
     Rows after those of the sequences are padding; their output is 0.
 
     Neighbours of one length make a batch of one call, without padding. `split` has one backward pass for all parts;
     slices would each fill a gradient of the whole size.
     """
-    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
-    padding = query.shape[2] - sum(lengths)
-    parts = [x[0].split([*(length * n for length, n in runs), padding], dim=1) for x in (query, key, value)]
+    begins = (0,) * len(micro.lengths) if micro.shared is None else micro.shared.begins
+    runs = [(*of_run, len(list(same))) for of_run, same in groupby(zip(begins, micro.lengths, strict=True))]
+    queries, keys = [(length - begin) * n for begin, length, n in runs], [length * n for _, length, n in runs]
+    padding = query.shape[2] - sum(queries)
+    parts = [
+        x[0].split([*rows, x.shape[2] - sum(rows)], dim=1)[:-1]
+        for x, rows in ((query, queries), (key, keys), (value, keys))
+    ]
     outputs = []
-    for (length, n), *of_run in zip(runs, *(part[:-1] for part in parts), strict=True):
-        q, k, v = (
-            x.unflatten(1, (n, length)).transpose(0, 1) for x in of_run
-        )  # [n, heads, length, head_dim]
+    for (begin, length, n), *of_run in zip(runs, *parts, strict=True):
+        q, k, v = (x.unflatten(1, (n, -1)).transpose(0, 1) for x in of_run)  # [n, heads, rows, head_dim]
         seen = length if window is None else min(window, length)
+        causal = softcap is None and seen == length and not begin
+        mask = None if causal else _window_mask(begin, length, seen, query.device)
         if softcap is not None:
-            mask = _window_mask(length, seen, query.device)
             output = _capped(q, k, v, mask, scaling, softcap)
         else:
+            if length <= LONGEST_IN_FLOAT32 and _converts(query):
+                q, k, v = q.float(), k.float(), v.float()
             output = F.scaled_dot_product_attention(
-                *(q, k, v),
-                attn_mask=None if seen == length else _window_mask(length, seen, query.device),
-                is_causal=seen == length,
-                scale=scaling,
-                enable_gqa=True,
-            )
+                *(q, k, v), attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
+            ).to(query.dtype)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     if padding:
         outputs.append(outputs[-1].new_zeros(padding, *outputs[-1].shape[1:]))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+
+def _converts(query: Tensor) -> bool:
+    """Whether torch's attention kernel converts what it multiplies: bfloat16 on a CPU without AMX.
+
+    A property of the machine, not a measurement: a resumed run must compute as before.
+    """
+    return (
+        query.device.type == "cpu"
+        and query.dtype == torch.bfloat16
+        and not torch.cpu._is_amx_tile_supported()
+    )
 
 
 def _capped(
@@ -175,23 +203,26 @@ def _capped(
     return output.reshape(n, heads, length, head_dim)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Bool [length, length]: a token sees itself and the window - 1 tokens before it."""
+def _window_mask(begin: int, length: int, window: int, device: torch.device) -> Tensor:
+    """Bool [length - begin, length]: a token from `begin` on sees itself and the window - 1 tokens before it."""
     position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
+    distance = position[begin:, None] - position[None, :]
     return (distance >= 0) & (distance < window)
 
 
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scaling: float, window: int | None
 ) -> Tensor:
-    """All sequences in one flash-attention kernel; CUDA and 16-bit dtypes only. Shapes as in `packed_attention`."""
-    longest = max(micro.lengths)
+    """All sequences in one flash-attention kernel; CUDA and 16-bit dtypes only. Shapes as in `_per_sequence`.
+
+    The last query of a sequence is at its last key's position, however many queries there are.
+    """
+    shared, longest = micro.shared, max(micro.lengths)
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        micro.cu_seqlens,
+        micro.cu_seqlens if shared is None else shared.cu_seqlens,
         micro.cu_seqlens,
         longest,
         longest,

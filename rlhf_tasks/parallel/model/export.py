@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from rlhf_tasks.parallel.layout.shape import Lora
+from rlhf_tasks.parallel.layout.families import FAMILIES, Family
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT, config_digest
 from rlhf_tasks.parallel.model.weights import load_config
@@ -68,7 +68,7 @@ class FolderWriter:
             _write_config(self._unfinished, source, layout.head, dtype)
         else:
             self._file_of, self._prefix = dict.fromkeys(layout.specs, ADAPTER), _WRAPPED
-            _write_adapter_config(self._unfinished, source, layout.head, layout.lora)
+            _write_adapter_config(self._unfinished, source, layout)
         self._specs = layout.specs
         self._waiting: dict[str, Tensor] = {}
         self._written: set[str] = set()
@@ -88,10 +88,16 @@ class FolderWriter:
         file = self._file_of[name]
         self._waiting[name] = whole.detach().to("cpu").contiguous()
         if self._waiting.keys() == {other for other, its in self._file_of.items() if its == file}:
-            parts = defaultdict[str, list[Tensor]](list)
+            parts, transposed = defaultdict[str, list[Tensor]](list), set[str]()
             for waiting, tensor in self._waiting.items():
-                parts[f"{self._prefix}{self._specs[waiting].stored_name}"].append(tensor)
+                spec = self._specs[waiting]
+                pieces = [tensor] if spec.stacked is None else tensor.unbind()
+                for stored, piece in zip(spec.stored, pieces, strict=True):
+                    parts[f"{self._prefix}{stored}"].append(piece)
+                    if spec.packed is not None and spec.packed.transposed:
+                        transposed.add(f"{self._prefix}{stored}")
             tensors = {stored: of[0] if len(of) == 1 else torch.cat(of) for stored, of in parts.items()}
+            tensors |= {stored: tensors[stored].T.contiguous() for stored in transposed}
             save_file(tensors, self._unfinished / file, metadata={"format": "pt"})
             self._written |= self._waiting.keys()
             self._waiting = {}
@@ -102,7 +108,9 @@ class FolderWriter:
         assert not missing, f"{len(missing)} parameters were not added, such as {min(missing)}"
         if not set(self._file_of.values()) <= {SINGLE, ADAPTER}:
             total = sum((self._unfinished / file).stat().st_size for file in set(self._file_of.values()))
-            files = {self._specs[name].stored_name: file for name, file in self._file_of.items()}
+            files = {
+                stored: file for name, file in self._file_of.items() for stored in self._specs[name].stored
+            }
             index = {"metadata": {"total_size": total}, "weight_map": files}
             (self._unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         mode = (
@@ -120,7 +128,7 @@ def _files(layout: Layout, itemsize: int, shard_bytes: int) -> dict[str, str]:
     """Parameter name -> file name, in order. A file exceeds `shard_bytes` only if one parameter alone does."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for _, together in groupby(layout.parameters, lambda spec: spec.stored_name):
+    for _, together in groupby(layout.parameters, lambda spec: tuple(spec.stored)):
         names = {spec.name: spec.size * itemsize for spec in together}
         size = sum(names.values())
         if filled and filled + size > shard_bytes:
@@ -151,8 +159,10 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
             (folder / VERDICT).write_text(json.dumps(verdict, indent=2), encoding="utf-8")
 
 
-def _write_adapter_config(folder: Path, source: Path, head: Head, lora: Lora) -> None:
+def _write_adapter_config(folder: Path, source: Path, layout: Layout) -> None:
     """peft's description of adapters; `source` is the model that they belong to."""
+    head, lora = layout.head, layout.lora
+    assert lora is not None
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
@@ -163,6 +173,7 @@ def _write_adapter_config(folder: Path, source: Path, head: Head, lora: Lora) ->
         "target_modules": list(lora.targets),
         "modules_to_save": None if head == "lm" else ["score"],
         "bias": "none",
+        "fan_in_fan_out": FAMILIES.get(layout.shape.family, Family()).transposed,
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2), encoding="utf-8")

@@ -33,7 +33,7 @@ class VocabShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTokens:
     """The tokens that top-k and top-p kept when a response was sampled. As in logits, row p is about token p + 1.
 
     counts  [T] int32: number of tokens that could be drawn; 0 where none was drawn
@@ -44,16 +44,16 @@ class Kept:
     tokens: Tensor
 
     @staticmethod
-    def of(micro: MicroBatch) -> "Kept | None":
+    def of(micro: MicroBatch) -> "KeptTokens | None":
         """From a micro-batch's keys `kept_counts` and `kept_tokens`; None if `generate` did not record them."""
         if "kept_counts" not in micro.data:
             return None
         counts, tokens = micro.data["kept_counts"], micro.data["kept_tokens"]
         if micro.rows is None:
             # Shift counts from position p + 1 to row p. A sample's first token was not drawn, so no ids change place.
-            return Kept(counts.roll(-1), tokens)
+            return KeptTokens(counts.roll(-1), tokens)
         here = torch.zeros_like(counts, dtype=torch.bool).index_fill_(0, micro.rows + 1, True)
-        return Kept(counts[micro.rows + 1], tokens[here.repeat_interleave(counts.long())])
+        return KeptTokens(counts[micro.rows + 1], tokens[here.repeat_interleave(counts.long())])
 
     def left_out(self, chunks: Sequence[slice], start: int, width: int) -> Iterator[Tensor]:
         """For each chunk of rows: [rows, width] bool, True for token ids start .. start + width - 1 that could not be
@@ -81,7 +81,7 @@ def token_logprobs(
     targets: Tensor,
     shard: VocabShard,
     temperature: float = 1.0,
-    kept: Kept | None = None,
+    kept: KeptTokens | None = None,
 ) -> Tensor:
     """log softmax(logits / temperature)[t, targets[t]]; differentiable in the logits.
 
@@ -99,7 +99,7 @@ def token_logprobs_and_entropy(
     targets: Tensor,
     shard: VocabShard,
     temperature: float = 1.0,
-    kept: Kept | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` [T] and each distribution's entropy [T] in nats; both are differentiable.
 
@@ -113,9 +113,9 @@ def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temper
 
     logits  [T, vocabulary / tp]; row p is the prediction for token p + 1 of the same sample. Where only some rows
             passed the head (`micro.rows`), [R, vocabulary / tp]; the result is 0 at the tokens that none predicts
-    Where the micro-batch says which tokens sampling kept (see `Kept`), the softmax is over these only.
+    Where the micro-batch says which tokens sampling kept (see `KeptTokens`), the softmax is over these only.
     """
-    logprobs = token_logprobs(logits, _next_tokens(micro), shard, temperature, Kept.of(micro))
+    logprobs = token_logprobs(logits, _next_tokens(micro), shard, temperature, KeptTokens.of(micro))
     return _shift(logprobs, micro)
 
 
@@ -127,7 +127,7 @@ def packed_logprobs_and_entropy(
     logits  [T, vocabulary / tp] or [R, vocabulary / tp], as in `packed_logprobs`
     """
     logprobs, entropy = token_logprobs_and_entropy(
-        logits, _next_tokens(micro), shard, temperature, Kept.of(micro)
+        logits, _next_tokens(micro), shard, temperature, KeptTokens.of(micro)
     )
     return _shift(logprobs, micro), _shift(entropy, micro)
 
@@ -157,7 +157,7 @@ class _TokenStatistics(torch.autograd.Function):
         targets: Tensor,
         shard: VocabShard,
         temperature: float,
-        kept: Kept | None,
+        kept: KeptTokens | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         columns = targets - shard.start
@@ -225,7 +225,7 @@ def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
     return copied if temperature == 1 else copied.div_(temperature)
 
 
-def _chunks(logits: Tensor, kept: Kept | None, start: int) -> Iterator[tuple[slice, Tensor | None]]:
+def _chunks(logits: Tensor, kept: KeptTokens | None, start: int) -> Iterator[tuple[slice, Tensor | None]]:
     """Slices of rows of about CHUNK_ELEMENTS logits each, and masks [rows, vocabulary / tp] of those to leave out.
 
     A mask is None without `kept`.

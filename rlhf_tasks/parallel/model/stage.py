@@ -16,12 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.activations import ACT2FN, NewGELUActivation
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.layout.families import FAMILIES, Family
 from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Coordinate
 from rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
+from rlhf_tasks.parallel.model.experts import Experts, MixtureOfExperts, Router, can_group
+from rlhf_tasks.parallel.model.norms import RMSNorm, norm_offset, own_norm
+from rlhf_tasks.parallel.model.products import linear
 from rlhf_tasks.parallel.model.recomputation import recomputing
 from rlhf_tasks.parallel.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -32,7 +38,7 @@ from rlhf_tasks.parallel.model.tensor_parallel import (
 )
 
 ROWS = 32
-"""On the CPU, passes without a cache have a multiple of so many rows; those after the last token are zeros.
+"""On the CPU, passes that read no cache have a multiple of so many rows; those after the last token are zeros.
 
 oneDNN compiles code for every new number of rows: 5.6 ms of CPU for a product of 0.3 million weights and its
 gradients, and .6 MB that it keeps for each shape. Micro-batches of natural lengths have a new number in every step.
@@ -46,14 +52,21 @@ _OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
-    }
+    },
+    "gpt2": {
+        "layers.*.attn.c_attn": "colwise",
+        "layers.*.attn.c_proj": "rowwise",
+        "layers.*.mlp.c_fc": "colwise",
+        "layers.*.mlp.c_proj": "rowwise",
+    },
 }
-"""Plans in place of transformers', which keep the outputs of packed projections whole on every rank."""
+"""Plans where transformers has none, or one that keeps the outputs of packed projections whole on every rank."""
 
 
 def _plan(config: PreTrainedConfig) -> Mapping[str, str] | None:
-    """Module, as in `layers.*.mlp.up_proj` -> how tensor parallelism splits it."""
-    return _OWN_PLANS.get(config.model_type, config.base_model_tp_plan)
+    """Module, as in `layers.*.mlp.up_proj` -> how tensor parallelism splits it. Experts split themselves."""
+    plan = _OWN_PLANS.get(config.model_type, config.base_model_tp_plan)
+    return plan and {module: style for module, style in plan.items() if ".experts" not in module}
 
 
 def check_model(config: PreTrainedConfig) -> None:
@@ -73,58 +86,13 @@ def check_model(config: PreTrainedConfig) -> None:
             )
 
 
-def norm_offset(theirs: nn.Module) -> float:
-    """What a norm of transformers adds to its weight: 1.0 for Gemma's, else 0.0.
-
-    Raises ValueError when it is no root mean square norm.
-    """
-    x = torch.tensor([[3e-3, -1e-3, 2e-3, 5e-3]])  # so small that eps counts
-    eps = _eps(theirs)
-    with torch.no_grad():
-        small: Any = type(theirs)(4, eps=eps)
-        for offset in (0.0, 1.0):
-            ours = RMSNorm(4, eps, offset, torch.device("cpu"))
-            for norm in (small, ours):
-                norm.weight.copy_(torch.tensor([0.5, -0.25, 1.0, 2.0]))
-            if torch.allclose(small(x), ours(x), rtol=1e-4):
-                return offset
-    raise ValueError(f"{type(theirs).__name__} is not a root mean square norm.")
-
-
-def _eps(theirs: Any) -> float:
-    return theirs.variance_epsilon if hasattr(theirs, "variance_epsilon") else theirs.eps
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467), computed in float32, or in float64 for float64 inputs.
-
-    It replaces Hugging Face's norms, which always round to float32: in float64 runs, layouts would differ by 1e-7.
-
-    size    length of the normalised last dim
-    eps     added to the mean square
-    offset  added to the weight: 1.0 for Gemma, whose weights are stored around zero
-    """
-
-    def __init__(self, size: int, eps: float, offset: float, device: torch.device) -> None:
-        super().__init__()
-        self.eps, self.offset = eps, offset
-        self.weight = nn.Parameter(torch.empty(size, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
-        if self.offset == 0.0:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(wide) + self.offset
-        return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
-
-
 class _Decoder(nn.Module):
     """The parts of a stage under the model's prefix `model.`; a stage has only those that it needs."""
 
     embed_tokens: VocabParallelEmbedding
+    embed_positions: nn.Embedding
     layers: nn.ModuleDict
-    norm: RMSNorm
+    norm: RMSNorm | nn.LayerNorm
     rotary_emb: nn.Module
 
 
@@ -187,6 +155,8 @@ class Stage(nn.Module):
     ) -> Tensor:
         """Run one micro-batch of T tokens through this stage.
 
+        Of tokens that samples share (`micro.shared`), hidden states are computed and passed on once: [C, hidden].
+
         x      first stage: token ids [T] int64; later stages: the hidden states [T, hidden] of the stage before
         micro  which tokens belong together, and their positions
         cache  the KV cache to fill (prefill) or to extend by one token per sequence (decoding); None: no cache
@@ -194,9 +164,15 @@ class Stage(nn.Module):
         Returns hidden states [T, hidden]; on the last stage this rank's logits [R, vocabulary / tp] or, with the
         scalar head, values [R]. Values are at least float32, because returns and margins are computed from them.
         """
+        shared, positions = micro.shared, micro.position_ids
+        if shared is not None:
+            x, positions = x[shared.computed] if self.is_first else x, positions[shared.computed]
         hidden = self.model.embed_tokens(x) if self.is_first else x
-        tokens, positions = len(x), micro.position_ids
-        if cache is None and self.device.type == "cpu" and tokens % ROWS:
+        if self.is_first and self.layout.shape.learned_positions:
+            hidden = hidden + self.model.embed_positions(positions)
+        tokens = len(x)
+        reads = cache is not None and cache.continues
+        if not reads and self.device.type == "cpu" and tokens % ROWS:
             padding = ROWS - tokens % ROWS
             hidden, positions = F.pad(hidden, (0, 0, 0, padding)), F.pad(positions, (0, padding))
         hidden, positions = hidden[None], positions[None]
@@ -213,7 +189,11 @@ class Stage(nn.Module):
             )
             hidden = recomputing(self.recompute, step, hidden, rank_of_adapters)
         hidden = hidden[0, :tokens]
-        return self._head(hidden if rows is None else hidden[rows]) if self.is_last else hidden
+        if not self.is_last:
+            return hidden
+        if shared is not None:
+            hidden = shared.whole(hidden, 0)
+        return self._head(hidden if rows is None else hidden[rows])
 
     @property
     def neutral_norm(self) -> float:
@@ -234,7 +214,9 @@ class Stage(nn.Module):
         return {name: p for name, p in self.named_slices().items() if name not in ours}
 
     def _angles(self, hidden: Tensor, positions: Tensor) -> Mapping[int, Any]:
-        """Number of each layer -> its rotary angles. Some families have others for each type of layer."""
+        """Number of each layer -> its rotary angles. Some families have others for each type of layer, some none."""
+        if self.layout.shape.learned_positions:
+            return dict.fromkeys(self.layers)
         rotary = self.model.rotary_emb
         if not hasattr(rotary, "layer_types"):
             return dict.fromkeys(self.layers, rotary(hidden, positions))
@@ -246,9 +228,9 @@ class Stage(nn.Module):
         hidden = self.model.norm(hidden)
         if self.layout.head == "scalar":
             wide = torch.promote_types(self.dtype, torch.float32)
-            return F.linear(hidden.to(wide), self.score.weight.to(wide)).squeeze(-1)
+            return linear(hidden.to(wide), self.score.weight.to(wide)).squeeze(-1)
         weight = self.model.embed_tokens.weight if self._tied else self.lm_head.weight
-        logits = F.linear(copy_to_ranks(hidden, self.tp_group), weight)
+        logits = linear(copy_to_ranks(hidden, self.tp_group), weight)
         cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -260,49 +242,79 @@ class Stage(nn.Module):
 
     def _build(self, skeleton: Any) -> None:
         """Take this stage's layers from the model's skeleton and replace the modules that we compute ourselves."""
-        whole, config = skeleton.model, skeleton.config
+        whole, config = skeleton.base_model, skeleton.config
+        final_norm, layers = self._theirs(whole, "norm"), self._theirs(whole, "layers")
         self.model = _Decoder()
-        self._norm_offset = norm_offset(whole.norm)
-        self.model.rotary_emb = type(whole.rotary_emb)(config).to(self.device)
-        self.model.layers = nn.ModuleDict({str(i): whole.layers[i] for i in self.layers})
+        self._norm_offset = norm_offset(final_norm)
+        if not self.layout.shape.learned_positions:
+            self.model.rotary_emb = type(whole.rotary_emb)(config).to(self.device)
+        self.model.layers = nn.ModuleDict({str(i): layers[i] for i in self.layers})
         for i, layer in self.model.layers.items():
+            if self.layout.shape.experts:
+                layer.mlp = self._mixture_of_experts()
             self._split_layer(layer, f"model.layers.{i}", _plan(config) or {})
         if self.is_first or (self.is_last and self._tied):
             # Gemma's classes of embeddings multiply by the root of the hidden size.
-            scale = getattr(whole.embed_tokens, "scalar_embed_scale", 1.0)
-            self.model.embed_tokens = self._embedding(config, scale)
+            theirs = self._theirs(whole, "embed_tokens")
+            scale = getattr(theirs, "scalar_embed_scale", 1.0)
+            self.model.embed_tokens = self._embedding(scale, theirs.padding_idx)
+        if self.is_first and self.layout.shape.learned_positions:
+            size = (self.layout.shape.context, self.layout.shape.hidden)
+            self.model.embed_positions = nn.Embedding(*size, device="meta")
         if self.is_last:
-            self.model.norm = self._norm(whole.norm)
+            self.model.norm = own_norm(final_norm, self._norm_offset)
             if self.layout.head == "scalar":
                 self.score = nn.Linear(self.layout.shape.hidden, 1, bias=False, device="meta")
             elif not self._tied:
                 self.lm_head = self._column_parallel(skeleton.lm_head, "lm_head")
 
-    def _embedding(self, config: PreTrainedConfig, scale: float) -> VocabParallelEmbedding:
+    def _theirs(self, whole: Any, name: str) -> Any:
+        """The part of transformers' decoder that Llama calls `name`."""
+        files = FAMILIES.get(self.layout.shape.family, Family()).files
+        return getattr(whole, files.get(f"model.{name}.", f"model.{name}.").split(".")[1])
+
+    def _embedding(self, scale: float, padding_idx: int | None) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(
             self.layout.units("vocab", self.coordinate.tp),
             self.layout.shape.hidden,
             self.tp_group,
             torch.device("meta"),
             scale=scale,
-            padding_idx=config.pad_token_id,
+            padding_idx=padding_idx,
         )
+
+    def _mixture_of_experts(self) -> MixtureOfExperts:
+        shape, meta = self.layout.shape, torch.device("meta")
+        # Mixtral has no such key: it always normalises.
+        normalised: bool = getattr(self.config, "norm_topk_prob", True)
+        router = Router(shape.experts, shape.hidden, shape.experts_per_token, normalised, meta)
+        columns = self.layout.units("column", self.coordinate.tp).size
+        grouped = can_group(self.device, self.dtype, shape.hidden, columns)
+        rows = ROWS if self.device.type == "cpu" else 1
+        activation = ACT2FN[self.config.hidden_act]
+        experts = Experts(shape.experts, shape.hidden, columns, activation, meta, grouped, rows)
+        return MixtureOfExperts(router, experts, self.tp_group)
 
     def _split_layer(self, layer: Any, prefix: str, plan: Mapping[str, str]) -> None:
         """Replace a decoder layer's linear modules and norms, and put `copy_to_ranks` before its blocks."""
         for parent_name, parent in list(layer.named_modules()):
+            if isinstance(parent, MixtureOfExperts):
+                continue
             styles = set()
             for name, child in list(parent.named_children()):
                 path = ".".join(filter(None, (prefix, parent_name, name)))
                 style = plan.get(re.sub(r"^model\.layers\.\d+", "layers.*", path))
                 kind = type(child).__name__
-                if isinstance(child, nn.Linear) and f"{path}.weight" not in self.layout.specs:
-                    setattr(parent, name, self._packed_linear(path))
+                is_linear = isinstance(child, nn.Linear | Conv1D)
+                if is_linear and f"{path}.weight" not in self.layout.specs:
+                    setattr(parent, name, self._packed_linear(child, path))
                     self._count_own_heads(parent)
-                elif isinstance(child, nn.Linear):
+                elif is_linear:
                     setattr(parent, name, self._parallel_linear(child, path, style))
+                elif isinstance(child, NewGELUActivation):  # the same, in one kernel that keeps less
+                    setattr(parent, name, nn.GELU("tanh"))
                 elif kind.endswith("Norm"):
-                    setattr(parent, name, self._norm(child))
+                    setattr(parent, name, own_norm(child, self._norm_offset))
                 elif any(True for _ in child.parameters(recurse=False)):
                     raise ValueError(f"{path} is a {kind}: neither a linear module nor an RMS norm.")
                 styles.add(style)
@@ -317,13 +329,13 @@ class Stage(nn.Module):
             return (copy_to_ranks(args[0], self.tp_group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": copy_to_ranks(kwargs["hidden_states"], self.tp_group)}
 
-    def _parallel_linear(self, whole: nn.Linear, path: str, style: str | None) -> nn.Linear:
+    def _parallel_linear(self, whole: nn.Linear | Conv1D, path: str, style: str | None) -> nn.Linear:
         if style == "colwise":
             local = self._column_parallel(whole, path)
         elif style == "rowwise":
-            columns = self.layout.slice_shape(f"{path}.weight", self.holder)[1]
+            rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
             bias = whole.bias is not None
-            local = RowParallelLinear(columns, whole.out_features, bias, self.tp_group, torch.device("meta"))
+            local = RowParallelLinear(columns, rows, bias, self.tp_group, torch.device("meta"))
         else:
             raise ValueError(
                 f"the tensor-parallel plan of {self.layout.shape.family} does not say how to split {path}."
@@ -332,16 +344,13 @@ class Stage(nn.Module):
             local.adapt(self.trained.lora)
         return local
 
-    def _packed_linear(self, path: str) -> PackedColumns:
-        """The linear modules whose weights files hold as one tensor, `path`.weight."""
-        parts = [spec.module for spec in self.layout.parameters if spec.stored_name == f"{path}.weight"]
-        if not parts:
+    def _packed_linear(self, whole: nn.Linear | Conv1D, path: str) -> PackedColumns:
+        """The linear modules whose weights files hold as one tensor, that of the module `path`."""
+        specs = [spec for spec in self.layout.parameters if spec.name.startswith(f"{path}.")]
+        if not specs:
             raise ValueError(f"{path} is a linear module that the weights have not.")
-        return PackedColumns({name: self._column_parallel_part(f"{path}.{name}") for name in parts})
-
-    def _column_parallel_part(self, path: str) -> ColumnParallelLinear:
-        rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
-        return ColumnParallelLinear(columns, rows, bias=False, device=torch.device("meta"))
+        parts = dict.fromkeys(spec.module for spec in specs)
+        return PackedColumns({name: self._column_parallel(whole, f"{path}.{name}") for name in parts})
 
     def _count_own_heads(self, attention: Any) -> None:
         """Give an attention that cuts a packed output by its numbers of heads the numbers of this rank."""
@@ -350,13 +359,11 @@ class Stage(nn.Module):
             attention.config = copy(attention.config)
             attention.config.num_attention_heads = self.layout.units("query_head", tp_rank).size
             attention.num_key_value_heads = self.layout.units("kv_head", tp_rank).size
+            attention.split_size = attention.config.num_attention_heads * attention.head_dim  # of GPT-2
 
-    def _column_parallel(self, whole: nn.Linear, path: str) -> ColumnParallelLinear:
+    def _column_parallel(self, whole: nn.Linear | Conv1D, path: str) -> ColumnParallelLinear:
         rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
         return ColumnParallelLinear(columns, rows, whole.bias is not None, torch.device("meta"))
-
-    def _norm(self, whole: Any) -> RMSNorm:
-        return RMSNorm(whole.weight.shape[0], _eps(whole), self._norm_offset, torch.device("meta"))
 
     def _allocate(self, shared: Mapping[str, Tensor]) -> None:
         """Allocate the parameters that are not shared, and check all shapes against the layouts."""

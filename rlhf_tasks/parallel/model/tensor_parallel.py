@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImpor
 from rlhf_tasks.parallel.comm.groups import all_reduce
 from rlhf_tasks.parallel.layout.shape import Lora
 from rlhf_tasks.parallel.layout.slices import Interval
+from rlhf_tasks.parallel.model.products import linear
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -78,11 +79,11 @@ class AdaptableLinear(nn.Linear):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] -> [..., out_features], adapter included."""
-        output = F.linear(x, self.weight, bias)
+        output = linear(x, self.weight, bias)
         if self.lora_A is None or self.lora_B is None:
             return output
-        low = F.linear(x, self.lora_A.weight)
-        return output.add(F.linear(low, self.lora_B.weight), alpha=self.scaling)
+        low = linear(x, self.lora_A.weight)
+        return output.add(linear(low, self.lora_B.weight), alpha=self.scaling)
 
 
 class ColumnParallelLinear(AdaptableLinear):

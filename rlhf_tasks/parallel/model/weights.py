@@ -1,8 +1,9 @@
 """Fills a stage's parameters: from a Hugging Face folder, of which a rank reads only its own slices, or at random,
 with the same whole model in every layout."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlhf_tasks.parallel.layout.slices import Interval, ParameterSpec
-from rlhf_tasks.parallel.layout.weight_files import weight_files
+from rlhf_tasks.parallel.layout.weight_files import InFile, weight_files
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.counter_random import stream_key
@@ -49,29 +50,55 @@ def load(
     parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
     specs = [stage.layout.specs[name] for name in parameters]
     files = weight_files(Path(folder), specs, needs_head=False)
-    by_file = defaultdict(list)
-    for spec in specs:
-        if spec.name in files and spec.name not in there:
-            by_file[files[spec.name]].append(spec)
-    for file, stored in by_file.items():
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for spec in stored:
-                tensor = tensors.get_slice(spec.stored_name)
-                _fill(parameters[spec.name], stored_rows(tensor, spec, held[spec.name]), moved)
-    missing = [name for name in parameters if name not in files]
+    missing = [spec.name for spec in specs if not spec.stored.keys() <= files.keys()]
+    with opened(files) as stored:
+        for spec in specs:
+            if spec.name not in missing and spec.name not in there:
+                _fill(parameters[spec.name], stored_rows(stored, spec, held[spec.name]), moved)
     _randomise(stage, missing, seed, moved)
     initialise_adapters(stage, seed)
     return tuple(missing)
 
 
-def stored_rows(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
-    """Some rows of a parameter, from the tensor that files hold it in (`stored_name`).
+Stored = Callable[[str], Any]
+"""Name of a tensor in files -> a Tensor, or a slice of safetensors, of which only the wanted rows are read."""
 
-    tensor  a Tensor, or a slice of safetensors, of which only these rows are read
+
+@contextmanager
+def opened(files: Mapping[str, InFile]) -> Iterator[Stored]:
+    """The tensors of safetensors files. Each file is opened (mapped) when the first of its tensors is wanted.
+
+    files  name of a tensor -> where it is
     """
-    first = 0 if spec.packed is None else spec.packed.start
-    part = slice(first + rows.start, first + rows.stop)
-    return tensor[part] if spec.dim == 0 else tensor[:, part]
+    with ExitStack() as stack:
+
+        @cache
+        def tensors(file: Path) -> Any:
+            return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+
+        yield lambda name: tensors(files[name].file).get_slice(files[name].name)
+
+
+def stored_rows(stored: Stored, spec: ParameterSpec, rows: Interval) -> Tensor:
+    """Some rows of a parameter, from the tensors in files that it is a part of, or is made of (`spec.stored`)."""
+    names = list(spec.stored)
+    if spec.stacked is None:
+        return _part(stored(names[0]), spec, rows)
+    part = (slice(None),) * (spec.dim - 1) + (slice(*rows),)
+    taken: Tensor = stored(names[0])[part]
+    whole = taken.new_empty(len(names), *taken.shape)
+    for number, name in enumerate(names):  # one after the other, so that no second copy stands in memory
+        whole[number] = stored(name)[part]
+    return whole
+
+
+def _part(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
+    """Some rows of a parameter that a tensor in files holds, alone or with others behind each other."""
+    start, transposed = (0, False) if spec.packed is None else (spec.packed.start, spec.packed.transposed)
+    wanted = [slice(start, start + spec.shape[0]), *(slice(None) for _ in spec.shape[1:])]
+    first = start if spec.dim == 0 else 0
+    wanted[spec.dim] = slice(first + rows.start, first + rows.stop)
+    return tensor[tuple(reversed(wanted))].T if transposed else tensor[tuple(wanted)]
 
 
 def initialise(stage: Stage, seed: int, moved: ByteCount | None = None) -> None:
@@ -114,10 +141,14 @@ def _randomise(stage: Stage, names: Iterable[str], seed: int, moved: ByteCount |
 
 
 def _drawn(spec: ParameterSpec, seed: int, config: PreTrainedConfig) -> Tensor:
-    """A whole weight: spec.shape, float32. The embedding of the padding token is zero."""
+    """A whole weight: spec.shape, float32. The embedding of the padding token is zero, but for GPT-2."""
     generator = _generator(seed, spec.name)
-    whole = torch.empty(spec.shape).normal_(0.0, config.initializer_range, generator=generator)
-    if spec.name == "model.embed_tokens.weight" and config.pad_token_id is not None:
+    scale = config.initializer_range
+    if spec.module == "c_proj":  # as GPT-2 begins: the sum of all layers does not grow with their number
+        scale /= (2 * config.num_hidden_layers) ** 0.5
+    whole = torch.empty(spec.shape).normal_(0.0, scale, generator=generator)
+    padded = spec.name == "model.embed_tokens.weight" and config.model_type != "gpt2"
+    if padded and config.pad_token_id is not None:
         whole[config.pad_token_id] = 0.0
     return whole
 

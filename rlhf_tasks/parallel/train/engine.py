@@ -135,7 +135,7 @@ class Engine:
 
         with products(self.device, self.stage.dtype):
             rows = self.pipeline.forward(micros, run)
-        self.count(self._flops_of(forward_flops, batch, counted))
+        self.count(self._flops_of(forward_flops, batch, micros, counted))
         if not self.is_last_stage:
             return None
         if not micros:
@@ -191,7 +191,7 @@ class Engine:
             self.pipeline.forward_backward(micros, run, optimizer.gradients.end_pass)
             optimizer.gradients.end_passes()
         reach(Point.BACKWARD)
-        self.count(self._flops_of(training_flops, batch, counted))
+        self.count(self._flops_of(training_flops, batch, micros, counted))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
         totals["loss"] /= denominator
         report = optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
@@ -203,14 +203,21 @@ class Engine:
             micro = predicting(micro, counted)
         return self.stage(x, micro, rows=micro.rows), micro
 
-    def _flops_of(self, passes: Callable[..., float], batch: SampleBatch, counted: str | None) -> float:
-        """FLOPs of passes (layout/flops.py) over this replica's samples."""
+    def _flops_of(
+        self,
+        passes: Callable[..., float],
+        batch: SampleBatch,
+        micros: Sequence[MicroBatch],
+        counted: str | None,
+    ) -> float:
+        """FLOPs of passes (layout/flops.py) over this replica's samples, cut into micro-batches."""
         layout, lengths = self.layout, batch["input_ids"].lengths
         predicted = None
         if counted is not None and layout.head == "lm" and self.is_head:
             mask, firsts = batch[counted].values, [0, *accumulate(lengths)][:-1]
             predicted = int(mask.sum() - mask[firsts].sum())  # nothing predicts a sample's first token
-        return passes(layout.shape, layout.head, lengths, predicted, layout.lora)
+        shared = [begin for micro in micros if micro.shared for begin in micro.shared.begins if begin]
+        return passes(layout.shape, layout.head, lengths, predicted, layout.lora, shared)
 
     def count(self, flops: float) -> None:
         """Add FLOPs that this replica has computed; ignored except on its head."""

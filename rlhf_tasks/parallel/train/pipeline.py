@@ -1,8 +1,8 @@
 """Runs micro-batches through the stages of one replica: forward only, or forward and backward as 1F1B.
 
 Every rank of a replica holds the same micro-batches, so each knows the shape of what its neighbours send:
-hidden states (or their gradient) [tokens of the micro-batch, hidden]. Sends and receives between neighbours
-are posted in pairs, so the schedules cannot deadlock where a send waits for its receive (NCCL, gloo).
+hidden states (or their gradient) [tokens that the micro-batch computes, hidden]. Sends and receives between
+neighbours are posted in pairs, so the schedules cannot deadlock where a send waits for its receive (NCCL, gloo).
 """
 
 from collections import deque
@@ -19,8 +19,8 @@ from rlhf_tasks.parallel.layout.topology import Placement
 Run = Callable[[Tensor, MicroBatch], Tensor]
 """A stage's computation: (input, micro-batch) -> output.
 
-The input is token ids [T] on the first stage, else hidden states [T, hidden]. The output is hidden states [T,
-hidden]; on the last stage any tensor (forward only) or the scalar to differentiate."""
+The input is token ids [T] on the first stage, else hidden states [C, hidden] of the C tokens that are computed. The
+output is hidden states [C, hidden]; on the last stage any tensor (forward only) or the scalar to differentiate."""
 
 
 class Pipeline:
@@ -56,7 +56,7 @@ class Pipeline:
         """
         results, sending = [], deque()
         for micro in micros:
-            x = self._exchange(self._previous, receive=micro.tokens)
+            x = self._exchange(self._previous, receive=micro.computed_tokens)
             y = run(micro.input_ids if x is None else x, micro)
             if self._next is None:
                 results.append(y)
@@ -93,16 +93,16 @@ class Pipeline:
             return None if x is None else x.grad
 
         for micro in micros[:warm_up]:
-            y = forward(micro, self._exchange(self._previous, receive=micro.tokens))
+            y = forward(micro, self._exchange(self._previous, receive=micro.computed_tokens))
             self._exchange(self._next, send=y)
-        x = self._exchange(self._previous, receive=micros[warm_up].tokens) if steady else None
+        x = self._exchange(self._previous, receive=micros[warm_up].computed_tokens) if steady else None
         for number, micro in enumerate(micros[warm_up:]):
             y = forward(micro, x)
-            gradient = backward(self._exchange(self._next, send=y, receive=micros[number].tokens))
-            following = micros[warm_up + number + 1].tokens if number + 1 < steady else None
+            gradient = backward(self._exchange(self._next, send=y, receive=micros[number].computed_tokens))
+            following = micros[warm_up + number + 1].computed_tokens if number + 1 < steady else None
             x = self._exchange(self._previous, send=gradient, receive=following)
         for micro in micros[steady:]:
-            gradient = backward(self._exchange(self._next, receive=micro.tokens))
+            gradient = backward(self._exchange(self._next, receive=micro.computed_tokens))
             self._exchange(self._previous, send=gradient)
 
     def _exchange(

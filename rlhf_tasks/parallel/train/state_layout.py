@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
         return self.stop - self.start
 
 
-class Kept(NamedTuple):
+class KeptRange(NamedTuple):
     """Elements start .. stop - 1 of a flattened slice, whose state a rank keeps from element `at` of its state on."""
 
     name: str
@@ -147,14 +147,14 @@ class StateLayout:
         at = self._at[device]
         return self._buckets(at.pp, at.tp)
 
-    def kept(self, device: int) -> Iterator[Kept]:
+    def kept(self, device: int) -> Iterator[KeptRange]:
         """The ranges of a device's slices whose state it keeps, in the order of its state."""
         for bucket in self.buckets(device):
             first = self._first(bucket, device)
             for name, start, _ in bucket.pieces:
                 mine = self.range(name, device)
                 if mine.size:
-                    yield Kept(name, *mine, at=bucket.share.start + start + mine.start - first)
+                    yield KeptRange(name, *mine, at=bucket.share.start + start + mine.start - first)
 
     def range(self, name: str, device: int) -> Interval:
         """The elements of a device's flattened slice whose state it keeps; empty if it holds no slice."""

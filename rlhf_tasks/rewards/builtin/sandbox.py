@@ -41,7 +41,7 @@ main()
 """
 
 
-class Limits(NamedTuple):
+class ProgramLimits(NamedTuple):
     """What one program may take: seconds of time and of CPU, bytes of addresses."""
 
     seconds: float
@@ -88,7 +88,7 @@ def _folder_bound() -> list[str]:
     return ["--size", str(MOST_FOLDER_BYTES)] if "--size " in known.stdout + known.stderr else []
 
 
-def runs_through(parts: Sequence[str], sandbox: str, limits: Limits) -> bool:
+def runs_through(parts: Sequence[str], sandbox: str, limits: ProgramLimits) -> bool:
     """Whether the parts of a program run one after the other without raising, within the limits."""
     word = secrets.token_hex(16)
     ours, theirs = os.pipe()
@@ -119,7 +119,7 @@ def runs_through(parts: Sequence[str], sandbox: str, limits: Limits) -> bool:
         os.close(theirs)
 
 
-def _limits(limits: Limits) -> list[tuple[int, int]]:
+def _limits(limits: ProgramLimits) -> list[tuple[int, int]]:
     """Kinds of limits of a process, and their values."""
     return [
         (resource.RLIMIT_CPU, int(limits.seconds) + 1),

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlhf_tasks.rewards.builtin.judged import column_of, number, texts
-from rlhf_tasks.rewards.builtin.sandbox import SANDBOXES, Limits, refuse_sandbox, runs_through
+from rlhf_tasks.rewards.builtin.sandbox import SANDBOXES, ProgramLimits, refuse_sandbox, runs_through
 from rlhf_tasks.rewards.forms import RewardError
 
 TESTS = ("tests", "test", "test_list", "unit_tests", "reward_model")
@@ -37,7 +37,7 @@ def unit_tests(
         raise RewardError(
             f"reward builtin:unit_tests: sandbox={sandbox!r} is not one of {', '.join(SANDBOXES)}."
         )
-    limits = Limits(
+    limits = ProgramLimits(
         number("unit_tests", "limit_s", limit_s, 0.1),
         int(number("unit_tests", "memory_bytes", memory_bytes, 1 << 26)),
     )

@@ -22,6 +22,7 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from flows.cluster import server_process
 from flows.cluster.server import RESTARTS, OwnServer, _login, own_server, prefect_server, refuse_dead_server
 from flows.cluster.server_process import begin_database, empty_database, put_aside
 from rlhf_tasks.algorithms.configurations import ConfigError
@@ -109,23 +110,21 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
     pytest.fail("the server outlived its parent by 60 s")
 
 
-def test_a_server_that_is_killed_comes_back_with_its_data_at_the_same_address(tmp_path, caplog):
+def test_a_server_that_is_killed_comes_back_with_its_data_at_the_same_address(tmp_path, caplog, monkeypatch):
+    """Links and clients have the address, so it wants its own port back, and waits for it where somebody has taken
+    it meanwhile; a new server has another port."""
+    monkeypatch.setattr("flows.cluster.server.RESTARTS", 1000)  # however long the port stays taken
+    again = "the Prefect server has died (status -9); it is started again"
     with caplog.at_level("WARNING", "flows.cluster.server"), own_server(tmp_path) as server:
         assert recorded() == 3
-        for _ in range(2):
-            (killed,) = servers_of(tmp_path)
-            killed.kill()
-            while killed in (found := servers_of(tmp_path)) or not found:
-                time.sleep(0.1)
-            wait_answer(server.api_url)
+        (killed,) = servers_of(tmp_path)
+        killed.kill()
+        while killed in (found := servers_of(tmp_path)) or not found:
+            time.sleep(0.1)
+        wait_answer(server.api_url)
         assert count_runs(server.api_url, server.auth) == 1
-    assert said(caplog) == ["the Prefect server has died (status -9); it is started again"] * 2
-    assert servers_of(tmp_path) == []
+        assert said(caplog) == [again]
 
-
-def test_a_port_that_somebody_has_taken_is_waited_for_and_a_new_server_has_another(tmp_path, caplog):
-    """Links and clients have the address, so a server that is started again wants its own port back."""
-    with caplog.at_level("WARNING", "flows.cluster.server"), own_server(tmp_path) as server:
         address = ("127.0.0.1", httpx.URL(server.api_url).port or 0)
         with socket.socket() as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -136,12 +135,29 @@ def test_a_port_that_somebody_has_taken_is_waited_for_and_a_new_server_has_anoth
                     taken.bind(address)
                     break
             taken.listen()
-            while len(said(caplog)) < 2:  # the first that is started again finds the port taken
+            while len(said(caplog)) < 3:  # the first that is started again finds the port taken
                 time.sleep(0.1)
-            with own_server(tmp_path / "other") as other:
-                assert httpx.URL(other.api_url).port != address[1]
+            assert httpx.URL(address_of_new_server(tmp_path / "other")).port != address[1]
         wait_answer(server.api_url)
-    assert "it is started again" in said(caplog)[1]
+        assert count_runs(server.api_url, server.auth) == 1
+    assert said(caplog)[1] == again
+    assert "it is started again" in said(caplog)[2]
+    assert servers_of(tmp_path) == []
+
+
+def address_of_new_server(home: Path) -> str:
+    """What the process of a new server says as soon as it has a port. It ends before it serves."""
+    home.mkdir()
+    _login(home)
+    with subprocess.Popen(
+        [sys.executable, "-P", server_process.__file__, str(home)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().decode().strip()
+        process.kill()
+    return address
 
 
 def said(caplog):
@@ -214,24 +230,20 @@ def test_a_sound_data_base_stays_and_one_that_is_locked_is_put_aside(tmp_path, m
     assert not path.exists()
 
 
-def test_a_run_folder_whose_data_base_is_damaged_gets_a_server_all_the_same(tmp_path, caplog):
-    (tmp_path / "prefect").mkdir()
-    no_data_base(tmp_path / "prefect" / "prefect.db")
-    with caplog.at_level("WARNING", "flows.cluster.server"), own_server(tmp_path):
-        assert recorded() == 3
-    (line,) = said(caplog)
-    assert "Prefect begins with an empty one" in line
-
-
-def test_the_first_server_of_an_account_makes_an_empty_data_base_and_later_ones_copy_it(
-    tmp_path, monkeypatch
+def test_a_damaged_data_base_is_replaced_by_an_empty_one_that_the_first_server_of_an_account_makes(
+    tmp_path, caplog, monkeypatch
 ):
+    """That of the run folder, and that of the account, which is as good as none. Later servers copy what was made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     kept = empty_database()
-    kept.parent.mkdir(parents=True)
-    no_data_base(kept)  # as good as none: it is made anew
-    with own_server(tmp_path / "first"):
-        recorded()
+    for spoilt in (tmp_path / "prefect" / "prefect.db", kept):
+        spoilt.parent.mkdir(parents=True)
+        no_data_base(spoilt)
+    with caplog.at_level("WARNING", "flows.cluster.server"), own_server(tmp_path) as server:
+        assert recorded() == 3
+        assert count_runs(server.api_url, server.auth) == 1
+    (line,) = said(caplog)
+    assert "Prefect begins with an empty one" in line
     with closing(sqlite3.connect(kept)) as made:
         assert made.execute("SELECT count(*) FROM flow_run").fetchone() == (0,)
         made.execute("CREATE TABLE mark (of INT)")

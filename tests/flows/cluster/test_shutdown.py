@@ -18,9 +18,10 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cluster import shutdown as ending
-from flows.cluster.shutdown import beside, ending_in_time, leave_if_cancelled, patient
+from flows.cluster.shutdown import ending_in_time, leave_if_cancelled, patient, run_in_thread
 from flows.demo import stages as demo
 from flows.run import runs
+from tests.flows.cluster.signals import Raised, handled_as_by_prefect, lose_a_signal
 from tests.tiny_runs import ppo_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -75,15 +76,15 @@ def until_called_off(called_off):
 
 
 def test_work_beside_gives_its_result_or_its_error():
-    assert beside(lambda _: threading.current_thread()) is not threading.main_thread()
+    assert run_in_thread(lambda _: threading.current_thread()) is not threading.main_thread()
     with pytest.raises(ZeroDivisionError):
-        beside(lambda _: 1 / 0)
+        run_in_thread(lambda _: 1 / 0)
 
 
 def test_ctrl_c_ends_work_beside_early_and_gives_what_there_is(soon):
     told = []
     soon(signal.SIGINT, 0.2)
-    assert beside(until_called_off, ending=lambda: told.append("ending")) == "what there is"
+    assert run_in_thread(until_called_off, ending=lambda: told.append("ending")) == "what there is"
     assert told == ["ending"]
 
 
@@ -91,7 +92,7 @@ def test_ctrl_c_leaves_work_beside_that_nobody_waits_for(soon):
     ended = threading.Event()
     soon(signal.SIGINT, 0.2)
     with pytest.raises(KeyboardInterrupt):
-        beside(lambda called_off: [until_called_off(called_off), ended.set()])
+        run_in_thread(lambda called_off: [until_called_off(called_off), ended.set()])
     assert ended.wait(60)
 
 
@@ -100,45 +101,15 @@ def test_a_second_ctrl_c_leaves_work_that_does_not_end(soon, monkeypatch):
     release = threading.Event()
     soon(signal.SIGINT, 0.2, 0.6)
     with pytest.raises(KeyboardInterrupt):
-        beside(lambda _: release.wait(60), ending=lambda: None)
+        run_in_thread(lambda _: release.wait(60), ending=lambda: None)
     release.set()
-
-
-class Raised(BaseException):
-    pass
-
-
-@contextmanager
-def handled_as_by_prefect():
-    """A SIGTERM raises wherever the main thread is."""
-
-    def as_prefect_does(*_):
-        raise Raised
-
-    before = signal.signal(signal.SIGTERM, as_prefect_does)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-async def lose_a_signal():
-    """Send SIGTERM to this process; its exception goes to the event loop's handler and no further."""
-    swallowed = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda loop, context: swallowed.append(context["exception"]))
-    loop.call_soon(os.kill, os.getpid(), signal.SIGTERM)
-    try:
-        await asyncio.sleep(60)
-    finally:
-        assert isinstance(swallowed[0], Raised)
 
 
 COMMAND = """
     import asyncio, sys
     from pathlib import Path
     from flows.commands import local_run as session
-    from tests.flows.cluster.test_shutdown import handled_as_by_prefect, lose_a_signal
+    from tests.flows.cluster.signals import handled_as_by_prefect, lose_a_signal
 
     async def rlhf_ppo(config, folder):
         await lose_a_signal()

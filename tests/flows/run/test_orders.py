@@ -146,7 +146,7 @@ def test_a_command_for_a_run_that_does_not_go_on_is_refused(call, tmp_path, comm
 
 # --- runs on two ranks ----------------------------------------------------------------------------------
 
-ITERATIONS = 30  # so many that the run is not over before an order comes, however busy the machine is
+ENDLESS = 100_000  # iterations: however busy the machine is, only an order or `stop_after` ends the run
 
 
 def say(line):
@@ -154,12 +154,12 @@ def say(line):
 
 
 class Watched:
-    """A run of fake ranks inside a flow, with its orders; `committed` grows with its commits."""
+    """An endless run of fake ranks inside a flow, with its orders; `committed` grows with its commits."""
 
     def __init__(self, cluster, folder, **options):
         self.cluster, self.folder, self.options = cluster, folder, options
         self.committed, self.progress = [], asyncio.Condition()
-        self.flow_run_id = self.pipeline_id = None
+        self.flow_run_id = self.pipeline_id = self.control = None
 
     async def run_in_pipeline(self):
         @flow(name="rlhf-outer", persist_result=False)
@@ -185,7 +185,7 @@ class Watched:
                         self.cluster,
                         run=f"fake-{uuid4().hex[:8]}",
                         run_folder=self.folder,
-                        iterations=ITERATIONS,
+                        iterations=ENDLESS,
                         on_commit=self.on_commit,
                         orders=self.orders,
                         **(SETTINGS | FAKES | self.options),
@@ -198,6 +198,7 @@ class Watched:
 
     async def on_commit(self, committed, control):
         async with self.progress:
+            self.control = control
             self.committed.append(committed.iteration)
             self.progress.notify_all()
 
@@ -287,14 +288,15 @@ def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluste
         assert len(list(tmp_path.glob("step-*.json"))) == step + 1, "a rank has trained"
         await order("resume", Running())
         await run.shown("Running")
+        run.control.stop_after(step + 3)
         return step
 
     run = Watched(cluster, tmp_path)
     result, step = asyncio.run(with_orders(run, disturb, source == "api of a pipeline"))
-    assert 2 <= step < ITERATIONS
-    assert (result.committed_step, result.faults, result.order) == (ITERATIONS, (), Order.GO_ON)
-    assert run.committed == list(range(ITERATIONS))
-    assert last()["roles"] == states_after(ITERATIONS)
+    assert 2 <= step <= result.committed_step - 4
+    assert (result.faults, result.order) == ((), Order.GO_ON)
+    assert run.committed == list(range(result.committed_step))
+    assert last()["roles"] == states_after(result.committed_step)
 
 
 @cluster_test
@@ -316,7 +318,6 @@ def test_an_attempt_ends_at_a_commit_for(cluster, tmp_path, last, states, order)
     run = Watched(cluster, tmp_path)
     result, _ = asyncio.run(with_orders(run, disturb))
     assert result.order is order
-    assert result.committed_step < ITERATIONS
     assert last()["roles"] == states_after(result.committed_step)
 
 
@@ -350,4 +351,3 @@ def test_a_run_that_prefect_shows_as_ended_ends_at_once(cluster, tmp_path, end):
     run = Watched(cluster, tmp_path)
     with pytest.raises(Abort):
         asyncio.run(with_orders(run, disturb))
-    assert len(run.committed) < ITERATIONS

@@ -5,14 +5,17 @@ import json
 import pytest
 
 from flows.cli import run_command
-from flows.run.planning import workload_of
+from flows.run.planning import hardware_of, problem_of, typed, workload_of
 from planner.plan.mesh import Cluster
 from planner.pricing.profile_cache import cache_file, write_profiles
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.flows.checked_files import model_folder
 from tests.flows.plan_documents import DISJOINT, LLAMA, SHAPE, measured, ppo, refused
+
+KEYS = ("prompt", "chosen", "rejected")
 
 pytestmark = pytest.mark.timeout(1800)  # the first to evaluate plans compiles that
 
@@ -51,6 +54,44 @@ def test_the_head_and_micro_batches_are_planned_for_as_the_engine_computes_them(
     rows = ppo(type="sft", models={"actor": {"config": LLAMA}})
     del rows["sampling"]
     assert workload_of(SFTConfig.model_validate(rows)).counted_share == 1
+
+
+def test_of_prompts_of_several_lengths_the_cache_has_room_for_the_longest():
+    config = PPOConfig.model_validate(ppo(planning={"new_tokens": {4: 0.5, 16: 0.5}}))
+    several, alike = (workload_of(config, tokens) for tokens in ([10, 10, 40], [20, 20]))
+    room = config.sampling.max_completion_length
+    assert (several.prompt_tokens, several.cache_tokens) == (20, 40 + room)
+    assert (alike.prompt_tokens, alike.cache_tokens) == (20, 20 + room)
+
+
+def test_what_the_answers_of_a_pair_share_is_planned_for_once(tmp_path):
+    """Of rows `ab` + `cd` or `ef`, and `abcdef` + `gh` or `ij`, 2 and 6 tokens are shared."""
+    data = tmp_path / "pairs.jsonl"
+    rows = [("ab", "cd", "ef"), ("abcdef", "gh", "ij")]
+    data.write_text("".join(json.dumps(dict(zip(KEYS, row, strict=True))) + "\n" for row in rows))
+    document = {
+        "type": "dpo",
+        "output_dir": str(tmp_path / "run"),
+        "models": {"actor": str(model_folder(tmp_path / "model"))},
+        "data": {"train": str(data)},
+        "batch_size": 2,
+        "total_iterations": 1,
+        "dtype": "float32",
+    }
+    workload = workload_of(make_config(document))
+    assert (workload.answers, workload.shared_tokens) == (2, 4.0)
+    stated = workload_of(make_config({**document, "planning": {"prompt_tokens": 16}}))
+    assert (stated.answers, stated.shared_tokens) == (2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "how"), [({}, (0, 0)), ({"top_k": 5}, (1, 0)), ({"top_p": 0.9}, (0, 1))]
+)
+def test_how_tokens_are_drawn_is_planned_for(sampling, how):
+    document = ppo(planning={"prompt_tokens": 16})
+    document["sampling"] |= sampling
+    workload = workload_of(PPOConfig.model_validate(document))
+    assert (workload.top_k, workload.top_p) == how
 
 
 def test_turns_are_planned_for_where_an_environment_answers():
@@ -301,6 +342,31 @@ def test_a_dtype_that_the_device_lacks_is_refused(run_plan, write):
 
     refused(run("bfloat16"), "dtype=bfloat16", "a v100 does not multiply it", "dtype=float32")
     assert run("float32")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu-slot", "float32"),
+        ("a100-40g-sxm", "bfloat16"),
+        ("v100", "float32"),
+        (["a100-40g-sxm", "cpu-slot"], "float32"),
+    ],
+)
+def test_a_run_without_a_dtype_takes_bfloat16_on_gpus_that_multiply_it(write, device, expected):
+    old = write("like: a100-40g-sxm\nname: v100\nhas_bfloat16: false\n", "mine.yaml")
+    named = old if device == "v100" else device
+    parts = named if isinstance(named, str) else [{"n_hosts": 1, "device": one} for one in named]
+    cluster = {"n_hosts": 1 if isinstance(named, str) else 2, "devices_per_host": 2}
+    document = {**ppo(planning={"prompt_tokens": 16, "device": parts}, cluster=cluster)}
+    del document["dtype"]
+    config = make_config(document)
+    assert config.dtype == "auto"
+    hardware = hardware_of(config)
+    assert typed(config, hardware.classes).dtype == expected
+    assert problem_of(config, hardware).model.workload.itemsize == {"float32": 4, "bfloat16": 2}[expected]
+    stated = make_config({**document, "dtype": "float64"})
+    assert typed(stated, hardware.classes).dtype == "float64", "what is stated stands"
 
 
 @pytest.mark.parametrize(

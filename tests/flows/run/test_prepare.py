@@ -272,7 +272,7 @@ def test_missing_weights_are_named_before_anything_starts(tmp_path: Path, index,
     ("config", "parts"),
     [
         ({"model_type": "bert"}, ("model", "bert")),
-        ({"model_type": "gpt2"}, ("gpt2", "c_attn", "cannot be split")),
+        ({"model_type": "falcon"}, ("falcon", "query_key_value", "cannot be split")),
         ({"auto_map": {"AutoModel": "mine.Model"}}, ("auto_map",)),
         ({"model_type": "new"}, ("'new', which is no tested one", "Run prefect-rlhf doctor")),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_type 'dynamic'", "yarn")),

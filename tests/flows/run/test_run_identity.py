@@ -10,13 +10,13 @@ import torch
 from flows.run import planning
 from flows.run.prepare import prepare
 from flows.run.run_folder import new_run_folder
-from flows.run.run_identity import keep_identity, model_digests
+from flows.run.run_identity import accept_changes, differences, keep_identity, model_digests, refuse_changes
 from flows.run.summary import read_jsonl
-from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
 from rlhf_tasks.checkpoint.drawn_samples import packed_bytes
-from rlhf_tasks.checkpoint.manifest import CheckpointError, Part, RoleRecord, StoredFile, read_manifest
+from rlhf_tasks.checkpoint.manifest import CheckpointError, PartReport, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -74,12 +74,12 @@ def commit(snapshots, prepared, folder, step, in_flight=b""):
         head="lm",
         placement=Placement((0,), ParallelStrategy()),
     )
-    part = Part(stored=stored, record=record).model_dump(mode="json")
+    part = PartReport(stored=stored, record=record).model_dump(mode="json")
     saves = {"save": {0: part}}
     if in_flight:
         written = write_checked(unfinished / "drawn.safetensors", pieces_of(in_flight))
         drawn = StoredFile(role="actor_generate", file="drawn.safetensors", **written._asdict())
-        saves["save_samples"] = {0: Part(stored=drawn, record=None).model_dump(mode="json")}
+        saves["save_samples"] = {0: PartReport(stored=drawn, record=None).model_dump(mode="json")}
     results = {}
     if step:
         key = NodeKey("mine", 1, 0, step - 1, "actor_train")
@@ -137,20 +137,67 @@ def test_an_accepted_change_says_how_many_samples_in_flight_it_lets_go(run, resu
     snapshots.latest()
     batches = [
         SampleBatch((24, 25), {"old_logprobs": Packed(torch.ones(5), (2, 3))}),
-        SampleBatch((32, 33), {"left_number": Packed(torch.tensor([40, -1]), (1, 1))}),
+        SampleBatch((32, 33), {"left_number": Packed(torch.tensor([23, -1]), (1, 1))}),
+        SampleBatch((32, 33), {"left_groups_begun": Packed(torch.tensor([27, 27]), (1, 1))}),
     ]
     commit(snapshots, prepared, run, 3, packed_bytes(batches, {}))
     status, said, _ = resume("--accept-changes")
     assert status == 0
     assert "let go" not in said, "nothing has changed"
     CHANGES["the learning rate"][0](run)
+    edit(run / "config.json", planning={"time_limit_s": 3.0}, cliprange=0.3)
+    status, said, _ = resume("--accept-changes")
+    assert status == 0, said
+    several = "accepted: 2 samples that were drawn ahead and 1 that were begun in segments"
+    assert f"{several} stay, since they depend on nothing that has changed" in said
+    assert "let go" not in said
+    edit(run / "config.json", dtype="float64")
     status, said, _ = resume("--accept-changes")
     assert status == 0, said
     assert (
-        "accepted: 2 samples that were drawn ahead and 1 that were begun in segments are let go, since they are of "
-        "the configuration before; iteration 4 draws its own"
+        f'{several} are let go because of this: dtype "float32" (now "float64"). Iteration 4 draws its own. So '
+        "prompts 23 are not learned from, and prompts 26 are learned from twice, as the run counts them from 0"
     ) in said
-    assert len(json.loads((run / "accepted.jsonl").read_text())["changes"]) == 1
+    lines = [json.loads(line) for line in (run / "accepted.jsonl").read_text().splitlines()]
+    assert [(line["samples_stay"], len(line["changes"])) for line in lines] == [(True, 3), (False, 1)]
+    edit(run / "config.json", seed=5)
+    status, said, _ = resume("--accept-changes")
+    assert status == 0, said
+    assert "samples that were drawn ahead" not in said, "they were let go before"
+
+
+STALE = {"staleness": 1, "total_iterations": 4, "sampling": {"max_completion_length": 8, "segment_tokens": 3}}
+
+
+def test_samples_in_flight_that_an_older_version_has_written_are_refused_until_they_are_let_go(
+    document, call
+):
+    document |= {"name": "mine", **STALE}
+    prepared = prepare(make_config(document))
+    folder = new_run_folder(prepared.config)
+    keep_identity(folder, prepared)
+    snapshots = snapshots_of(folder, prepared)
+    snapshots.latest()
+    generate = prepared.plan.calls["actor_generate"][0].call
+    keys = {*generate.outputs, *generate.left.values()}
+
+    def samples(sample, keys):
+        return packed_bytes(
+            [SampleBatch((sample,), {key: Packed(torch.ones(1).long(), (1,))}) for key in keys], {}
+        )
+
+    commit(snapshots, prepared, folder, 0)
+    commit(snapshots, prepared, folder, 1, samples(8, keys))
+    assert differences(folder, prepared) == ()
+    commit(snapshots, prepared, folder, 2, samples(16, keys - {"left_ended"}))
+    with pytest.raises(ConfigError) as caught:
+        refuse_changes(folder, prepared)
+    assert str(caught.value).startswith(
+        f"{folder}: changed since the last commit: step 2 has no 'left_ended' of the samples in flight of "
+        "actor_generate: another version of prefect-rlhf has written it. Undo that, or accept it: prefect-rlhf run"
+    )
+    assert any("are let go" in change for change in accept_changes(folder, prepared))
+    assert differences(folder, prepared) == ()
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -5,14 +5,14 @@ import pytest
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph, GraphError
 from planner.plan.mesh import Cluster
-from planner.plan.workload import Evaluation, Lengths, RoleModel, Workload
+from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.plans import price_plan, shortfall
 from rlhf_tasks.spec import EvaluateNode, SaveNode
 
 EVERY = 5
-ASKED = Evaluation(every=EVERY, rows=200, rows_at_once=64, answers=1, prompt_tokens=32, new_tokens=16)
+ASKED = EvaluationWork(every=EVERY, rows=200, rows_at_once=64, answers=1, prompt_tokens=32, new_tokens=16)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def evaluated(make_graph):
 
 @pytest.fixture
 def model_of(llama):
-    def make(evaluation: Evaluation | None, **changes) -> CostModel:
+    def make(evaluation: EvaluationWork | None, **changes) -> CostModel:
         heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
         models = {role: RoleModel(shape=llama(), head=head) for role, head in heads.items()}
         workload = Workload(
@@ -99,7 +99,7 @@ def test_before_the_first_iteration_it_follows_the_fetch_and_no_iteration_is_cha
 
 def test_the_loss_on_completions_is_priced_too(evaluated, demo_assignments, model_of):
     plan = build_plan(evaluated, demo_assignments, Cluster(1, 4))
-    alone = Evaluation(every=EVERY, rows=200, rows_at_once=64, completion_tokens=48)
+    alone = EvaluationWork(every=EVERY, rows=200, rows_at_once=64, completion_tokens=48)
     both = ASKED.model_copy(update={"completion_tokens": 48})
     loss_s, answers_s, both_s = (
         price_plan(plan, m).longest_s["evaluate_actor"] - m.classes.dispatch_s

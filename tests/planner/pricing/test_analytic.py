@@ -13,7 +13,7 @@ from planner.pricing.analytic import tabulated
 from planner.pricing.calibrate import recalibrated
 from planner.pricing.calls import CostModel
 from planner.pricing.device_share import sizes
-from planner.pricing.devices import PRESETS, Link, preset
+from planner.pricing.devices import PRESETS, DeviceLink, preset
 from planner.pricing.measured import ProfileTables
 from planner.pricing.plans import price_plan
 from planner.pricing.profile_cache import read_profiles, write_profiles
@@ -129,7 +129,7 @@ def test_a_tp_degree_that_would_leave_a_rank_without_heads_is_left_out(tiny):
 
 
 def test_links_without_latency_are_no_fault(tiny):
-    free = DEVICE.model_copy(update={"inside_host": Link(bytes_per_s=1e9, latency_s=0)})
+    free = DEVICE.model_copy(update={"inside_host": DeviceLink(bytes_per_s=1e9, latency_s=0)})
     table = ProfileTables(tabulated(free, Cluster(1, 2), tiny, GRID, 2), "lm", 2, False)
     assert table.exchange_s("all_gather", 2, 0, False) == 0
     assert table.exchange_s("send", 2, 800, False) == pytest.approx(1e-6)
@@ -148,9 +148,10 @@ def test_it_comes_back_from_its_file(tmp_path):
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("hidden", [16, 512, 8192])
-def test_a_device_recalibrated_by_its_own_profile_is_the_device(name, hidden, llama):
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_device_recalibrated_by_its_own_profile_is_the_device(name, hidden, family, llama):
     """Whether arithmetic, memory traffic or overhead is most of a layer."""
-    device, heads = preset(name), {"num_attention_heads": 2, "num_key_value_heads": 2}
+    device, heads = preset(name), {"model_type": family, "num_attention_heads": 2, "num_key_value_heads": 2}
     shape = llama(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2, **heads)
     again = recalibrated(device, tabulated(device, CLUSTER, shape, GRID, 2))
     assert again.sources[-1] == f"calibrated by a profile computed from the preset of {name}"

@@ -4,7 +4,7 @@ import pytest
 
 from planner.pricing.calibrate import recalibrated, with_measured_moves
 from planner.pricing.device_share import sizes
-from planner.pricing.devices import Link, preset
+from planner.pricing.devices import DeviceLink, preset
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.rooflines import Roofline
 from rlhf_tasks.profiling.measurements import Measurements, Timed, TimedExchange
@@ -22,7 +22,7 @@ def slow():
             "layer_overhead_s": 3e-3,
             "decode_overhead_s": 2e-3,
             "optimizer_overhead_s": 5e-3,
-            "inside_host": Link(bytes_per_s=3e8, latency_s=2e-3),
+            "inside_host": DeviceLink(bytes_per_s=3e8, latency_s=2e-3),
         }
     )
 

@@ -1,11 +1,20 @@
 """Orders of magnitude by hand, what must make a call dearer, and the mistakes of earlier planners."""
 
 import pytest
+import torch
 
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
+from planner.pricing.call_formulas import Crossings, OnMesh
 from planner.pricing.calls import CallCost
-from planner.pricing.devices import PRESETS, Link, preset
+from planner.pricing.device_share import sizes
+from planner.pricing.devices import PRESETS, DeviceLink, preset
+from planner.pricing.rooflines import Roofline
+from rlhf_tasks.parallel.batch.micro_batch import split
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.shared_tokens import LEAST_SHARED
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 
 CLUSTER = Cluster(2, 8)
 
@@ -92,7 +101,7 @@ def test_tensor_parallelism_costs_communication(seconds, call):
 
 def test_data_parallel_training_pays_for_its_gradients(seconds):
     """The same load per device, but gradients to reduce: in float32, once in each of four steps."""
-    slow = Link(bytes_per_s=1e9, latency_s=0.0)
+    slow = DeviceLink(bytes_per_s=1e9, latency_s=0.0)
     device = preset("a100-80g-sxm").model_copy(update={"inside_host": slow, "exchange_overlap": 0.0})
     reduced_s = 4 * (4 + 2) * 6.7e9 * 7 / 8 / (0.8 * 1e9)
     more_s = seconds("actor_train", dp=8, n_seqs=512, device=device) - seconds("actor_train", n_seqs=64)
@@ -141,6 +150,50 @@ def test_decoding_reads_the_weights_each_step(seconds):
     assert seconds("actor_generate", n_seqs=4) == pytest.approx(by_hand, rel=0.2)
 
 
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+"""Mixtral 8x7B: 46.7 billion parameters, of which 45.1 are of experts, and a token passes a quarter of these."""
+
+
+def test_a_mixture_computes_the_experts_that_a_token_is_given_to(seconds, llama):
+    mixture = ModelShape.from_config(MIXTRAL)
+    as_dense = llama(**{**MIXTRAL, "model_type": "llama", "intermediate_size": 2 * 14336})
+    for call in ("ref_inference", "actor_train"):
+        # copying and sorting tokens, and launching experts, cost a little
+        took, dense = (seconds(call, tp=8, shape=shape) for shape in (mixture, as_dense))
+        assert dense < took < 1.25 * dense
+
+
+def test_memory_has_room_for_the_branches_of_all_experts_at_once(ppo_cost):
+    """Of each token the copies for two experts, their two branches, and the product of these in float32."""
+    local, tokens = sizes(ModelShape.from_config(MIXTRAL), "lm", 1), 8192
+    timing = Roofline(preset("a100-80g-sxm"), local, "lm", 1, False, 2)
+    here = ParallelStrategy(), Crossings(False, False, False)
+    mesh = OnMesh(timing, ppo_cost(CLUSTER).workload, local, local, *here)
+    needed = tokens * 2 * (2 * 4096 + (1 + 1 + 2) * 2 * 14336)
+    assert needed <= mesh.working_bytes(tokens, 0, gradients=False) <= 1.3 * needed
+
+
+def test_decoding_a_mixture_reads_the_experts_of_the_sequences(seconds):
+    """Three quarters of the experts are not chosen by a sequence, a third by none of four."""
+    device = preset("a100-80g-sxm").model_copy(update={"layer_overhead_s": 1e-9})
+    by_hand = [128 * 2 * (46.7e9 - 45.1e9 * (3 / 4) ** sequences) / (0.8 * 2.039e12) for sequences in (4, 16)]
+    mixture = ModelShape.from_config(MIXTRAL)
+    took = [seconds("actor_generate", n_seqs=n, shape=mixture, device=device) for n in (4, 16)]
+    assert took == pytest.approx(by_hand, rel=0.2)
+    one_by_one = device.model_copy(update={"expert_overhead_s": 1e-4})
+    launched = seconds("actor_generate", n_seqs=16, shape=mixture, device=one_by_one)
+    assert launched == pytest.approx(took[1] + 32 * 128 * 8 * 1e-4, rel=0.05)
+
+
 def test_fewer_slots_take_less_memory_and_more_time(seconds, active):
     took = [seconds("actor_generate", micro_batches=m) for m in (1, 2, 4, 8)]
     assert took == sorted(took)
@@ -167,6 +220,76 @@ def test_a_prompt_is_read_once_for_its_group(make_graph, ppo_cost, assign):
     assert shared < alone / 5
 
 
+@pytest.mark.parametrize(("name", "mini_batches"), [("ref_inference", 1), ("actor_train", 4)])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_prompt_is_computed_once_for_the_samples_of_its_group(
+    make_graph, ppo_cost, assign, name: str, mini_batches: int, pp: int
+):
+    """Groups of 8 samples of 1024 + 128 tokens cost about what one long prompt and eight answers do."""
+    call = make_graph(n_seqs=512, mini_batches=mini_batches).call(name)
+    place = assign(list(range(pp)), pp=pp, micro_batches=4)
+    model = ppo_cost(CLUSTER, prompt_tokens=1024, new_tokens=Lengths.fixed(128), counted_tokens=128)
+    alone, shared = (model.call(call.model_copy(update={"group_size": size}), place) for size in (1, 8))
+    share = (1024 + 8 * 128) / (8 * (1024 + 128))
+    assert share < shared.seconds / alone.seconds < 1.3 * share
+    assert share < max(shared.active_bytes) / max(alone.active_bytes) < 1.6 * share
+
+
+def test_the_head_computes_as_many_rows_of_samples_that_share_a_prompt(make_graph, ppo_cost, assign):
+    call = make_graph(n_seqs=512).call("ref_inference")
+
+    def head_s(size: int) -> float:
+        """Seconds of the rows that do not count."""
+        of_group = call.model_copy(update={"group_size": size})
+        all_s, counted_s = (
+            ppo_cost(CLUSTER, counted_tokens=tokens).call(of_group, assign([0])).seconds
+            for tokens in (None, 128)
+        )
+        return all_s - counted_s
+
+    assert head_s(8) == pytest.approx(head_s(1))
+
+
+def test_a_prompt_of_few_tokens_is_computed_for_each_sample(make_graph, ppo_cost, assign):
+    call = make_graph(n_seqs=512).call("ref_inference")
+    prices = {
+        tokens: [
+            ppo_cost(CLUSTER, prompt_tokens=tokens)
+            .call(call.model_copy(update={"group_size": size}), assign([0]))
+            .seconds
+            for size in (1, 8)
+        ]
+        for tokens in (LEAST_SHARED - 1, LEAST_SHARED)
+    }
+    assert prices[LEAST_SHARED - 1][0] == prices[LEAST_SHARED - 1][1]
+    assert prices[LEAST_SHARED][0] > prices[LEAST_SHARED][1]
+
+
+@pytest.mark.parametrize("prompt", [16, 40])
+@pytest.mark.parametrize(("groups", "size"), [(1, 12), (3, 4), (4, 3), (2, 6), (12, 1)])
+def test_no_fewer_prompts_are_priced_than_the_engine_computes(
+    ppo_cost, llama, groups: int, size: int, prompt: int
+):
+    """On average and in the fullest micro-batch; exactly as many where micro-batches have whole groups."""
+    local = sizes(llama(), "lm", 1)
+    timing = Roofline(preset("a100-80g-sxm"), local, "lm", 1, False, 2)
+    here = ParallelStrategy(), Crossings(False, False, False)
+    mesh, share = OnMesh(timing, ppo_cost(CLUSTER).workload, local, local, *here), groups * size
+    sequences = [
+        torch.cat([torch.arange(prompt) + 1000 * group, torch.full((4,), 10**6 + sample)])
+        for group in range(groups)
+        for sample in range(size)
+    ]
+    batch = SampleBatch(tuple(range(share)), {"input_ids": Packed.of(sequences)})
+    for count in range(1, share + 1):
+        computed = [micro.computed_tokens for micro in split(batch, count)]
+        mean, most = mesh.prompts(share, count, size)
+        assert sum(computed) <= share * 4 + mean * count * prompt
+        assert max(computed) <= -(-share // count) * 4 + most * prompt
+        if groups % count == 0:
+            assert computed == [share // count * 4 + mean * prompt] * count
+
+
 def test_early_leaving_lies_between_the_shortest_and_the_longest(seconds):
     mixed = Lengths(points=((64, 0.75), (512, 0.25)))
     short, middle, long = (
@@ -183,6 +306,61 @@ def test_kv_cache_counts_grouped_heads(active, llama):
     cache = 64 * 256 * 2 * 32 * 128 * 32 * 2  # sequences, tokens, keys and values, heads, width, layers, bf16
     assert full - grouped == pytest.approx(cache * 3 / 4, rel=0.02)
     assert full > cache
+
+
+@pytest.mark.parametrize(
+    ("how", "measured"),
+    [({}, (101, 84, 42)), ({"top_k": True}, (122, 105, 53)), ({"top_p": True}, (104, 120, 138))],
+    ids=["all tokens", "top-k", "top-p"],
+)
+def test_drawing_from_the_likeliest_tokens_needs_the_memory_that_was_measured(active, llama, how, measured):
+    """MB, 64 tokens of 131,072 in float32 at tp 1, 2 and 4 (docs/measured.md, recomputation and drawing)."""
+    shape = llama(
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=64,
+        vocab_size=131_072,
+    )
+    sizes = {"prompt_tokens": 1, "new_tokens": Lengths.fixed(1), "itemsize": 4}
+    for tp, most in zip((1, 2, 4), measured, strict=True):
+        planned = active("actor_generate", tp=tp, n_seqs=64, shape=shape, **sizes, **how)[0] / 1e6
+        assert 0.98 * most < planned < 1.6 * most
+
+
+@pytest.mark.parametrize("call", ["ref_inference", "actor_train"])
+def test_a_pair_costs_what_a_group_of_two_does(ppo_cost, make_graph, assign, call):
+    """Prompts of 768 tokens, answers of 256: 1,280 tokens of each pair are computed, 768 are repeated."""
+    one = make_graph(n_seqs=512, mini_batches=4).call(call)
+    pair, two = one.model_copy(update={"n_seqs": 256}), one.model_copy(update={"group_size": 2})
+    of_pair = {"prompt_tokens": 2047, "new_tokens": Lengths.fixed(1), "recompute": "none", "answers": 2}
+    of_two = {"prompt_tokens": 768, "new_tokens": Lengths.fixed(256), "recompute": "none"}
+    eight = assign(list(range(8)), dp=8, micro_batches=2)
+    shared, whole, group = (
+        ppo_cost(CLUSTER, **workload).call(which, eight)
+        for which, workload in (
+            (pair, of_pair | {"shared_tokens": 768.0}),
+            (pair, of_pair),
+            (two, of_two),
+        )
+    )
+    assert shared.seconds == pytest.approx(group.seconds, rel=0.02)
+    assert shared.active_bytes == pytest.approx(group.active_bytes, rel=0.02)
+    assert shared.seconds < 0.7 * whole.seconds
+    few = ppo_cost(CLUSTER, **of_pair, shared_tokens=LEAST_SHARED - 1).call(pair, eight)
+    assert few == whole
+
+
+def test_pairs_without_their_prompt_fill_micro_batches_of_few_tokens(seconds):
+    """Pairs of 1,024 tokens: six fit 4,096 tokens where 384 of each are computed once, four where none are."""
+    sizes = {"prompt_tokens": 1023, "new_tokens": Lengths.fixed(1), "answers": 2, "n_seqs": 192}
+    for shared, count in ((384.0, 4), (0.0, 6)):
+        asked, as_many = (
+            seconds("ref_inference", dp=8, shared_tokens=shared, **sizes, **limit)
+            for limit in ({"micro_batch_tokens": 4096}, {"micro_batches": count})
+        )
+        assert asked == as_many
 
 
 def test_more_micro_batches_need_less_memory(active):

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.pricing.cluster_file import RANGES, implausible
-from planner.pricing.devices import PRESETS, Link, preset
+from planner.pricing.devices import PRESETS, DeviceLink, preset
 
 
 def with_figure(name: str, value: float):
@@ -26,15 +26,17 @@ def test_faster_and_slower_devices_than_the_presets_are_plausible(name):
             "flops_per_s": 2.25e15,
             "memory_bytes_per_s": 8e12,
             "memory_bytes": 192 * 10**9,
-            "inside_host": Link(bytes_per_s=9e11, latency_s=3e-6),
-            "between_hosts": Link(bytes_per_s=5e10, latency_s=0),  # 8 x 400 Gb/s for a host's 8 GPUs
+            "inside_host": DeviceLink(bytes_per_s=9e11, latency_s=3e-6),
+            "between_hosts": DeviceLink(bytes_per_s=5e10, latency_s=0),  # 8 x 400 Gb/s for a host's 8 GPUs
         },
-        "b300": {"between_hosts": Link(bytes_per_s=9.7e10, latency_s=0)},  # what 800 Gb/s for each GPU reach
+        "b300": {
+            "between_hosts": DeviceLink(bytes_per_s=9.7e10, latency_s=0)
+        },  # what 800 Gb/s for each GPU reach
         "slow host": {
             "flops_per_s": 1e10,
             "memory_bytes_per_s": 2e9,
             "memory_bytes": 10**9,
-            "between_hosts": Link(bytes_per_s=1.25e7, latency_s=5e-3),
+            "between_hosts": DeviceLink(bytes_per_s=1.25e7, latency_s=5e-3),
         },
     }[name]
     assert [*implausible(preset("h100-sxm").model_copy(update=figures), "here")] == []

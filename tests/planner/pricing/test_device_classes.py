@@ -10,7 +10,7 @@ from planner.plan.build import PlanError, build_plan
 from planner.plan.mesh import Cluster
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import DeviceClassError, DeviceClasses
-from planner.pricing.devices import DeviceProfile, Link, preset
+from planner.pricing.devices import DeviceLink, DeviceProfile, preset
 from planner.pricing.options import call_options
 from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem, ProblemError
@@ -87,7 +87,7 @@ def test_a_mesh_of_two_classes_is_priced_by_the_slowest_operation_by_operation(m
     slow = renamed(
         A100, "slow", flops_per_s=A100.flops_per_s / 9, memory_bytes_per_s=A100.memory_bytes_per_s / 9
     )
-    far = renamed(A100, "far", between_hosts=Link(bytes_per_s=3e9, latency_s=1e-4))
+    far = renamed(A100, "far", between_hosts=DeviceLink(bytes_per_s=3e9, latency_s=1e-4))
     cluster = Cluster(2, 2)
 
     def seconds(call, first: DeviceProfile, second: DeviceProfile) -> float:
@@ -103,6 +103,27 @@ def test_a_mesh_of_two_classes_is_priced_by_the_slowest_operation_by_operation(m
         assert mixed == seconds(call, far, slow)
 
 
+def test_the_experts_of_a_mixture_are_split_over_devices_of_one_class(make_graph, ppo_cost, llama, assign):
+    """Each rank of a tp group asks a router of its own: devices that round unlike may choose unlike experts."""
+    mixture = llama(
+        model_type="mixtral", hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=1024
+    )
+    cluster, graph = Cluster(3, 2), make_graph(n_seqs=16)
+    classes = DeviceClasses.host_by_host(cluster, [A100, A100, H100])
+    for call in graph.calls:
+        model = ppo_cost(cluster, mixture, classes)
+        options = call_options(Problem(graph, model, max_tp=4), call)
+        wide = {option.first for option in options if option.strategy.tp == 4}
+        assert wide == {0}, "hosts 0 and 1 are of one class, 1 and 2 of two"
+        assert any(option.size == 6 and option.strategy.tp == 2 for option in options)
+        with pytest.raises(
+            ValueError, match=r"tp=4 splits the experts of \w+ over devices of unlike classes"
+        ):
+            model.call(call, assign([2, 3, 4, 5], tp=4))
+        dense = call_options(Problem(graph, ppo_cost(cluster, device=classes), max_tp=4), call)
+        assert {option.first for option in dense if option.strategy.tp == 4} == {0, 2}
+
+
 def test_a_call_on_one_class_does_not_see_the_others(make_graph, ppo_cost, assign):
     cluster = Cluster(2, 2)
     mixed = ppo_cost(cluster, device=DeviceClasses.host_by_host(cluster, [A100, H100]))
@@ -113,7 +134,9 @@ def test_a_call_on_one_class_does_not_see_the_others(make_graph, ppo_cost, assig
 
 
 def test_a_move_takes_the_slowest_links_of_its_classes():
-    slow = renamed(A100, "slow", between_hosts=Link(bytes_per_s=1e9, latency_s=1e-3), link_efficiency=0.5)
+    slow = renamed(
+        A100, "slow", between_hosts=DeviceLink(bytes_per_s=1e9, latency_s=1e-3), link_efficiency=0.5
+    )
     classes = DeviceClasses.host_by_host(Cluster(3, 2), [A100, A100, slow])
     inside, between = A100.inside_host, A100.between_hosts
     fast = (
@@ -125,7 +148,7 @@ def test_a_move_takes_the_slowest_links_of_its_classes():
     assert classes.wires({0}) == pytest.approx(fast)
     assert classes.wires({1}) == pytest.approx((inside.latency_s, 1 / (0.5 * inside.bytes_per_s), 1e-3, 2e-9))
     assert classes.wires({0, 1}) == classes.wires({1})
-    quick = renamed(slow, "quick", inside_host=Link(bytes_per_s=1e15, latency_s=1.0))
+    quick = renamed(slow, "quick", inside_host=DeviceLink(bytes_per_s=1e15, latency_s=1.0))
     mixed = DeviceClasses.host_by_host(Cluster(2, 2), [A100, quick])
     assert mixed.wires({0, 1}) == pytest.approx((1.0, fast[1], 1e-3, 2e-9)), (
         "latency of one, bandwidth of the other"

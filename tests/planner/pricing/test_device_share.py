@@ -23,12 +23,29 @@ def shape(**changes) -> ModelShape:
     return ModelShape(**{**small, **changes})
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.booleans(), st.sampled_from(["lm", "scalar"]))
-def test_no_device_holds_more_than_its_stage_and_one_holds_as_much(tp, pp, tied, head):
+GPT2 = {
+    "family": "gpt2",
+    "kv_heads": 6,
+    "norm_bias": True,
+    "learned_positions": True,
+    "gated": False,
+    "packed": True,
+}
+MIXTURE = {"family": "mixtral", "experts": 8, "experts_per_token": 2}
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from(["lm", "scalar"]),
+    st.sampled_from([{}, MIXTURE, GPT2]),
+)
+def test_no_device_holds_more_than_its_stage_and_one_holds_as_much(tp, pp, tied, head, more):
     """The layout's own count, device by device, is the judge."""
     placement = Placement(tuple(range(tp * pp)), ParallelStrategy(1, tp, pp))
-    layout = Layout(shape(tied=tied), head, placement)
-    local = sizes(shape(tied=tied), head, tp)
+    layout = Layout(shape(tied=tied, **more), head, placement)
+    local = sizes(shape(tied=tied, **more), head, tp)
     for stage in range(pp):
         held = [layout.size_bytes(placement.device(0, rank, stage), 1) for rank in range(tp)]
         bound = local.stage_parameters(pp, stage)
@@ -41,6 +58,18 @@ def test_grouped_queries_are_not_counted_as_full_heads():
     grouped, full = sizes(shape(), "lm", 2), sizes(shape(kv_heads=6), "lm", 2)
     assert (grouped.kv, full.kv) == (4, 12)
     assert full.layer - grouped.layer == 2 * (12 - 4) * 24
+
+
+def test_a_token_passes_its_experts_and_a_pass_reads_those_of_its_tokens():
+    local, expert = sizes(shape(**MIXTURE), "lm", 2), 3 * 20 * 24
+    rest = sizes(shape(), "lm", 2).layer - expert + 8 * 24  # and the router
+    assert (local.layer, local.active) == (rest + 8 * expert, rest + 2 * expert)
+    assert local.read(1) == pytest.approx(local.active)
+    assert local.read(2) == pytest.approx(rest + (2 + 6 * 2 / 8) * expert)
+    assert local.read(1000) == pytest.approx(local.layer)
+    assert (local.busy(1), local.busy(2)) == (pytest.approx(2), pytest.approx(8 * (1 - 0.75**2)))
+    dense = sizes(shape(), "lm", 2)
+    assert dense.active == dense.read(1) == dense.layer
 
 
 def test_a_scalar_head_has_no_vocabulary():

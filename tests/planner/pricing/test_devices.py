@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from planner.plan.mesh import Cluster
-from planner.pricing.devices import GROUPS, DeviceProfile, Link, preset
+from planner.pricing.devices import GROUPS, DeviceLink, DeviceProfile, preset
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
 
@@ -69,8 +69,8 @@ def test_under_the_slowest_figures_times_are_finite(make_graph, ppo_cost):
         **dict.fromkeys(EFFICIENCIES, 1e-6),
         **dict.fromkeys((*OVERHEADS, "dispatch_s"), 1e6),
         memory_bytes=2**60,
-        inside_host=Link(bytes_per_s=1, latency_s=1e6),
-        between_hosts=Link(bytes_per_s=1, latency_s=1e6),
+        inside_host=DeviceLink(bytes_per_s=1, latency_s=1e6),
+        between_hosts=DeviceLink(bytes_per_s=1, latency_s=1e6),
     )
     graph, model = make_graph(n_seqs=2**20, mini_batches=4), ppo_cost(Cluster(2, 8), device=slowest)
     price = heuristic_plan(graph, model).price

@@ -4,17 +4,20 @@ import pytest
 
 from bench.replay import replay
 from planner.plan.build import build_plan
+from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import preset
-from planner.pricing.plans import plan_memory, price_plan, shortfall
+from planner.pricing.options import call_options
+from planner.pricing.plans import key_bytes, plan_memory, price_plan, shortfall
 from planner.search.baselines import symmetric
 from rlhf_tasks.parallel.layout.shape import parameters, trained_parameters
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
 from rlhf_tasks.spec import ReallocateNode, TransferNode
+from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 
 
 @pytest.fixture
@@ -117,6 +120,37 @@ def test_a_copy_counts_until_its_release(make_graph, assign, ppo_cost):
     assert peaks[2].node == "actor_generate"
     assert set(peaks[2].parts) == {"actor: copy", "actor_generate: KV cache"}
     assert not any("copy" in part for part in peaks[0].parts)
+
+
+def test_batches_that_are_drawn_ahead_lie_where_they_are_drawn(small_problem, assign):
+    for staleness in (0, 2):
+        asked = problem_ahead_by(staleness, small_problem(Cluster(1, 2), SAMPLE_AND_LEARN, 1))
+        places = {call.name: assign([int(call.name != "actor_generate")]) for call in asked.graph.calls}
+        peaks = plan_memory(build_plan(asked.graph, places, Cluster(1, 2)), asked.model).peaks
+        call, part = asked.graph.call("actor_generate"), "actor_generate: samples drawn ahead"
+        wanted = 2 * 4 * sum(key_bytes(key, asked.model.workload) for key in {*call.inputs, *call.outputs})
+        assert peaks[0].parts.get(part) == (wanted if staleness else None)
+        assert part not in peaks[1].parts
+        option = next(o for o in call_options(asked, call) if o.size == 1)
+        assert option.resident == ((wanted,) if staleness else (0.0,))
+
+
+def test_the_last_iteration_in_segments_may_take_as_long_as_whole_responses(make_graph, assign, ppo_cost):
+    graph, cluster = make_graph(n_seqs=64), Cluster(1, 1)
+    calls = [
+        call.model_copy(update={"segment_tokens": 16}) if call.kind == "generate" else call
+        for call in graph.calls
+    ]
+    tail = Lengths(points=((16, 0.9), (1600, 0.1)))
+    prices = []
+    for each in (graph, DataflowGraph(calls, graph.dataset_keys, name="segments")):
+        places = dict.fromkeys((call.name for call in each.calls), assign([0]))
+        prices.append(price_plan(build_plan(each, places, cluster), ppo_cost(cluster, new_tokens=tail)))
+    whole, segments = prices
+    drawn_s = segments.longest_s["actor_generate"]
+    assert drawn_s == whole.duration_s["actor_generate"] > 1.5 * segments.due_s["actor_generate"]
+    assert whole.longest_s == whole.due_s
+    assert {**segments.longest_s, "actor_generate": 0.0} == {**segments.due_s, "actor_generate": 0.0}
 
 
 def offloaded_plan(make_graph, assign, offload: bool):

@@ -14,7 +14,7 @@ TAIL = Lengths(points=((8, 0.45), (20, 0.45), (120, 0.05), (160, 0.05)))
 def test_an_iteration_draws_as_many_tokens_as_a_batch_has(segment, n_groups, size):
     found = drawn(30, TAIL.points, segment, n_groups, size)
     tokens = sum(one.steps * one.running for one in found.rounds)
-    assert tokens == pytest.approx(TAIL.mean, rel=0.12)
+    assert tokens == pytest.approx(TAIL.mean, rel=0.05)
     assert all(one.steps <= segment and one.running <= one.begins <= 2 for one in found.rounds)
 
 
@@ -30,6 +30,21 @@ def test_responses_of_two_segments_are_drawn_in_two_rounds_or_read_again():
     assert sum(one.steps * one.running for one in found.rounds) == pytest.approx(32)
     assert 1 <= found.reads <= 2
     assert 30 <= found.read_tokens <= 46
+
+
+def test_of_sequences_of_several_lengths_as_many_columns_are_read_as_the_longest_near_them_has():
+    """Responses of two segments: in each round half of the sequences have a segment behind them, or not yet any."""
+    (apart,) = drawn(4, ((32, 1.0),), 16, 8, 1).rounds
+    (together,) = drawn(20, ((32, 1.0),), 16, 8, 1).rounds
+    assert apart.context == pytest.approx((4 + 20) / 2 + 17 / 2)
+    assert together.context == pytest.approx(36 + 17 / 2)
+
+
+def test_what_is_read_again_are_the_sequences_of_later_rounds_however_rare_these_are():
+    found = drawn(30, ((16, 0.5), (40, 0.3), (64, 0.2)), 16, 8, 1)
+    assert found.rounds[-1].steps < 1, "not many iterations have it"
+    assert 0 < found.again < 0.5 * sum(one.begins for one in found.rounds[1:])
+    assert 30 + 16 <= found.again_tokens < 30 + 64
 
 
 def test_shorter_segments_wait_less_and_read_more():

@@ -44,6 +44,19 @@ def test_every_turn_waits_for_its_longest_sequences(generation):
     assert found.seconds == pytest.approx(sum(turn.seconds for turn in each), rel=1e-12)
 
 
+def test_the_cache_has_room_for_the_longest_prompt_however_many_turns(generation):
+    typical, longest = generation(), generation(longest_prompt=228)
+    assert longest.seconds == typical.seconds
+    assert longest.active_bytes[0] - typical.active_bytes[0] == pytest.approx(
+        generation(max_new_tokens=228).active_bytes[0] - typical.active_bytes[0]
+    )
+    turns, in_turns = (
+        generation(turns=2, longest_prompt=prompt, new_tokens=Lengths.fixed(40)) for prompt in (None, 228)
+    )
+    grown = in_turns.active_bytes[0] - turns.active_bytes[0]
+    assert grown == pytest.approx(longest.active_bytes[0] - typical.active_bytes[0])
+
+
 def test_one_turn_costs_what_a_response_does_and_the_environment(generation):
     alone = generation()
     assert generation(turns=1) == alone

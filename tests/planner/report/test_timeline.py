@@ -4,7 +4,7 @@ import pytest
 
 from planner.plan.mesh import Cluster
 from planner.pricing.plans import price_plan
-from planner.report.timeline import Bar, Group, draw_bars, steady_bars
+from planner.report.timeline import Bar, DeviceLane, draw_bars, steady_bars
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def test_bars_of_a_device_do_not_overlap_and_stay_inside_the_period(priced):
 
 def test_a_line_is_as_wide_as_asked_and_names_what_has_room():
     bars = (Bar("generate", "generate", 0.0, 5.0), Bar("save", "save", 9.99, 10.0))
-    (line, axis) = draw_bars([Group((0, 1), bars)], 10.0, width=40)
+    (line, axis) = draw_bars([DeviceLane((0, 1), bars)], 10.0, width=40)
     assert line[1:] == [("", ""), ("generate" + "─" * 11 + "┤", "generate"), (" " * 20 + "│", "")]
     assert axis[0][0].endswith("10 s")
 
 
 def test_of_many_groups_the_busiest_are_drawn():
-    groups = [Group((n,), (Bar("x", "train_step", 0.0, float(n)),)) for n in range(1, 31)]
+    groups = [DeviceLane((n,), (Bar("x", "train_step", 0.0, float(n)),)) for n in range(1, 31)]
     lines = draw_bars(groups, 30.0, rows=5)
     assert len(lines) == 7
     assert [line[0][0].strip(" │") for line in lines[:5]] == ["26", "27", "28", "29", "30"]

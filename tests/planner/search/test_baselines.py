@@ -2,7 +2,12 @@ import pytest
 
 from planner.plan.build import PlanError, build_plan
 from planner.plan.mesh import Cluster
-from planner.search.baselines import Limits, heuristic, symmetric
+from planner.plan.workload import Lengths
+from planner.pricing.devices import preset
+from planner.pricing.plans import shortfall
+from planner.search.baselines import Limits, heuristic, heuristic_plan, symmetric
+from planner.search.choices import assignments_of
+from tests.planner.sampled import ALL_FOR_TENSORS
 
 
 def strategies(assignments) -> dict[str, str]:
@@ -31,6 +36,29 @@ def test_a_small_batch_bounds_dp(make_graph):
 def test_pipelines_get_micro_batches(make_graph):
     found = heuristic(make_graph(n_seqs=64), Cluster(2, 2), {"actor": Limits(replica_devices=4)})
     assert found["actor_train"].micro_batches == 4
+
+
+@pytest.mark.parametrize("rule", [heuristic, symmetric])
+def test_a_generation_on_a_pipeline_decodes_all_sequences_at_once(make_graph, rule):
+    """Its micro-batches would take turns; as many groups as stages are in flight without them."""
+    found = rule(make_graph(n_seqs=64), Cluster(2, 2), {"actor": Limits(replica_devices=4)})
+    assert found["actor_generate"].placement.strategy.pp == 2
+    assert found["actor_generate"].micro_batches == 1
+    assert found["actor_train"].micro_batches == 4
+
+
+def test_a_generation_whose_replica_cannot_grow_decodes_fewer_sequences_at_a_time(
+    make_graph, ppo_cost, llama
+):
+    """One device: a cache of all 64 sequences does not fit, that of some does."""
+    layers = {"num_hidden_layers": 2, "hidden_size": 768, "intermediate_size": 2048}
+    shape = llama(**layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=8192)
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(2.0e9), **ALL_FOR_TENSORS})
+    model = ppo_cost(Cluster(1, 1), shape, small, new_tokens=Lengths.fixed(3000))
+    found = heuristic_plan(make_graph(n_seqs=64, mini_batches=1), model)
+    generate = assignments_of(found.plan)["actor_generate"]
+    assert generate.micro_batches > 1
+    assert shortfall(found.price, model) is None
 
 
 def test_a_model_with_few_heads_takes_a_smaller_mesh(make_graph):

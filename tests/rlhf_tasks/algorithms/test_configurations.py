@@ -142,6 +142,31 @@ def test_staleness_without_a_correction_is_warned_about_and_has_no_call_for_it()
         assert (config.warning or "").count("staleness=1 with importance_cap null") == warned
 
 
+@pytest.mark.parametrize(
+    ("kind", "lacks"), [("sft", "generation that could run ahead"), ("rollout", "policy ratio")]
+)
+def test_what_cannot_sample_ahead_says_why(kind: str, lacks: str):
+    document = {"type": kind, "models": {"actor": "m"}, "data": {"train": "d"}, "staleness": 1}
+    with pytest.raises(ConfigError) as caught:
+        make_config(document)
+    said = str(caught.value)
+    assert f"staleness: {kind} has no {lacks}" in said
+    assert "Leave it out, or choose an algorithm that has one, such as grpo or ppo." in said
+
+
+@pytest.mark.parametrize("kind", algorithm_names())
+def test_no_staleness_is_what_every_algorithm_has(kind: str):
+    fields = algorithm(kind).config.model_fields
+    document = {key: value for key, value in NEEDED.items() if key in fields} | {"type": kind}
+    if kind == "expert_iteration":
+        document["min_score"] = 1.0
+    if kind == "distillation":
+        document["models"] = {"actor": "a", "teacher": "t"}
+    wanted = make_config(document)
+    assert make_config({**document, "staleness": 0}) == wanted
+    assert getattr(wanted, "staleness", 0) == 0
+
+
 def test_the_critic_has_its_own_optimizer_where_given():
     config = make_config(ppo(optimizer={"learning_rate": 1e-4}, critic_optimizer={"learning_rate": 1e-3}))
     rates = {r: role.optimizer.learning_rate for r, role in config.roles().items() if role.optimizer}

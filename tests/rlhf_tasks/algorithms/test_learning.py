@@ -51,6 +51,7 @@ def start(folder: Path, tmp_path: Path) -> Iterator[Any]:
     def make(kind: str, **changes: Any) -> OneRank:
         document = {
             "type": kind,
+            "dtype": "float32",
             "models": {"actor": str(folder / "actor"), **changes.pop("models", {})},
             "data": {"train": str(folder / "train.jsonl")},
             "batch_size": N_SEQS,

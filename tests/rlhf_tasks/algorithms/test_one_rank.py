@@ -12,7 +12,7 @@ import torch
 from flows.demo.data import MODEL, write_model_folder
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.ppo import functions
-from rlhf_tasks.algorithms.ppo.learning import Targets, learning_targets
+from rlhf_tasks.algorithms.ppo.targets import Targets, learning_targets
 from rlhf_tasks.algorithms.shared.learning.packed import last_response_tokens
 from rlhf_tasks.algorithms.shared.learning.policy_math import kl_divergence
 from rlhf_tasks.algorithms.shared.scores.scoring import reward_model_part
@@ -60,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def document(kind: str, folder: Path, actor: str = "actor", **changes: Any) -> dict[str, Any]:
     common = {
         "type": kind,
+        "dtype": "float32",
         "models": {"actor": str(folder / actor)},
         "data": {"train": str(folder / "rows.jsonl")},
         "batch_size": N_SEQS,

@@ -1,6 +1,7 @@
 """Generation in segments on one rank: what a whole draw gives, full batches, and every prompt once."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from planner.plan.workload import Lengths, Workload
+from planner.pricing.call_formulas import Crossings, OnMesh, generate
+from planner.pricing.device_share import sizes
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import DRAWN_BY, NUMBER
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
+from rlhf_tasks.parallel.generate.slots import Group
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
 from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, weights, world
 
@@ -138,6 +144,64 @@ def test_fewer_slots_than_places_give_the_same_samples(start: Any, strings: Any)
             )
             old, wanted_old = batch["old_logprobs"].values, theirs[number]["old_logprobs"].values
             assert torch.allclose(old, wanted_old, atol=1e-5)
+
+
+class Counts:
+    """What a timing is asked for: tokens of prompts, steps, or rows of all steps, as if they were seconds."""
+
+    def __init__(self, counted: str, layers: int) -> None:
+        self._counted, self._layers = counted, layers
+
+    def layer_s(self, kind: str, tokens: float, context: float) -> float:
+        of = {"read": ("prefill", tokens), "steps": ("decode", 1.0), "rows": ("decode", tokens)}
+        counts, number = of[self._counted]
+        return number / self._layers if kind == counts else 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0.0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_planner_prices_the_steps_and_the_reading_that_there_are(
+    start: Any, monkeypatch: Any, micro_batches: int
+):
+    iterations, skipped = 40, 6
+    run = start("reinforce_pp", 4, total_iterations=iterations + 9)
+    found = dict.fromkeys(("read", "steps", "rows"), 0)
+    fill, compute = Group._fill, Group.compute
+
+    def filled(group: Group, pieces: Any, places: Any) -> None:
+        found["read"] += sum(piece.stop - piece.first for piece in pieces)
+        fill(group, pieces, places)
+
+    def computed(group: Group) -> None:
+        compute(group)
+        found["steps"] += 1
+        found["rows"] += group._cache.rows
+
+    monkeypatch.setattr(Group, "_fill", filled)
+    monkeypatch.setattr(Group, "compute", computed)
+    batches = drawn(run, skipped, micro_batches)
+    drawn(run, skipped, micro_batches)  # until the places are filled as in the steady state
+    found.update(dict.fromkeys(found, 0))
+    batches = drawn(run, iterations, micro_batches, (skipped, skipped * BATCH))
+    samples = [batch for one in batches for batch in one.values()]
+    lengths = Counter(int(batch["response_mask"].values.sum()) for batch in samples)
+    tokens = sum(int(batch["input_ids"].lengths[0]) for batch in samples) - sum(
+        n * c for n, c in lengths.items()
+    )
+    responses = Lengths(points=tuple((n, c / len(samples)) for n, c in sorted(lengths.items())))
+    (call,) = (call for call in run.calls if call.kind == "generate")
+    shape = run.engines["actor"].layout.shape
+    workload = Workload(
+        prompt_tokens=round(tokens / len(samples)), new_tokens=responses, itemsize=4, recompute="none"
+    )
+    for counted, number in found.items():
+        timing: Any = Counts(counted, shape.layers)
+        of = sizes(shape, "lm", 1)
+        mesh = OnMesh(timing, workload, of, of, ParallelStrategy(), Crossings(False, False, False))
+        priced = generate(mesh, call, micro_batches).seconds
+        assert priced == pytest.approx(number / (iterations - skipped), rel=0.2), counted
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,7 +63,11 @@ def lines(run_folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+EACH = [pytest.param(kind, marks=pytest.mark.slow) if kind in ("dapo", "rloo") else kind for kind in OPTIONS]
+"""In the default suite those whose learning differs: DAPO and RLOO compare the samples of a group as GRPO does."""
+
+
+@pytest.mark.parametrize("kind", EACH)
 def test_training_without_skipped_samples_is_training_on_a_smaller_batch(start: Any, kind: str):
     """Half of a batch is skipped; a batch that has only the other half gives the same bits."""
     skips = start(kind, on_reward_error="skip", num_mini_batches=1, **OPTIONS[kind])
@@ -82,7 +86,7 @@ def test_training_without_skipped_samples_is_training_on_a_smaller_batch(start: 
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", EACH)
 def test_where_nothing_is_skipped_the_option_changes_no_bit(start: Any, kind: str):
     plain, skips = (start(kind, on_reward_error=choice, **OPTIONS[kind]) for choice in ("stop", "skip"))
     expected, found = plain.iterate(0)[0], skips.iterate(0)[0]

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.ppo import functions
-from rlhf_tasks.algorithms.ppo.learning import Targets, learning_targets
+from rlhf_tasks.algorithms.ppo.targets import Targets, learning_targets
 from rlhf_tasks.algorithms.shared.learning.policy_math import discounted_returns, shaped_rewards
 from rlhf_tasks.algorithms.shared.scores.scoring import rewards_of_tokens
 from rlhf_tasks.rewards.forms import RewardError
@@ -60,7 +60,10 @@ def start(folder: Path, tmp_path: Path) -> Iterator[Any]:
         run.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# RLOO and ReMax learn from the sums of their samples as GRPO does.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ("rloo", "remax") else k for k in KINDS]
+)
 def test_a_reward_that_is_zero_but_at_the_last_token_learns_as_that_of_the_whole_answer(
     start: Any, kind: str
 ):

@@ -23,7 +23,7 @@ from rlhf_tasks.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
     CheckpointError,
-    Part,
+    PartReport,
     RoleRecord,
     StoredFile,
     verify,
@@ -75,7 +75,7 @@ def write_part(folder: Path, rank: int, step: int, generation: int = 0) -> dict[
     path.write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     stored = StoredFile(role="actor", file=path.name, size_bytes=len(content), sha256=digest)
-    return Part(stored=stored, record=record(step)).model_dump(mode="json")
+    return PartReport(stored=stored, record=record(step)).model_dump(mode="json")
 
 
 def order(spec: Spec, step: int, generation: int = 0) -> WriteCommit:

@@ -16,7 +16,7 @@ from rlhf_tasks.checkpoint.kept_state import KeptState
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import GenerationSpec, RunSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.spec import CallNode, ExecutionPlan, SaveNode, SyncNode
 from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS
@@ -41,7 +41,7 @@ class Rank:
         self.plans = [ExecutionPlan.model_validate(plan) for plan in documents["plans"]]
         self.folder = Path(self.run.run_folder)
         self.store = rendezvous.store()
-        self.executor = Executor(rank, self.parts.append)
+        self.executor = NodeExecutor(rank, self.parts.append)
 
     def load(
         self, generation: int, step: int | None, attempt: int = 1, n_ranks: int = 2, plan: int = 1

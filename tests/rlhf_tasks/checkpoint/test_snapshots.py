@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
-from rlhf_tasks.checkpoint.manifest import CheckpointError, Part
+from rlhf_tasks.checkpoint.manifest import CheckpointError, PartReport
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout
@@ -132,8 +132,9 @@ def commit(folder, world: int) -> None:
         (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float64, [FOUR[4], *FOUR], None),
         (model(), "lm", torch.float32, [FOUR[5], *FOUR], None),
         (model(tied=True), "scalar", torch.bfloat16, [FOUR[2], *FOUR], ADAPTERS),
+        (model(family="qwen3_moe", experts=3, experts_per_token=2), "lm", torch.bfloat16, FOUR, None),
     ],
-    ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank", "adapters"],
+    ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank", "adapters", "experts"],
 )
 def test_a_role_is_restored_bit_by_bit_into_any_layout(ranks, tmp_path, shape, head, dtype, placements, lora):
     wrong = ranks.run(4, save_and_restore, str(tmp_path), shape, head, dtype, placements, lora)
@@ -186,16 +187,16 @@ def small_role(**changes) -> Role:
     return Role(layout, groups, FakeOptimizer(state), {}, version=7)  # type: ignore[arg-type]
 
 
-def written_part(folder: Path, role: Role) -> Part:
+def written_part(folder: Path, role: Role) -> PartReport:
     told: list[SavedPart] = []
     writer = SnapshotWriter(generation(folder, 0), told.append)
     writer.save("actor", role, 3)
     writer.close()
     assert told[0].error == ""
-    return Part.model_validate(told[0].details)
+    return PartReport.model_validate(told[0].details)
 
 
-def commit_part(folder: Path, part: Part) -> None:
+def commit_part(folder: Path, part: PartReport) -> None:
     order = WriteCommit(3, (), {"save": {0: part.model_dump(mode="json")}}, 24, {"actor": 7}, plan())
     RunSnapshots(Spec(str(folder))).commit(order, {})
 
@@ -333,12 +334,12 @@ def test_what_is_written_in_pieces_is_what_is_hashed_and_every_byte_is_read_back
     writer = SnapshotWriter(generation(tmp_path, 0), told.append, moved)
     writer.save("actor", role, 3)
     writer.close()
-    stored = Part.model_validate(told[0].details).stored
+    stored = PartReport.model_validate(told[0].details).stored
     data = (unfinished_folder(tmp_path, 3, 1) / stored.file).read_bytes()
     assert (stored.size_bytes, stored.sha256) == (len(data), hashlib.sha256(data).hexdigest())
     assert len(data) > 10 * 350
     assert moved.total_bytes == len(data)
-    commit_part(tmp_path, Part.model_validate(told[0].details))
+    commit_part(tmp_path, PartReport.model_validate(told[0].details))
     moved = ByteCount()
     restore("actor", role, tmp_path, 3, moved)
     assert moved.total_bytes == sum(shard.tensor.nbytes for shard in role.master.state)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import pytest
 from distributed.comm import CommClosedError
 
 from flows.run.prepare import prepare
+from flows.run.run_identity import accept_changes
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.in_flight import in_flight
 from rlhf_tasks.checkpoint.manifest import read_manifest
@@ -74,7 +75,11 @@ class Played(NamedTuple):
     undisturbed: Path
 
     def spec(self, cluster, folder, **options):
-        return spec_of_job(cluster, self.job, folder, self.case.iterations, **options)
+        return spec_of_job(cluster, self.job, folder, self.job.iterations, **options)
+
+    def with_changes(self, **changes):
+        """The same with another configuration."""
+        return self._replace(job=prepare(self.job.config.model_copy(update=changes)))
 
     def assert_same(self, folder):
         assert_same_run(folder, self.undisturbed)
@@ -135,9 +140,15 @@ def test_a_commit_has_the_samples_of_the_iterations_to_come(played):
 def test_a_commit_has_the_sequences_that_have_not_ended_and_the_last_iteration_leaves_none(played):
     case, folder = played.case, played.undisturbed
     at = step_folder(folder, AT + 1)
-    drawn, begun = in_flight(at, read_manifest(at))
-    assert begun > 0
-    assert bool(drawn) == bool(case.staleness)
+    found = in_flight(at, read_manifest(at))
+    assert found.begun
+    assert bool(found.drawn) == bool(case.staleness)
+    delivered = set(range(found.groups_begun)) - found.drawn - found.begun
+    assert len(delivered) == 16 * (AT + 1), "a group is one sample"
+    lost, again = found.if_let_go(16 * (AT + 1), 1)
+    assert len(lost) == len(again)
+    assert lost or not case.staleness, "groups are delivered out of order"
+    assert set(again) <= delivered
     told = [line["segments/unfinished"] for line in metrics_of(folder) if "segments/unfinished" in line]
     assert told[-1] == 0 < max(told)
 
@@ -154,9 +165,8 @@ def test_a_rank_that_is_killed_costs_nothing(cluster, played, tmp_path, point):
     played.assert_same(folder)
 
 
-@each(*IN_SEGMENTS, AHEAD)
-def test_nor_does_a_whole_run_that_is_killed_and_resumed(cluster, played, tmp_path):
-    folder = tmp_path / "run"
+def killed(cluster, played, folder):
+    """Begin a run, whose controller is killed before it has committed iteration AT. Returns that one's address."""
     folder.mkdir()
     with (
         found(cluster, folder) as now,
@@ -164,8 +174,33 @@ def test_nor_does_a_whole_run_that_is_killed_and_resumed(cluster, played, tmp_pa
         pytest.raises(CommClosedError),
     ):
         asyncio.run(attend(now, played.spec(now, folder)))
-    gone = {now.controller.address}
+    return {now.controller.address}
+
+
+@each(*IN_SEGMENTS, AHEAD)
+def test_nor_does_a_whole_run_that_is_killed_and_resumed(cluster, played, tmp_path):
+    folder = tmp_path / "run"
+    gone = killed(cluster, played, folder)
     events = resume(cluster, folder, gone, lambda now: played.spec(now, folder, attempt=2))
+    assert committed(events) == list(range(AT, played.case.iterations))
+    played.assert_same(folder)
+
+
+@each(*IN_SEGMENTS, AHEAD)
+def test_a_change_on_which_no_sample_depends_keeps_what_is_in_flight(cluster, played, tmp_path):
+    """Accepted between two attempts: the run goes on as if nothing had ended it."""
+    folder, end = tmp_path / "run", played.case.iterations
+    gone = killed(cluster, played.with_changes(total_iterations=end + 1), folder)
+    planning = played.job.config.planning.model_copy(update={"time_limit_s": 3.0})
+    changed = played.with_changes(planning=planning, kl_horizon=9)  # no KL target reads the horizon
+    *said, kept = accept_changes(folder, changed.job)
+    assert set(said) == {
+        f"total_iterations {end + 1} (now {end})",
+        "planning.time_limit_s 10.0 (now 3.0)",
+        "kl_horizon 10000 (now 9)",
+    }
+    assert kept.endswith("stay, since they depend on nothing that has changed")
+    events = resume(cluster, folder, gone, lambda now: changed.spec(now, folder, attempt=2))
     assert committed(events) == list(range(AT, played.case.iterations))
     played.assert_same(folder)
 

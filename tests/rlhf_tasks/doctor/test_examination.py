@@ -1,5 +1,6 @@
 """An examination finds what is right and what is wrong, under splits of every axis."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ CHECKS = ("logits", "gradients", "greedy tokens", "reallocation")
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Case:
-    """A model of a family with scaled embeddings, tied, and its answers."""
-    tiny_model(tiny_config("gemma")).save_pretrained(tmp_path / "model")
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    """A model, by default of a family with scaled embeddings, tied, and its answers."""
+    tiny_model(tiny_config(getattr(request, "param", "gemma"))).save_pretrained(tmp_path / "model")
     (tmp_path / "answers").mkdir()
     sequences = tuple(tuple(s.tolist()) for s in tokens(5, 9, 1, 7))
     return Case(str(tmp_path / "model"), str(tmp_path / "answers"), "float32", sequences, 6)
@@ -30,7 +31,16 @@ def _examine(rank: int, world: int, case: Case) -> list[Finding]:
 
 
 @pytest.mark.dist
-def test_a_sound_model_passes_every_check_and_a_changed_one_fails_those_that_show_it(ranks, case):
+@pytest.mark.parametrize(
+    ("case", "changed"),
+    [
+        ("gemma", r"model\.layers\.3\.mlp\.down_proj\.weight"),
+        ("mixtral", r"model\.layers\.3\.block_sparse_moe\.experts\.[12]\.w2\.weight"),
+        ("gpt2", r"transformer\.h\.3\.attn\.c_attn\.weight"),
+    ],
+    indirect=["case"],
+)
+def test_a_sound_model_passes_every_check_and_a_changed_one_fails_those_that_show_it(ranks, case, changed):
     write_answers(case, torch.device("cpu"))
     findings = worst(ranks.run(2, _examine, case))
     assert {(f.strategy, f.check) for f in findings} == {(s, c) for s in STRATEGIES for c in CHECKS}
@@ -39,8 +49,9 @@ def test_a_sound_model_passes_every_check_and_a_changed_one_fails_those_that_sho
 
     file = Path(case.model) / "model.safetensors"
     weights = load_file(file)
-    weights["model.layers.3.mlp.down_proj.weight"] *= 1.3
-    save_file(weights, file)
+    factors = {name: 1.3 if re.fullmatch(changed, name) else 1.0 for name in weights}
+    assert set(factors.values()) == {1.0, 1.3}
+    save_file({name: weight * factors[name] for name, weight in weights.items()}, file)
     for found in worst(ranks.run(2, _examine, case)):
         assert found.passed == (found.check == "reallocation"), found
 

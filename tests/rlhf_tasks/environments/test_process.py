@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.environments.episodes import Answer, Episode, Failed
-from rlhf_tasks.environments.process import EnvironmentProcess, longest_play_s
+from rlhf_tasks.environments.episodes import Answer, Episode, FailedAnswer
+from rlhf_tasks.environments.process import MOST_KILLED, EnvironmentProcess, longest_play_s
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.process import ENDING_S, MOST_LOST
 
@@ -85,19 +85,54 @@ class Waiting(Failing):
         return "on", 0, False
 
 class Fragile:
-    """Ends its process for the first samples, as many as it is told; another is always a little late."""
+    """Ends its process for the first samples, as many as it is told, in one of its turns or one after the other;
+    another is always a little late."""
 
-    def __init__(self, lost=0, slow_s=0.0):
-        self.lost, self.slow_s = lost, slow_s
+    def __init__(self, lost=0, slow_s=0.0, turn=1, each_turn=False):
+        self.lost, self.slow_s, self.turn, self.each_turn = lost, slow_s, turn, each_turn
 
     def reset(self, row, seed):
         self.n, self.turns = row["n"], 0
 
     def step(self, text):
         self.turns += 1
-        if self.n < self.lost:
+        if self.n < self.lost and self.turns == (self.n + 1 if self.each_turn else self.turn):
             os._exit(4)
         time.sleep(self.slow_s)
+        return f"turn {self.turns}", 0, False
+
+class Together:
+    """All its steps wait at the same time. Then that of sample 1 ends the process, in one of its turns: each time, or
+    until it has left a file."""
+
+    def __init__(self, turn=1, marker=None):
+        self.turn, self.marker = turn, marker
+
+    def reset(self, row, seed):
+        self.n, self.turns = row["n"], 0
+
+    async def step(self, text):
+        self.turns += 1
+        await asyncio.sleep(0.1 if self.n == 1 else 0.2)
+        if self.n == 1 and self.turns == self.turn and not (self.marker and os.path.exists(self.marker)):
+            if self.marker:
+                open(self.marker, "w").close()
+            os._exit(6)
+        return f"turn {self.turns}", 0, False
+
+class Slower:
+    """A step takes its seconds once the file is there."""
+
+    def __init__(self, file, slow_s):
+        self.file, self.slow_s = file, slow_s
+
+    def reset(self, row, seed):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        if os.path.exists(self.file):
+            time.sleep(self.slow_s)
         return f"turn {self.turns}", 0, False
 
 class Counted:
@@ -186,10 +221,26 @@ def test_a_process_that_is_killed_from_outside_is_given_all_turns_again(start, t
     log = tmp_path / "log"
     process = start("Room", log=str(log))
     process.answers(episodes("a", samples=(1,)))
-    [keeper] = [child for child in psutil.Process().children() if "environments" in " ".join(child.cmdline())]
-    os.kill(keeper.children(recursive=True)[-1].pid, signal.SIGKILL)
+    kill()
     assert process.answers(episodes("a", "b", samples=(1,))) == [Answer("b:2:101", 0.5, False)]
     assert log.read_text().split() == ["1", "a", "1", "a", "1", "b"]
+
+
+def kill() -> None:
+    """Kill the only helper process, as the system does when memory runs out."""
+    [keeper] = [child for child in psutil.Process().children() if "environments" in " ".join(child.cmdline())]
+    os.kill(keeper.children(recursive=True)[-1].pid, signal.SIGKILL)
+
+
+def test_each_turn_that_is_played_again_has_the_time_of_a_turn(start, tmp_path):
+    slow = tmp_path / "slow"
+    process = start("Slower", timeout_s=4.0, file=str(slow), slow_s=1.6)
+    texts = ("a", "b", "c")
+    for n in (1, 2):
+        process.answers(episodes(*texts[:n], samples=(1,)))
+    slow.touch()
+    kill()
+    assert process.answers(episodes(*texts, samples=(1,))) == [Answer("turn 3", 0.0, False)]
 
 
 def test_environments_that_no_turn_comes_to_any_more_are_let_go_as_a_new_batch_begins(start):
@@ -262,7 +313,7 @@ def test_where_failed_samples_are_skipped_the_others_have_their_answers(start, t
     file = tmp_path / "rooms.py"
     process = start("Failing", how=how, skips=True)
     found = process.answers(episodes("a"))
-    failed = Failed(f"environment {file}:Failing: {sentence.format(file=file)}")
+    failed = FailedAnswer(f"environment {file}:Failing: {sentence.format(file=file)}")
     if how == "begins":  # which it does for every sample
         assert found == 4 * [failed]
     else:
@@ -277,13 +328,70 @@ def test_so_they_have_where_it_never_answers_one_sample(start, name):
     assert "step gave no answer in 3 s at" in found[1].reason
 
 
-def test_a_process_lost_over_a_sample_is_begun_anew_with_the_turns_of_the_others(start):
-    process = start("Fragile", lost=2, skips=True)
-    found = process.answers(episodes("a", "b"))
-    assert found[2:] == 2 * [Answer("turn 2", 0.0, False)]
+@pytest.mark.parametrize("turn", [1, 3])
+def test_where_several_wait_for_their_answers_the_one_over_which_the_process_is_lost_is_found(start, turn):
+    texts, sentence = ("a", "b", "c"), "step ended its process with exit status 6."
+    skips, stops = start("Together", skips=True, turn=turn), start("Together", turn=turn)
+    for n in range(1, turn):
+        on = 4 * [Answer(f"turn {n}", 0.0, False)]
+        assert skips.answers(episodes(*texts[:n])) == stops.answers(episodes(*texts[:n])) == on
+    found = skips.answers(episodes(*texts[:turn]))
+    assert [found[0], *found[2:]] == 3 * [Answer(f"turn {turn}", 0.0, False)]
+    assert sentence in found[1].reason
+    others = episodes(*texts[:turn], "d", samples=(0, 2, 3))
+    assert skips.answers(others) == 3 * [Answer(f"turn {turn + 1}", 0.0, False)]
+    with pytest.raises(RewardError, match=sentence) as caught:
+        stops.answers(episodes(*texts[:turn]))
+    assert caught.value.place == 1
+
+
+def test_a_loss_that_no_episode_repeats_alone_ends_the_run_without_naming_one(start, tmp_path):
+    for number, skips in enumerate((False, True)):
+        process = start("Together", skips=skips, marker=str(tmp_path / f"left-{number}"))
+        with pytest.raises(RewardError, match="step ended its process with exit status 6") as caught:
+            process.answers(episodes("a"))
+        assert caught.value.place is None
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_process_lost_over_a_sample_is_begun_anew_with_the_turns_of_the_others(start, turn):
+    process, texts = start("Fragile", lost=2, turn=turn, skips=True), ("a", "b")[:turn]
+    for n in range(1, turn):
+        assert process.answers(episodes(*texts[:n])) == 4 * [Answer("turn 1", 0.0, False)]
+    found = process.answers(episodes(*texts))
+    assert found[2:] == 2 * [Answer(f"turn {turn}", 0.0, False)]
     assert [each.reason.partition("step ")[2] for each in found[:2]] == 2 * [
         "ended its process with exit status 4."
     ]
+
+
+def test_one_that_is_lost_in_a_later_turn_ends_a_run_that_skips_nothing(start):
+    process = start("Fragile", lost=2, turn=2)
+    process.answers(episodes("a"))
+    with pytest.raises(RewardError, match="ended its process with exit status 4") as caught:
+        process.answers(episodes("a", "b"))
+    assert caught.value.place == 0
+
+
+def test_as_many_samples_of_a_batch_may_cost_a_process_in_all_its_turns_together(start):
+    process = start("Fragile", skips=True, lost=MOST_LOST + 1, each_turn=True)
+    everyone = tuple(range(MOST_LOST + 2))
+    for n in range(MOST_LOST):
+        found = process.answers(episodes(*"abcdef"[: n + 1], samples=everyone[n:]))
+        assert [isinstance(each, FailedAnswer) for each in found] == [True, *[False] * (len(found) - 1)]
+    with pytest.raises(RewardError, match="ended its process with exit status 4"):
+        process.answers(episodes(*"abcdef"[: MOST_LOST + 1], samples=everyone[MOST_LOST:]))
+
+
+def test_what_is_played_again_takes_no_longer_than_the_deadline_allows(start, monkeypatch):
+    monkeypatch.setattr("rlhf_tasks.environments.process.MOST_KILLED", 0)
+    process = start("Room")
+    process.answers(episodes("a", samples=(1,)))
+    kill()
+    with pytest.raises(
+        RewardError, match=r"was killed from outside.* Its batch cannot be played again in 0 s"
+    ):
+        process.answers(episodes("a", "b", samples=(1,)))
 
 
 def test_what_is_no_samples_own_fault_is_not_skipped(start):
@@ -298,8 +406,8 @@ def test_what_is_no_samples_own_fault_is_not_skipped(start):
             start(name, skips=True, **kwargs).answers(episodes("a", samples=samples))
 
 
-def test_the_deadline_allows_for_every_turn_and_every_process_that_may_be_lost():
-    for skips, times in ((False, 1), (True, MOST_LOST + 1)):
+def test_the_deadline_allows_for_every_turn_and_for_what_is_played_again():
+    for skips, times in ((False, 1 + MOST_KILLED), (True, 1 + MOST_LOST)):
         config = config_of("builtin:GuessingGame", 1, 7.0, skips)
         assert longest_play_s(config) == 3 * times * (7.0 + ENDING_S)
         assert longest_play_s(config.model_copy(update={"environment": None})) == 0

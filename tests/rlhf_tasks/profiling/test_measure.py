@@ -16,10 +16,15 @@ from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling
 from rlhf_tasks.profiling.executor import ProfileExecutor
 from rlhf_tasks.profiling.measure import (
+    DEEP,
+    FEW_STEPS,
     FEWEST_ROUNDS,
     KEYS,
     MANY_SAMPLES,
+    MORE_STEPS,
     ROUNDS,
+    SHALLOW,
+    _generation,
     _means_s,
     exchange_sets,
 )
@@ -110,6 +115,20 @@ def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once(
     found = _means_s(works, (0,), groups, lambda: clock.now)
     assert done == ["short", "long"] * 3
     assert found == {"short": 1.0, "long": 5.0}
+
+
+def test_steps_that_take_longer_with_more_context_do_not_count_in_the_prefill():
+    """Here a layer's prefill takes as long as a step behind a prompt, and a step's seconds are its context."""
+    prompt, found = 16, {}
+    for name, layers in (("shallow", SHALLOW), ("deep", DEEP)):
+        for steps in (FEW_STEPS, MORE_STEPS):
+            of_layer = 10 * prompt + sum(prompt + step for step in range(1, steps + 1))
+            found["generate", name, prompt, 4, steps] = float(layers * of_layer)
+    grid = Grid(tokens=(), lengths=(), rows=(4,), contexts=(prompt,))
+    timed = {one.operation: one for one in _generation(found, 1, grid)}
+    step = timed["layer/decode"]
+    assert step.seconds == pytest.approx(step.context, rel=0.05)
+    assert timed["layer/prefill"].seconds == pytest.approx(10 * prompt, rel=0.15)
 
 
 def timed_turns(took: dict[str, list[float]], budget_s: float = math.inf) -> dict[str, int]:

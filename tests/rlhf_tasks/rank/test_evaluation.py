@@ -12,7 +12,7 @@ from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.checkpoint.test_commits import Spec
 from tests.rlhf_tasks.settings import DEADLINES
@@ -28,7 +28,7 @@ def run(prepared: Prepared, folder: Path, iterations: range) -> tuple[Results, l
     """
     plan, parts, results = prepared.plan, list[SavedPart](), Results()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    executor = Executor(0, parts.append)
+    executor = NodeExecutor(0, parts.append)
     executor.load(
         GenerationSpec(
             run="test",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flows.run.prepare import prepare
 from rlhf_tasks.protocol.messages import Done, GenerationSpec, SavedPart
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.rank.plan_nodes import Outcome
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import NodeKey, NodeRequest
@@ -29,7 +29,7 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     run_folder.mkdir()
     prepared.rows.keep(run_folder)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    executor = Executor(0, parts.append)
+    executor = NodeExecutor(0, parts.append)
     executor.load(
         GenerationSpec(
             run="test",
@@ -58,7 +58,7 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
 
 def performs(perform):
     """An executor whose nodes all do this, and a request."""
-    executor = Executor(0, lambda part: None)
+    executor = NodeExecutor(0, lambda part: None)
     executor._run = SimpleNamespace(device=torch.device("cpu"), perform=perform, versions=dict)  # type: ignore[assignment]
     key = NodeKey(run="test", attempt=1, generation=0, iteration=0, node="call")
     return executor, NodeRequest(key=key, number=0, first_sample=0, versions={}, deadline_s=60.0)

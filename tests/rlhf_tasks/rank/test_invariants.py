@@ -11,7 +11,7 @@ from flows.run.prepare import prepare
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.rank.plan_nodes import plan_device_sets
 from rlhf_tasks.rank.role_engines import RoleEngines
 from rlhf_tasks.spec import ReallocateNode
@@ -44,7 +44,7 @@ def test_a_call_is_refused_where_the_engine_has_another_version(tmp_path):
     """Between two train calls a request says one version more than the engine has."""
     config, plan = on_one_device(tmp_path)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    executor = Executor(0, lambda part: None)
+    executor = NodeExecutor(0, lambda part: None)
     document = json.loads(config.model_dump_json())
     executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "versions"))
     fetch, generate = (

@@ -20,7 +20,7 @@ from rlhf_tasks.parallel.state.host_copies import ThreadCopier
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank import role_engines
-from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.spec import ExecutionPlan, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
 from tests import rendezvous
@@ -84,7 +84,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
     role_engines.copier = lambda device: LazyCopier()
     try:
         plan = ExecutionPlan.model_validate_json(plan_json)
-        executor = Executor(rank, lambda part: None)
+        executor = NodeExecutor(rank, lambda part: None)
         executor.load(generation(plan, rank, world, config, folder, rendezvous.port, rendezvous.prefix))
         seen = []
         for iteration in range(2):
@@ -135,7 +135,7 @@ def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path):
 def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_path):
     config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    executor, losses = Executor(0, lambda part: None), []
+    executor, losses = NodeExecutor(0, lambda part: None), []
     for n in range(3):
         document = json.loads(config.model_dump_json())
         executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, f"generation {n}"))
@@ -156,7 +156,7 @@ def test_a_model_is_refused_while_it_is_offloaded(tmp_path):
     """With onloads left out, the first call that needs one says so."""
     config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    executor = Executor(0, lambda part: None)
+    executor = NodeExecutor(0, lambda part: None)
     document = json.loads(config.model_dump_json())
     executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "refused"))
     requests = Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]

@@ -2,7 +2,7 @@
 
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
-from rlhf_tasks.rehearsal.rehearsal import Asked, rehearse
+from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, rehearse
 from rlhf_tasks.spec import SaveNode, SaveSamplesNode
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.settings import SETTINGS
@@ -68,7 +68,7 @@ def rehearsed(
         **{**SETTINGS, **spec},
     )
     return rehearse(
-        Asked(
+        RehearsalRequest(
             told,
             costs_of(plan, seconds, part_bytes, read_bytes),
             machines or Machines(),

@@ -8,7 +8,7 @@ from rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from rlhf_tasks.rehearsal.costs import Machines, Noise
 from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
-from rlhf_tasks.rehearsal.watch import Watch
+from rlhf_tasks.rehearsal.watch import WaitLog
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import SECONDS, costs_of
 
@@ -31,7 +31,7 @@ class Clustered:
             costs_of(PLAN, SECONDS, read_bytes=2e9),
             MACHINES,
             Noise(0, 0.0),
-            Watch(),
+            WaitLog(),
             Pace(300.0, 1e6),
             lambda idle: None,
             self.hits.append,

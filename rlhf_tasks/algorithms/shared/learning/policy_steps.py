@@ -11,10 +11,10 @@ from torch import Tensor
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import DRAWN_BY, PROXIMAL
 from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT
+from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
 from rlhf_tasks.algorithms.shared.learning.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.learning.policy_math import behaviour_weights, bounded, kl_divergence
 from rlhf_tasks.algorithms.shared.learning.schedule import optimizer_steps, planned_share
-from rlhf_tasks.algorithms.shared.learning.steps import Steps
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -26,7 +26,7 @@ Ratio = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logprobs, ratio, advantages), all [T] -> (loss, where a bound applies), both [T]."""
 
-SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch")
+SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch", "fresh")
 WEIGHED = ("weight", "weight_squared", "cut")
 
 
@@ -124,17 +124,28 @@ def policy_steps(
         loss/policy: mean of the mini-batches' losses, by their denominators
         entropy (nats), clip_ratio, policy/ratio, policy/approx_kl (nats; estimator k3, from the sampling policy):
             means over the response tokens of the applied steps
-        policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault
+        policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault.
+            With staleness or segments, old_logprobs are those of the proximal policy where a pass of its own has
+            computed them; else only tokens that the actor as it is has drawn are compared, and where it has drawn
+            none this is left out
         policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
         those of `from_older`, with staleness or segments. Ratio and KL are then those from the proximal policy
     """
     config = _config(context)
     weighs = config.corrects_staleness and not config.infers_proximal
-    batch, weights, staleness = from_older(engine, batch, weights, config, objective.ratio)
+    mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
+    fresh = mask
+    if config.learns_from_older and not config.infers_proximal:
+        fresh = mask & (batch[DRAWN_BY].values == engine.version)
+    if weighs:  # the only step computes the rest in its own pass: `_terms`
+        staleness = _ages(engine.sum_over_dp(_tally(engine, batch, config)).tolist())
+    else:
+        batch, weights, staleness = from_older(engine, batch, weights, config, objective.ratio)
     kept = KEPT if config.records_kept else ()
     ref = ("ref_logprobs",) if objective.beta > 0 else ()
-    lengths, dtype = batch["input_ids"].lengths, batch["old_logprobs"].values.dtype
+    dtype = batch["old_logprobs"].values.dtype
     own = {
+        "fresh": Packed(fresh, lengths),
         "advantages": Packed(advantages.to(dtype), lengths),
         "weights": Packed(weights.weights.to(dtype), lengths),
     }
@@ -152,14 +163,14 @@ def policy_steps(
         counted="response_mask",
         share=None if ids is None else planned_share(context, engine.placement.strategy.dp),
     )
-    mismatch = 0.0
+    mismatch = dict[str, float]()
     for step in optimizer_steps(samples, context, config.optimizer, epochs, first_iteration, ids):
         if not weights.denominators[step.block]:
             continue  # only the optimizer's momentum would change the weights
         unchanged = steps.applied == 0
         means = steps.take(step)
-        if unchanged:
-            mismatch = means["mismatch"]
+        if unchanged and means["fresh"]:
+            mismatch = {"policy/mismatch": means["mismatch"] / means["fresh"]}
         if early_stop_ratio is not None and means["ratio"] > early_stop_ratio:
             break
     if weighs:
@@ -173,7 +184,7 @@ def policy_steps(
         "clip_ratio": steps.mean("clip_ratio"),
         "policy/ratio": steps.mean("ratio"),
         "policy/approx_kl": steps.mean("approx_kl"),
-        "policy/mismatch": mismatch,
+        **mismatch,
         "policy/steps": float(steps.applied),
         **steps.end("actor"),
         **staleness,
@@ -181,29 +192,50 @@ def policy_steps(
 
 
 def from_older(
-    engine: Engine, batch: SampleBatch, weights: Weights, config: PolicyConfig, ratio: Ratio
+    engine: Engine,
+    batch: SampleBatch,
+    weights: Weights,
+    config: PolicyConfig,
+    ratio: Ratio,
+    micro_batches: int = 1,
 ) -> tuple[SampleBatch, Weights, dict[str, float]]:
-    """What a policy learns of samples that its older versions have drawn: (batch, weights, metrics).
+    """Prepare a train_step on samples that older versions have drawn: (batch, weights, metrics).
 
-    Where tokens are weighted, decoupled PPO: each token's weight is multiplied by its `behaviour_weights`, and the
-    policy ratio is that to the proximal policy, so `old_logprobs` of the batch become `proximal_logprobs`. The
-    denominators stay: a token that counts less does not make the others count more. Where the proximal policy is
-    that of the only optimizer step, this step does all that itself (`_terms`), and gives the metrics of importance.
-    ratio  the objective's: where its actions are whole responses, so are those that are weighted
-    Metrics: staleness/mean and staleness/max (train calls since a token was drawn, over the response tokens);
-    importance/mean, importance/cut_ratio (share of the tokens whose weight the cap cuts) and importance/effective
-    (square of the sum of the weights over tokens times the sum of their squares; 1: all are equal), over the response
-    tokens. None where nothing is older. Collective over the mesh.
+    This is decoupled PPO (arXiv:2110.00641). Each token's weight is multiplied by its `behaviour_weights`. The policy
+    ratio is taken to the proximal policy: `old_logprobs` of the batch become the proximal policy's. The denominators
+    stay, so a token that counts less does not make the others count more. Without staleness and segments nothing is
+    changed, and with `importance_cap` null only metrics are added.
+
+    The proximal policy's log-probabilities are those that `actor_inference` has computed. Where a train_step takes
+    one optimizer step, the graph has no such call. Then a forward pass computes them here. `policy_steps` does
+    without it, since its step is that pass.
+
+    ratio          the objective's. Where its actions are whole responses, so are those that are weighted
+    micro_batches  of the forward pass
+    Metrics, over the response tokens; none where nothing is older:
+        staleness/mean, staleness/max  train calls since a token was drawn
+        importance/mean                mean weight
+        importance/cut_ratio           share of the tokens whose weight the cap cuts
+        importance/effective           square of the sum of the weights / (tokens * sum of their squares); 1 where all
+                                       are equal
+    Collective over the mesh.
     """
     if not config.learns_from_older:
         return batch, weights, {}
-    mask, drawn = batch["response_mask"].values, batch["old_logprobs"]
-    ages = engine.version - batch[DRAWN_BY].values[mask]
-    tally = torch.bincount(ages, minlength=config.oldest + 1).double()
-    if not config.infers_proximal:
+    tally = _tally(engine, batch, config)
+    if config.importance_cap is None:
         return batch, weights, _ages(engine.sum_over_dp(tally).tolist())
-    assert config.importance_cap is not None, "tokens are not weighted"
-    proximal, lengths = batch[PROXIMAL], batch["input_ids"].lengths
+    mask, drawn, lengths = batch["response_mask"].values, batch["old_logprobs"], batch["input_ids"].lengths
+    proximal = batch.data.get(PROXIMAL)
+    if proximal is None:
+        proximal = engine.inference(
+            batch,
+            lambda logits, micro: engine.logprobs(logits, micro, config.sampling.temperature),
+            micro_batches,
+            counted="response_mask",
+        )
+    if proximal is None:
+        proximal = drawn  # a rank of an earlier stage, which computes no loss
     change = torch.where(mask, proximal.values - drawn.values, 0.0).double()
     by, cut = behaviour_weights(ratio(change, mask, lengths), mask, config.importance_cap)
     of_tokens = torch.stack(
@@ -218,6 +250,12 @@ def from_older(
     }
     batch = SampleBatch(batch.ids, {**batch.data, "old_logprobs": proximal})
     return batch, weights._replace(weights=weights.weights * by), metrics
+
+
+def _tally(engine: Engine, batch: SampleBatch, config: PolicyConfig) -> Tensor:
+    """This replica's response tokens of each age, in train calls since they were drawn: [oldest + 1] float64."""
+    ages = engine.version - batch[DRAWN_BY].values[batch["response_mask"].values]
+    return torch.bincount(ages, minlength=config.oldest + 1).double()
 
 
 def _ages(counts: Sequence[float]) -> dict[str, float]:
@@ -257,12 +295,14 @@ def _terms(
         kl = kl_divergence(logprobs, data["ref_logprobs"], objective.kl_estimator)
         losses = losses + objective.beta * kl
     change = bounded(logprobs - old).detach()
+    from_drawn = bounded(logprobs - data["old_logprobs"]).detach()
     sums = {
         "ratio": ratio.detach(),
         "entropy": entropy.detach(),
         "clip_ratio": clipped,
         "approx_kl": torch.expm1(change) - change,
-        "mismatch": change.abs(),
+        "mismatch": torch.where(data["fresh"], from_drawn.abs(), 0.0),
+        "fresh": data["fresh"],
         **weighed,
     }
     return LossTerms(

@@ -25,16 +25,10 @@ from rlhf_tasks.parallel.generate.generation import Segments
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN
 from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.spec import ModelFunctionCall
+from rlhf_tasks.spec import ENDED, GROUPS_BEGUN, ModelFunctionCall
 
 FREE = -1
 """The number of the sample in a free place."""
-
-GROUPS_BEGUN = "groups_begun"
-"""The key of the number of groups that were begun so far, on all dp ranks together."""
-
-ENDED = "ended"
-"""The key that says whether a sample has ended; it may wait for the others of its group, or for its turn."""
 
 _EMPTY: Mapping[str, torch.dtype] = {
     "input_ids": torch.int64,
@@ -48,11 +42,6 @@ _EMPTY: Mapping[str, torch.dtype] = {
 
 Sample = dict[str, Tensor]
 """A sample by its keys, on the CPU: those that generation makes, ENDED and GROUPS_BEGUN."""
-
-
-def left_keys(call: ModelFunctionCall) -> dict[str, str]:
-    """Key of what a call leaves for the next iteration -> its name in a commit."""
-    return {key: f"left_{key}" for key in (*call.outputs, ENDED, GROUPS_BEGUN)}
 
 
 def nothing_left(call: ModelFunctionCall, places: Iterable[int], first_sample: int) -> SampleBatch:
@@ -96,7 +85,7 @@ def under_their_numbers(function: CallFunction) -> CallFunction:
 def draw_segments(call: ModelFunctionCall) -> CallFunction:
     """The function of `actor_generate` in segments.
 
-    Its batch is what the iteration before has left in the places of this dp rank, see `left_keys`. It gives the keys
+    Its batch is what the iteration before has left in the places of this dp rank (`call.left`). It gives the keys
     of `actor_generate`, with DRAWN_BY, NUMBER and COLUMNS, for samples of the iteration: those that ended on this dp
     rank, which may be others than it is due.
     A response depends only on (seed, sample, weights that drew each of its tokens, prompt). Where the weights do not

@@ -18,7 +18,7 @@ from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.observations import Observations
-from rlhf_tasks.environments.episodes import Answer, Episode, Failed
+from rlhf_tasks.environments.episodes import Answer, Episode, FailedAnswer
 from rlhf_tasks.environments.observed import observed
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate
@@ -185,7 +185,7 @@ class _Table:
         packed = Packed(values, tuple(len(context) for context in contexts))
         return SampleBatch(tuple(following), {"prompt_ids": packed})
 
-    def _answers(self, samples: Sequence[int]) -> list[Answer | Failed]:
+    def _answers(self, samples: Sequence[int]) -> list[Answer | FailedAnswer]:
         if not samples:
             return []
         at = self._sequences
@@ -206,10 +206,10 @@ class _Table:
             f" It was at sample {sample} ({self._context.where(sample)}), whose turn {len(texts)} was {said}."
         )
 
-    def _goes_on(self, sample: int, answer: Answer | Failed, last: int, is_last: bool) -> bool:
+    def _goes_on(self, sample: int, answer: Answer | FailedAnswer, last: int, is_last: bool) -> bool:
         """Take an answer. Returns whether the policy draws another turn; then the observation is added before it."""
         sequence = self._sequences[sample]
-        if isinstance(answer, Failed):
+        if isinstance(answer, FailedAnswer):
             sequence.fault = answer.reason
             return False
         sequence.reward += answer.reward

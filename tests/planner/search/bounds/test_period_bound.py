@@ -44,9 +44,16 @@ def test_it_does_where_generation_runs_ahead(small_problem, cluster):
     assert tight > 50
 
 
-@pytest.mark.parametrize("slower", [1, 30, 1000])
+@pytest.mark.parametrize(
+    ("cluster", "slower"),
+    [
+        *((Cluster(2, 2), slower) for slower in (1, 30, 1000)),
+        (Cluster(1, 4), 30),  # the same without hosts, whose links are others
+        *(pytest.param(Cluster(1, 4), slower, marks=pytest.mark.slow) for slower in (1, 1000)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("checked", [False, True], ids=["ppo", "checked"])
-@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
 def test_it_does_where_moves_take_longer_than_calls(small_problem, cluster, checked, slower):
     """Then a slower option that needs a shorter move, or none, is the faster one: what it costs counts once."""
     problem = small_problem(cluster, links_slower=slower)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from bench.replay import replay
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.plan.workload import Evaluation, Lengths, RoleModel, Workload
+from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.devices import DeviceProfile, Link, preset
+from planner.pricing.devices import DeviceLink, DeviceProfile, preset
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
 from planner.search.compiled.tables import Tables
@@ -39,7 +39,7 @@ SMALL = ModelShape.from_config(
 LORA = Lora(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 
 
-EVALUATION = Evaluation(
+EVALUATION = EvaluationWork(
     every=2,
     rows=45,
     rows_at_once=20,
@@ -58,7 +58,7 @@ def make_tables(
     slower: float = 1.0,
     last_host: DeviceProfile | None = None,
     host_copy_bytes_per_s: float = 25e9,
-    evaluation: Evaluation | None = None,
+    evaluation: EvaluationWork | None = None,
     lora: Lora | None = None,
     chunks: int = 1,
     sync_every: int | None = None,
@@ -136,7 +136,7 @@ def slow_down(device: DeviceProfile, factor: float) -> DeviceProfile:
     changes |= {name: getattr(device, name) * factor for name in times}
     for name in ("inside_host", "between_hosts"):
         link = getattr(device, name)
-        changes[name] = Link(bytes_per_s=link.bytes_per_s / factor, latency_s=link.latency_s * factor)
+        changes[name] = DeviceLink(bytes_per_s=link.bytes_per_s / factor, latency_s=link.latency_s * factor)
     return device.model_copy(update=changes)
 
 
@@ -239,7 +239,7 @@ def lacking(price: PlanPrice, classes: DeviceClasses) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(st.data())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_a_choice_costs_what_its_plan_costs(name, data):
     """Under the order that was found best, which is the best of all orders."""
     found = tables_of(name)

@@ -26,6 +26,7 @@ ENGINE: Any = SimpleNamespace(sum_over_dp=lambda values: values, device=torch.de
 
 DOCUMENT = {
     "type": "dapo",
+    "dtype": "float32",
     "models": {"actor": "a"},
     "data": {"train": "d"},
     "sampling": {"max_completion_length": 8},

@@ -84,3 +84,65 @@ def test_the_two_answers_of_a_pair_stay_together_in_order():
         assert all(a == b for a, b in zip(micro.ids[::2], micro.ids[1::2], strict=True))
         seen += firsts
     assert sorted(seen) == list(range(8))
+
+
+def _groups(prompts: list[int], answers: list[int]) -> SampleBatch:
+    """Samples of prompts of these lengths, with answers of these lengths for each."""
+    sequences = [
+        torch.cat([torch.arange(length) + 1000 * number, torch.full((answer,), 10**6 + place)])
+        for number, length in enumerate(prompts)
+        for place, answer in enumerate(answers)
+    ]
+    return SampleBatch(tuple(range(len(sequences))), {"input_ids": Packed.of(sequences)})
+
+
+def test_samples_of_a_prompt_come_into_one_micro_batch():
+    micros = split(_groups([10, 10, 10], [5, 5, 5, 5]), 3)
+    assert [micro.ids for micro in micros] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    assert [micro.computed_tokens for micro in micros] == [30, 30, 30]
+
+
+def test_a_group_is_cut_where_there_are_more_micro_batches_than_groups():
+    micros = split(_groups([10], [5, 5, 5, 5]), 2)
+    assert [(micro.ids, micro.computed_tokens) for micro in micros] == [((0, 1), 20), ((2, 3), 20)]
+
+
+def test_samples_are_dealt_by_length_where_consecutive_ones_would_fill_a_micro_batch_more():
+    """Two of 108 tokens in turn are 208 with a shared prompt; one of 108 and one of 58 are 166 without."""
+    micros = split(_groups([8], [50, 50, 100, 100]), 2)
+    assert [micro.ids for micro in micros] == [(0, 2), (1, 3)]
+
+
+def test_prompts_that_are_shared_leave_room_for_more_samples():
+    batch = _groups([10, 10, 10], [5, 5, 5, 5])
+    assert len(split(batch, 1, 45)) == 3
+    assert len(split(batch, 1, 60)) == 2
+    assert len(split(batch, 1, 90)) == 1
+
+
+@given(
+    st.lists(st.integers(8, 30), min_size=1, max_size=5),
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.one_of(st.none(), st.integers(1, 200)),
+)
+def test_micro_batches_of_groups_are_a_partition_within_bounds(
+    prompts: list[int], answers: list[int], least: int, most: int | None
+) -> None:
+    """No micro-batch is fuller, and none more, than without sharing."""
+    batch = _groups(prompts, answers)
+    lengths = list(batch["input_ids"].lengths)
+    micros = split(batch, least, most)
+    assert sorted(sample for micro in micros for sample in micro.ids) == list(batch.ids)
+    bound = most or max(sum(lengths[i] for i in part) for part in balance(lengths, least))
+    assert all(micro.computed_tokens <= max(bound, *lengths) for micro in micros)
+    assert most is not None or len(micros) <= least
+    for micro in micros:
+        assert list(micro.ids) == sorted(micro.ids)
+
+
+def test_the_answers_of_a_pair_share_their_prompt():
+    prompt = torch.arange(12)
+    parts = [torch.cat([prompt + 100 * pair, torch.tensor([n] * n)]) for pair in (0, 1) for n in (3, 5)]
+    (micro,) = split(SampleBatch((7, 7, 8, 8), {"input_ids": Packed.of(parts)}), 1)
+    assert micro.computed_tokens == 2 * (12 + 3 + 5)

@@ -20,7 +20,7 @@ from rlhf_tasks.parallel.layout.flops import generation_flops
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs
-from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.model.stage import ROWS, Stage
 from rlhf_tasks.parallel.train.engine import Engine
 from tests.tiny_models import CONFIGS, by_our_names, shape_of, tiny_config, tiny_model
 
@@ -59,7 +59,8 @@ def build(family: str, dtype: torch.dtype, strategy=ALONE, groups: Any = None, *
     stage = Stage(
         config, layout, placement.coordinate(groups.rank), tp_group, device=groups.device, dtype=dtype
     )
-    whole = by_our_names(layout, dict(tiny_model(config).named_parameters()))
+    model = tiny_model(config)
+    whole = by_our_names(layout, model, dict(model.named_parameters()))
     for name, mine in stage.named_slices().items():
         rows = layout.held(groups.rank)[name]
         mine.data.copy_(whole[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
@@ -115,7 +116,7 @@ def test_greedy_tokens_equal_transformers(family: str):
         assert ours[sample_id] == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float):
     engine = build(family, torch.float32)
@@ -380,6 +381,20 @@ def test_a_shared_prompt_gives_the_tokens_of_a_repeated_one(limits: dict[str, in
         torch.testing.assert_close(logprobs, alone["old_logprobs"].values)
 
 
+def test_a_pass_over_prompts_has_a_multiple_of_rows_on_the_cpu_which_changes_no_token(monkeypatch):
+    engine, seen = build("qwen2", torch.float64), []
+    engine.stage.model.layers["0"].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    padded = draw(engine, prompts(), max_new_tokens=3)
+    steps = [len(LENGTHS)] * 3
+    assert seen == [ROWS, *steps]
+    monkeypatch.setattr("rlhf_tasks.parallel.model.stage.ROWS", 1)
+    seen.clear()
+    plain = draw(engine, prompts(), max_new_tokens=3)
+    assert seen == [sum(LENGTHS) - len(LENGTHS), *steps]
+    assert responses(padded) == responses(plain)
+    torch.testing.assert_close(padded["old_logprobs"].values, plain["old_logprobs"].values)
+
+
 @pytest.mark.parametrize(("micro_batches", "times"), [(1, 1), (4, 2), (14, 2)])
 def test_a_prompt_is_read_once_while_a_sample_of_it_is_in_a_slot(micro_batches: int, times: int):
     engine, passed = build("llama", torch.float32), []
@@ -407,7 +422,12 @@ OTHERS: list[Model] = [
     ("qwen2", {"tie_word_embeddings": True}),
     ("qwen3", {}),
     ("gemma", {"num_key_value_heads": 1}),  # embeddings are tied
+    ("mixtral", {}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("gpt2", {}),
 ]
+BY_STAGES = ("qwen2", "qwen3_moe")
+"""Families that the default suite splits by layers (both ends of the first have the embeddings), others by heads."""
 
 
 def _generate_on(
@@ -443,9 +463,30 @@ def kept_of(samples: SampleBatch) -> dict[int, list[int]]:
     return {i: part.tolist() for i, part in zip(samples.ids, samples["kept_tokens"].split(), strict=True)}
 
 
+COVERING = {
+    "greedy": [(1, 2, 1), (1, 2, 2)],
+    "sampled": [(s.dp, s.tp, s.pp) for s in STRATEGIES],
+    "nucleus": [(1, 4, 1), (2, 1, 2), (1, 2, 2)],
+    "strings": [(1, 1, 2), (2, 2, 1)],
+    "slots": [(1, 1, 4), (2, 2, 1), (1, 2, 2)],
+    "shared": [(1, 1, 4), (2, 1, 2), (1, 2, 2)],
+}
+"""Mode -> what the default suite runs of it: plain sampling everywhere, others where tokens are chosen from parts of
+the vocabulary (tp), by another stage than the one that reads them (pp), or for a share of the samples (dp)."""
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus", "strings", "slots", "shared"])
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [
+        pytest.param(
+            mode, strategy, marks=() if (strategy.dp, strategy.tp, strategy.pp) in kept else pytest.mark.slow
+        )
+        for mode, kept in COVERING.items()
+        for strategy in STRATEGIES
+    ],
+    ids=str,
+)
 def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, mode: str):
     params: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": STOPS}
     dtype = torch.float64
@@ -472,8 +513,19 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, m
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", [ParallelStrategy(tp=2), ParallelStrategy(pp=2)], ids=str)
-@pytest.mark.parametrize("model", OTHERS, ids=lambda model: model[0])
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        pytest.param(
+            model,
+            strategy,
+            id=f"{model[0]}-{strategy}",
+            marks=pytest.mark.slow if (strategy.pp == 2) ^ (model[0] in BY_STAGES) else (),
+        )
+        for model in OTHERS
+        for strategy in (ParallelStrategy(tp=2), ParallelStrategy(pp=2))
+    ],
+)
 def test_greedy_tokens_of_other_families_do_not_depend_on_the_layout(
     ranks, model: Model, strategy: ParallelStrategy
 ):

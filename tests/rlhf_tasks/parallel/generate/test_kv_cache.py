@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhf_tasks.parallel.generate.kv_cache import KVCache, Piece, vacate
+from rlhf_tasks.system.memory import process_bytes
 
 CPU = torch.device("cpu")
 Token = tuple[int, int]  # sequence and position
@@ -115,6 +116,18 @@ def test_a_finished_sequence_that_stays_beyond_its_end_disturbs_no_other():
         lengths = step(cache, lengths)
     ((keys, _, mask),) = cache.read(4)
     assert torch.equal(keys[0][:, mask[0, 0, 0]], torch.stack([stamp((0, p)) for p in range(4)], dim=1))
+
+
+def test_a_cache_on_the_cpu_takes_no_memory_for_what_is_never_written():
+    cache, before = KVCache(64, 4096, CPU), process_bytes(CPU)
+    cache.enter([0])
+    cache.advance()
+    keys = torch.ones(1, 4, 64)
+    cache.write(0, keys, keys)
+    ((read, _, _),) = cache.read(0)
+    assert torch.equal(read, keys[..., None, :])
+    size_bytes = 2 * 64 * 4096 * keys.numel() * keys.element_size()
+    assert process_bytes(CPU) - before < size_bytes / 10
 
 
 def test_more_sequences_than_slots_are_an_error():

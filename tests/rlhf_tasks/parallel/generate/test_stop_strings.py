@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rlhf_tasks.parallel.generate.stop_strings import StopStrings, follow
+from rlhf_tasks.parallel.generate.stop_strings import StopStrings, follow, states_behind
 
 CPU = torch.device("cpu")
 TEXTS = [
@@ -49,3 +49,19 @@ def test_a_string_is_completed_where_a_search_in_the_text_finds_it(strings: list
     expected = [completing(strings, row) for row in tokens]
     assert [list(row) for row in zip(*found, strict=True)] == expected
     assert 0 < sum(map(sum, expected)) < rows * steps
+
+
+def test_the_states_behind_texts_are_those_after_their_tokens_one_by_one():
+    draw = random.Random(1)
+    texts = [
+        torch.tensor([draw.randrange(len(TEXTS) + 2) for _ in range(length)], dtype=torch.int64)
+        for length in (5, 0, 23, 1, 17)
+    ]
+    table, expected = StopStrings(["abab", "b a", "ab"], TEXTS).to(CPU), []
+    for text in texts:
+        state = torch.zeros(1, dtype=torch.int64)
+        for token in text:
+            state, _ = follow(table, state, token[None])
+        expected += state.tolist()
+    assert states_behind(table, texts).tolist() == expected
+    assert len(set(expected)) > 2

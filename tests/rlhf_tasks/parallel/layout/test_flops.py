@@ -1,5 +1,7 @@
 """A model's work by hand."""
 
+from dataclasses import replace
+
 from rlhf_tasks.parallel.layout.flops import forward_flops, generation_flops, training_flops
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 
@@ -21,6 +23,14 @@ def test_a_forward_pass_is_two_operations_per_parameter_and_token_and_attention(
 def test_attention_alone_grows_with_the_square_of_the_length():
     quadratic = 4 * 20 * 10 * 8 * 2
     assert forward_flops(SHAPE, "lm", [20]) == 2 * (24_320 - 4 * 10 * 5 * 8 * 2) + quadratic
+
+
+def test_a_token_costs_the_experts_that_it_is_given_to():
+    mixture = replace(SHAPE, family="mixtral", experts=8, experts_per_token=3)
+    router, expert = 8 * 8, 3 * 8 * 8
+    layer = LAYER + 2 * expert + router
+    assert forward_flops(mixture, "lm", [10]) == 24_320 + 2 * 2 * 10 * (layer - LAYER)
+    assert training_flops(mixture, "lm", [10]) == 3 * forward_flops(mixture, "lm", [10])
 
 
 def test_generation_needs_no_pass_of_the_last_token_and_logits_of_new_tokens_only():

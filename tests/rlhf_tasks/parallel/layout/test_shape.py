@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
@@ -30,6 +31,10 @@ CASES = [
     ("gemma2", {}),
     ("phi3", {}),
     ("gemma3_text", {"attention_bias": True}),
+    ("mixtral", {"num_local_experts": 3}),
+    ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14}),
+    ("gpt2", {}),
+    ("gpt2", {"n_inner": 20, "tie_word_embeddings": False}),
 ]
 
 
@@ -45,24 +50,31 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path, family, changes, h
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     with torch.device("meta"):
         model = auto.from_config(theirs)
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        stored: dict = revert_weight_conversion(model, dict(model.named_parameters()))
+    expected = {name: tuple(p.shape) for name, p in stored.items()}
 
     shape = ModelShape.from_folder(tmp_path)
 
-    assert {spec.stored_name: spec.stored_shape for spec in parameters(shape, head)} == expected
+    ours = [item for spec in parameters(shape, head) for item in spec.stored.items()]
+    assert dict(ours) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
     given = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
     given |= {"hidden_size": 96, "num_attention_heads": 32}
+    mixture = FAMILIES[family].mixture
+    if mixture is not None:
+        given[mixture.width] = 20
     theirs = AutoConfig.for_model(family, **given)
 
     shape = ModelShape.from_config({"model_type": family, **given})
 
-    heads = theirs.num_key_value_heads, getattr(theirs, "head_dim", None) or 3
+    heads = getattr(theirs, "num_key_value_heads", 32), getattr(theirs, "head_dim", None) or 3
     assert (shape.kv_heads, shape.head_dim) == heads
     assert shape.tied == theirs.tie_word_embeddings
+    experts = getattr(theirs, "num_local_experts", 0), getattr(theirs, "num_experts_per_tok", 0)
+    assert (shape.experts, shape.experts_per_token) == experts
 
 
 @pytest.mark.parametrize(
@@ -70,15 +82,52 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
     [
         ({"model_type": "bert"}, "model_type 'bert'.*Llama, Mistral, Qwen2"),
         ({"model_type": None}, "model_type None"),
-        ({"model_type": "gpt2"}, r"packed projections \(c_attn\).*Llama, Mistral, Qwen2"),
+        ({"model_type": "falcon"}, r"packed projections \(query_key_value\).*Llama, Mistral, Qwen2"),
         (
-            {"model_type": "mixtral", "num_local_experts": 8},
-            "mixture of experts.*nor the gradient of its router",
+            {"model_type": "gpt2", "add_cross_attention": True},
+            r"\(gpt2\) has add_cross_attention, which is unknown",
+        ),
+        ({"model_type": "gpt2", "n_layer": 0}, "n_layer=0 in its config is not a positive"),
+        ({"model_type": "gpt2", "n_embd": 25}, "hidden size 25 is not a multiple of 6 heads"),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 8},
+            r"'deepseek_v3'\) is a mixture of experts \(n_routed_experts\) of a family whose router.*Llama, Mistral",
         ),
         (
-            {"model_type": "qwen3_moe", "num_experts": 4},
-            r"'qwen3_moe'\) is a mixture of experts \(num_experts\)",
+            {"model_type": "qwen2_moe", "num_experts": 4},
+            r"mixture of experts \(num_experts\).*shared experts",
         ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
+            "more than its 2 experts",
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 10**9},
+            "num_local_experts=1000000000.*more than 4,096",
+        ),
+        *(
+            (
+                {"model_type": "mixtral", key: value},
+                f"{key}={shown} in its config is not a positive whole number",
+            )
+            for key in ("num_local_experts", "num_experts_per_tok")
+            for value, shown in ((0, "0"), (-3, "-3"), (2.0, "2.0"), ("8", "'8'"), ([4], r"\[4\]"))
+        ),
+        (
+            {"model_type": "mixtral", "router_jitter_noise": "x"},
+            "router_jitter_noise='x'.*number of at least 0",
+        ),
+        (
+            {"model_type": "mixtral", "router_aux_loss_coef": -1},
+            "router_aux_loss_coef=-1.*number of at least 0",
+        ),
+        (
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "norm_topk_prob": 1},
+            "norm_topk_prob=1 in its config is neither true nor false",
+        ),
+        ({"model_type": "qwen3_moe"}, "moe_intermediate_size=None"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "layers without experts"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "layers without experts"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
@@ -121,6 +170,12 @@ def test_adapters_lie_beside_what_files_do_not_pack():
     assert sorted(linear_modules(packed)) == ["down_proj", "o_proj"]
     with pytest.raises(ValueError, match=r"'q_proj', which is not a linear layer of phi3"):
         Lora(2, 4.0, ("q_proj",)).check(packed)
+    of_gpt2 = ModelShape.from_config(config(model_type="gpt2"))
+    assert linear_modules(of_gpt2) == {"c_fc": (96, 24), "c_proj": (24, 24)}
+    mixture = ModelShape.from_config(config(model_type="mixtral"))
+    assert sorted(linear_modules(mixture)) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    with pytest.raises(ValueError, match=r"'up_proj', .* of mixtral \(its experts have no adapters\)\. Its"):
+        Lora(2, 4.0, ("up_proj",)).check(mixture)
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"\xff\xfe", b"[]"])

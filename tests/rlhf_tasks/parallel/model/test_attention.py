@@ -1,10 +1,14 @@
 """Packed attention and decoding against attention written out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.prefixes import SharedPrefixes
+from rlhf_tasks.parallel.model import attention
 from rlhf_tasks.parallel.model.attention import kv_index, packed_attention
 from tests.tiny_models import packed
 
@@ -65,6 +69,21 @@ def test_packed_attention(kv_map: tuple[int, ...], window: int | None):
         torch.testing.assert_close(mine, expected)
 
 
+def test_short_sequences_in_bfloat16_are_rounded_once_where_the_kernel_would_convert(monkeypatch):
+    """Sequences of more tokens than `LONGEST_IN_FLOAT32` are left to the kernel."""
+    monkeypatch.setattr(attention, "_converts", lambda query: query.dtype == torch.bfloat16)
+    micro, query, key, value = inputs((60, 60, 41))
+    half = [x.detach().to(torch.bfloat16) for x in (query, key, value)]
+    kwargs = {"scaling": SCALING, "micro": micro, "sliding_window": None}
+    run = lambda tensors: packed_attention(module_with(EVEN), *tensors, None, **kwargs)[0]  # noqa: E731
+    once = run([x.float() for x in half]).to(torch.bfloat16)
+    assert torch.equal(run(half), once)
+    monkeypatch.setattr(attention, "LONGEST_IN_FLOAT32", 50)
+    theirs, ours = run(half).split((120, 41), dim=1)
+    assert torch.equal(ours, once[:, 120:])
+    assert not torch.equal(theirs, once[:, :120])
+
+
 class ListCache:
     """Keys and values of every sequence as Python lists of rows; nothing of the product's cache."""
 
@@ -116,6 +135,49 @@ def test_prefill_and_decoding_equal_packed_attention(kv_map: tuple[int, ...], wi
         at = [start + length + i for start, length in zip(starts, prompts, strict=True)]
         torch.testing.assert_close(step(at, (1, 1)), expected[:, at])
     assert cache.layers == {5}
+
+
+def sharing(lengths: tuple[int, ...]) -> tuple[MicroBatch, Tensor, Tensor, Tensor]:
+    """Sequences that share first tokens; queries, keys and values of the tokens that are computed."""
+    begins = (0, *[min(lengths) - 1] * (len(lengths) - 1))
+    micro, *computed = inputs(lengths)
+    micro = replace(micro, shared=SharedPrefixes.of(begins, lengths, CPU))
+    return micro, *(x.detach()[:, :, micro.shared.computed].requires_grad_() for x in computed)
+
+
+@pytest.mark.parametrize("kv_map", [EVEN, UNEVEN])
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("lengths", [(9, 6, 6, 10), (5, 5)])
+def test_attention_to_shared_tokens(kv_map: tuple[int, ...], window: int | None, lengths: tuple[int, ...]):
+    micro, *computed = sharing(lengths)
+    kwargs = {"scaling": SCALING, "micro": micro, "sliding_window": window}
+    ours, _ = packed_attention(module_with(kv_map), *computed, None, **kwargs)
+    whole = [micro.shared.whole(x, 2) for x in computed]
+    theirs = by_hand(*whole, kv_map, micro, window)[:, micro.shared.computed]
+    torch.testing.assert_close(ours, theirs)
+    weight = torch.linspace(-1, 1, ours.numel()).view_as(ours)
+    gradients = [torch.autograd.grad((o * weight).sum(), computed) for o in (ours, theirs)]
+    for mine, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_to_shared_tokens_on_cuda(window: int | None):
+    device = torch.device("cuda")
+    micro, *computed = sharing((60, 41, 33))
+    theirs = by_hand(*(micro.shared.whole(x, 2) for x in computed), EVEN, micro, window)
+    theirs = theirs[:, micro.shared.computed]
+    shared = SharedPrefixes.of(micro.shared.begins, micro.lengths, device)
+    micro = replace(micro, cu_seqlens=micro.cu_seqlens.to(device), shared=shared)
+    wide = [x.detach().to(device, torch.bfloat16).requires_grad_() for x in computed]
+    kwargs = {"scaling": SCALING, "micro": micro, "sliding_window": window}
+    ours, _ = packed_attention(module_with(EVEN, device), *wide, None, **kwargs)
+    torch.testing.assert_close(ours.cpu().float(), theirs, rtol=0.05, atol=0.05)
+    ours.float().square().sum().backward()
+    theirs.square().sum().backward()
+    for mine, expected in zip(wide, computed, strict=True):
+        torch.testing.assert_close(mine.grad.cpu().float(), expected.grad, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.gpu

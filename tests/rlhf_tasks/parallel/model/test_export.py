@@ -4,17 +4,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_tasks.parallel.layout.shape import Lora, linear_modules
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.weight_files import check_weights
 from rlhf_tasks.parallel.model.export import FolderWriter
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import load, load_config
-from tests.tiny_models import by_our_names, shape_of, tiny_config, tiny_model, tokens
+from tests.tiny_models import by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
 
 ALONE = Placement((0,), ParallelStrategy())
 
@@ -24,13 +28,12 @@ def layout_of(source: Path, head: Head) -> Layout:
 
 
 def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], shard_bytes: int) -> None:
-    """All parameters of a model, by name, as a folder."""
+    """All parameters of a model, by our names, as a folder."""
     layout = layout_of(source, head)
     dtype = weights["model.norm.weight"].dtype
     writer = FolderWriter(folder, source, layout, dtype, shard_bytes)
-    whole = by_our_names(layout, weights)
     for spec in layout.parameters:
-        writer.add(spec.name, whole[spec.name])
+        writer.add(spec.name, weights[spec.name])
     writer.close()
 
 
@@ -42,19 +45,25 @@ def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], sh
         ("gemma", {}),
         ("qwen2", {}),
         ("phi3", {}),
+        ("mixtral", {}),
+        ("qwen3_moe", {}),
+        ("gpt2", {}),
     ],
-    ids=["llama", "qwen3", "gemma", "qwen2", "phi3"],
+    ids=["llama", "qwen3", "gemma", "qwen2", "phi3", "mixtral", "qwen3_moe", "gpt2"],
 )
 def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[str, Any]):
     source, folder = tmp_path / "source", tmp_path / "out"
     model = tiny_model(tiny_config(family, **changes))
     model.save_pretrained(source)
     (source / "tokenizer_config.json").write_text("{}")
-    write(folder, source, "lm", model.state_dict(), shard_bytes=9999)
+    weights = by_our_names(layout_of(source, "lm"), model, model.state_dict())
+    write(folder, source, "lm", weights, shard_bytes=9999)
     assert (folder / "model.safetensors.index.json").exists()
     assert (folder / "tokenizer_config.json").exists()
     assert (folder / "generation_config.json").exists()
-    again, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    again, loading = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, experts_implementation="eager"
+    )
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
     for name, tensor in model.state_dict().items():
@@ -62,6 +71,60 @@ def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[st
     [sequence] = tokens(6)
     theirs, ours = model(sequence[None]).logits, again.eval()(sequence[None]).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # tensors may lie otherwise in memory
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_adapters_of_transposed_weights_are_saved_as_peft_reads_them(tmp_path: Path):
+    """GPT-2's attention and MLP both end in a module of one name: each has its adapter."""
+    source, folder = tmp_path / "source", tmp_path / "out"
+    model = tiny_model(tiny_config("gpt2"))
+    model.save_pretrained(source)
+    shape = shape_of(load_config(source))
+    layout = Layout(shape, "lm", ALONE, Lora(3, 5.0, tuple(linear_modules(shape))))
+    stage = Stage(
+        load_config(source),
+        layout,
+        ALONE.coordinate(0),
+        None,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    load(stage, source, seed=4)
+    writer = FolderWriter(folder, source, layout, torch.float32)
+    for name, adapter in stage.trained_slices().items():
+        adapter.data.normal_(0.0, 0.3)
+        writer.add(name, adapter.data)
+    writer.close()
+    assert len(stage.trained_slices()) == 4 * 3 * 2
+    [sequence] = tokens(9)
+    alone = model(sequence[None]).logits[0].detach()
+    adapted: Any = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source), folder).eval()
+    theirs, micro = adapted(sequence[None]).logits[0], packed([sequence])
+    assert (theirs - alone).abs().max() > 1.0
+    torch.testing.assert_close(stage(micro.input_ids, micro), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_weights_of_a_decoder_without_its_head_are_read(tmp_path: Path):
+    """GPT-2's folder on the Hub has names without `transformer.`, and masks."""
+    model: Any = tiny_model(tiny_config("gpt2"))
+    model.transformer.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "h.0.attn.c_attn.weight" in weights
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(4)}
+    save_file({**weights, **masks}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    layout = layout_of(tmp_path, "lm")
+    check_weights(tmp_path, layout.parameters, needs_head=False)
+    stage = Stage(
+        load_config(tmp_path),
+        layout,
+        ALONE.coordinate(0),
+        None,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    assert load(stage, tmp_path, seed=4) == ()
+    for name, tensor in by_our_names(layout, model, model.state_dict()).items():
+        assert torch.equal(stage.named_slices()[name], tensor), name
 
 
 def test_a_reward_model_is_saved_as_a_sequence_classifier(tmp_path: Path):
@@ -103,7 +166,8 @@ def test_every_file_has_the_mode_that_the_umask_grants(tmp_path: Path, umask: in
     (source / "tokenizer_config.json").chmod(0o400)
     before = os.umask(umask)
     try:
-        write(folder, source, "lm", model.state_dict(), shard_bytes=9999)
+        weights = by_our_names(layout_of(source, "lm"), model, model.state_dict())
+        write(folder, source, "lm", weights, shard_bytes=9999)
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}

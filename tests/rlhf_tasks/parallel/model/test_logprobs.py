@@ -9,7 +9,7 @@ from rlhf_tasks.parallel.batch.micro_batch import micro_batch, predicting
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.model import logprobs as module
 from rlhf_tasks.parallel.model.logprobs import (
-    Kept,
+    KeptTokens,
     VocabShard,
     packed_logprobs,
     packed_logprobs_and_entropy,
@@ -44,9 +44,9 @@ def _allowed(targets: Tensor) -> Tensor:
     return allowed | (torch.arange(VOCAB) == targets[:, None])
 
 
-def _kept(allowed: Tensor) -> Kept:
+def _kept(allowed: Tensor) -> KeptTokens:
     """The same as `generate` would record it."""
-    return Kept(allowed.sum(1).int(), allowed.nonzero()[:, 1].int())
+    return KeptTokens(allowed.sum(1).int(), allowed.nonzero()[:, 1].int())
 
 
 def _weighted(logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
     inside = micro.position_ids > 0
     torch.testing.assert_close(got[inside], want[0].roll(1)[inside])
     torch.testing.assert_close(entropy[inside], want[1].roll(1)[inside])
-    kept_here = Kept.of(micro)
+    kept_here = KeptTokens.of(micro)
     assert kept_here is not None
     chunks = [slice(0, 9), slice(9, 10), slice(10, TOKENS)]
     for start, width in ((0, 4), (4, VOCAB - 4)):

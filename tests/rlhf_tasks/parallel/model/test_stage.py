@@ -1,5 +1,6 @@
 """Stages against plain transformers: logits, values and gradients, whole and split over tp and pp."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -9,13 +10,23 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_tasks.doctor.plain import difference, plain_logits, weigh
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.products import products
 from rlhf_tasks.parallel.model.stage import ROWS, Stage, check_model
-from tests.tiny_models import CONFIGS, by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
+from tests.tiny_models import (
+    CONFIGS,
+    by_our_names,
+    of_tensor,
+    packed,
+    shape_of,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 9, 1, 7)
@@ -29,14 +40,14 @@ def build(config, model: nn.Module, placement: Placement, device: int, head: Hea
     kwargs = {"tp_group": None, "device": CPU, "dtype": torch.float32, **kwargs}
     layout = Layout(shape_of(config), head, placement)
     stage = Stage(config, layout, placement.coordinate(device), **kwargs)
-    whole = by_our_names(layout, dict(model.named_parameters()))
+    whole = by_our_names(layout, model, dict(model.named_parameters()))
     for name, mine in stage.named_slices().items():
         mine.data.copy_(cut(stage, whole[name], name, device))
     return stage
 
 
 def gradients_of(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    return by_our_names(layout, {name: p.grad for name, p in model.named_parameters()})
+    return by_our_names(layout, model, {name: p.grad for name, p in model.named_parameters()})
 
 
 def cut(stage: Stage, whole: Tensor, name: str, device: int) -> Tensor:
@@ -48,11 +59,14 @@ def reference(model: nn.Module, head: Head, sequences: list[Tensor]) -> Tensor:
     """What transformers gives for each sequence alone, concatenated."""
     if head == "lm":
         return torch.cat(plain_logits(model, sequences))
-    return torch.cat([model.score(model.model(s[None]).last_hidden_state)[0, :, 0] for s in sequences])
+    whole: Any = model
+    return torch.cat([whole.score(whole.base_model(s[None])[0])[0, :, 0] for s in sequences])
 
 
-def assert_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str = "") -> None:
-    gap = difference(ours, theirs)
+def assert_close(
+    ours: Tensor, theirs: Tensor, tolerance: float, what: str = "", of: Tensor | None = None
+) -> None:
+    gap = difference(ours, theirs, of)
     assert gap < tolerance, f"{what}: relative difference {gap:.2e}"
 
 
@@ -84,10 +98,12 @@ def test_a_pipeline_equals_transformers(family: str, tied: bool):
     ours = run(stages, sequences)
     assert_close(ours, theirs, 1e-5)
     weigh(ours, 0, ours.shape[1]).backward()
-    for name, gradient in gradients_of(model, stages[0].layout).items():
+    layout = stages[0].layout
+    expected = gradients_of(model, layout)
+    for name, gradient in expected.items():
         holders = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
         assert len(holders) == (2 if tied and "embed_tokens" in name else 1)
-        assert_close(sum(holders), gradient, GRADIENT, name)
+        assert_close(sum(holders), gradient, GRADIENT, name, of_tensor(layout, expected, name))
 
 
 ROPE: dict[str, Any] = {"rope_theta": 1e4}
@@ -114,9 +130,16 @@ OF_LAYER_TYPES = {
         ("gemma3_text", {"rope_parameters": OF_LAYER_TYPES}),
         ("qwen3", {"attention_bias": True}),
         ("mistral", {"sliding_window": 3}),
+        ("mixtral", {"sliding_window": 3}),
+        ("mixtral", {"num_experts_per_tok": 1}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 5}),
         # layers 2 and 3 slide: a stage that numbered its layers from 0 would let none of them
         ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"scale_attn_weights": False}),
+        ("gpt2", {"activation_function": "relu"}),
     ],
 )
 def test_options_of_a_config_are_followed(family: str, changes: dict[str, Any]):
@@ -124,7 +147,7 @@ def test_options_of_a_config_are_followed(family: str, changes: dict[str, Any]):
     model, sequences = tiny_model(config), tokens(*LENGTHS)
     plain = tiny_model(tiny_config(family))
     theirs = reference(model, "lm", sequences)
-    if {"sliding_window", "rope_parameters"} & changes.keys():
+    if not {"attention_bias", "mlp_bias"} & changes.keys():
         assert (theirs - reference(plain, "lm", sequences)).abs().max() > 1e-3, "the option changes nothing"
     assert_close(run(pipeline(config, model, 2), sequences), theirs, 1e-5)
 
@@ -140,9 +163,11 @@ def test_the_scalar_head_gives_a_value_per_token(family: str):
     assert_close(ours, theirs, 1e-5)
     weigh(theirs).backward()
     weigh(ours).backward()
-    for name, gradient in gradients_of(model, stages[0].layout).items():
+    layout = stages[0].layout
+    expected = gradients_of(model, layout)
+    for name, gradient in expected.items():
         [mine] = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
-        assert_close(mine, gradient, GRADIENT, name)
+        assert_close(mine, gradient, GRADIENT, name, of_tensor(layout, expected, name))
 
 
 def test_values_of_16_bit_models_are_float32():
@@ -177,15 +202,16 @@ def test_a_sequence_does_not_see_its_neighbours():
     torch.testing.assert_close(run([stage], [a, b, c])[6:10], run([stage], [b]))
 
 
-@pytest.mark.parametrize("lengths", [(5, 9, 1), (ROWS, ROWS)])
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2"])
+@pytest.mark.parametrize("lengths", [(5, 9, 1), (ROWS, ROWS), (ROWS, ROWS, 20)])
 def test_layers_compute_a_multiple_of_rows_on_the_cpu_and_what_pads_them_changes_nothing(
-    lengths, monkeypatch
+    family, lengths, monkeypatch
 ):
     """Gradients included; float64, so that another order of a sum does not show."""
 
     def passed(rows: int) -> tuple[Tensor, list[Tensor], set[int]]:
         monkeypatch.setattr("rlhf_tasks.parallel.model.stage.ROWS", rows)
-        config = tiny_config("qwen2")  # its biases make rows of zeros something else
+        config = tiny_config(family)  # the biases of Qwen2 make rows of zeros something else
         [stage] = pipeline(config, tiny_model(config).double(), 1, dtype=torch.float64)
         seen: set[int] = set()
         for layer in stage.model.layers.values():
@@ -211,9 +237,84 @@ def test_rows_pass_the_head_alone():
     torch.testing.assert_close(stages[1](hidden, micro, rows=rows), stages[1](hidden, micro)[rows])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3"])
+def samples_of_prompts() -> list[Tensor]:
+    """Three samples of a prompt, one of another, two of a third. Windows of 4 and 13 begin in prompts and behind."""
+    (*prompts,) = tokens(11, 9, 14)
+    answers = iter(tokens(3, 1, 9, 4, 12, 2, vocab=17))
+    return [torch.cat([prompts[number], next(answers)]) for number in (0, 0, 0, 1, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 13}),
+        ("gemma2", {}),
+        ("gemma2", {"sliding_window": 13}),
+        ("gemma3_text", {"sliding_window": 13}),
+        ("phi3", {"sliding_window": 4}),
+        ("qwen3_moe", {}),
+        ("gpt2", {}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("head", "recompute"),
+    [
+        *(("lm", recompute) for recompute in get_args(Recompute)),
+        ("scalar", "none"),  # the heads lie behind what is recomputed
+        *(pytest.param("scalar", again, marks=pytest.mark.slow) for again in get_args(Recompute)[1:]),
+    ],
+)
+def test_a_prompt_of_several_samples_is_computed_once_and_gives_the_same(
+    family: str, changes: dict, head: Head, recompute: Recompute
+):
+    """Outputs and gradients equal those of whole sequences, over two stages, in float64."""
+    config = tiny_config(family, **changes)
+    model = tiny_model(config, head, torch.float64)
+    micro = packed(samples_of_prompts())
+    prompts = 2 * 11 + 14
+    assert micro.computed_tokens == micro.tokens - prompts
+
+    def passed(micro: MicroBatch) -> tuple[Tensor, list[Tensor], set[int]]:
+        stages = pipeline(config, model, 2, head, dtype=torch.float64, recompute=recompute)
+        rows = set[int]()
+        for stage in stages:
+            for layer in stage.model.layers.values():
+                layer.register_forward_pre_hook(lambda _, args: rows.add(args[0].shape[1]))
+        hidden = stages[0](micro.input_ids, micro)
+        output = stages[1](hidden, micro)
+        weigh(output, 0, config.vocab_size).backward() if head == "lm" else weigh(output).backward()
+        return output.detach(), [p.grad for stage in stages for p in stage.parameters()], rows
+
+    output, gradients, rows = passed(micro)
+    whole, expected, all_rows = passed(replace(micro, shared=None))
+    assert rows == {-(-micro.computed_tokens // ROWS) * ROWS}
+    assert all_rows == {-(-micro.tokens // ROWS) * ROWS}
+    torch.testing.assert_close(output, whole, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_samples_of_a_prompt_equal_transformers(family: str):
+    config = tiny_config(family)
+    model, sequences = tiny_model(config), samples_of_prompts()
+    assert_close(run(pipeline(config, model, 2), sequences), reference(model, "lm", sequences), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "grouped"),
+    [
+        ("qwen3", False),
+        ("gemma2", False),
+        ("phi3", False),
+        ("mixtral", False),
+        ("mixtral", True),
+        ("gpt2", False),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recomputation_changes_no_bit(family: str, dtype: torch.dtype):
+def test_recomputation_changes_no_bit(monkeypatch, family: str, grouped: bool, dtype: torch.dtype):
+    monkeypatch.setattr("rlhf_tasks.parallel.model.stage.can_group", lambda *_: grouped)
     config = tiny_config(family)
     model = tiny_model(config, dtype=dtype)
     outputs, gradients = [], []
@@ -230,15 +331,16 @@ def test_recomputation_changes_no_bit(family: str, dtype: torch.dtype):
 
 
 class Computed(TorchDispatchMode):
-    """Counts the products, attentions and norms that are computed inside it."""
+    """Counts the products, those of all experts together, attentions and norms that are computed inside it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.products = self.attentions = self.norms = 0
+        self.products = self.grouped = self.attentions = self.norms = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name = str(func)
         self.products += "aten.mm." in name
+        self.grouped += "grouped_mm" in name
         self.attentions += "attention" in name and "backward" not in name
         self.norms += "rsqrt" in name
         return func(*args, **(kwargs or {}))
@@ -259,6 +361,19 @@ def test_selective_recomputation_repeats_neither_products_nor_attention():
     assert selective.norms == full.norms == 2 * layers
     assert full.attentions == layers * len(LENGTHS)
     assert full.products == none.products + 6 * layers  # nothing needs the result of the last product
+
+
+def test_nor_does_it_repeat_those_of_all_experts_together(monkeypatch):
+    monkeypatch.setattr("rlhf_tasks.parallel.model.stage.can_group", lambda *_: True)
+    config, counted = tiny_config("mixtral"), {}
+    for recompute in get_args(Recompute):
+        [stage] = pipeline(config, tiny_model(config), 1, recompute=recompute)
+        output = run([stage], tokens(*LENGTHS)).sum()
+        with Computed() as counted[recompute]:
+            output.backward()
+    none, selective, full = (counted[recompute].grouped for recompute in ("none", "selective", "full"))
+    # of three products the gradients of both factors; nothing needs the result of the last product
+    assert (none, selective, full) == tuple(config.num_hidden_layers * n for n in (6, 6, 8))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float64, 1e-6)])
@@ -352,7 +467,23 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"pad_token_id": 0}),
     ("phi3", {**UNEVEN, "sliding_window": 3}),
     ("gemma3_text", {**UNEVEN, "tie_word_embeddings": False}),
+    ("mixtral", {"sliding_window": 3}),
+    ("qwen3_moe", {**UNEVEN, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    ("gpt2", {"hidden_size": 36, "num_attention_heads": 9, "pad_token_id": 0}),
 ]
+
+
+BOTH = ParallelStrategy(tp=2, pp=2)
+SPLITS: list[tuple[ParallelStrategy, Head, tuple[str, ...]]] = [
+    (ParallelStrategy(tp=2), "lm", ()),
+    (ParallelStrategy(pp=2), "lm", ()),
+    (BOTH, "lm", ()),
+    (ParallelStrategy(tp=2), "scalar", ("gemma2",)),
+    (ParallelStrategy(pp=2), "scalar", ("phi3",)),
+    (BOTH, "scalar", ("mixtral",)),
+]
+"""How other families are split, and of which the default suite runs that: of each the split of both kinds, which has
+all that either has; a value head differs behind the last layer, which families do not."""
 
 
 @pytest.mark.dist
@@ -367,12 +498,19 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
         ("llama", {}, ParallelStrategy(tp=2, pp=2), "scalar"),
         ("qwen3", {**UNEVEN, "tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2), "lm"),
         ("qwen3", {}, ParallelStrategy(tp=4), "lm"),
+        ("mixtral", {}, ParallelStrategy(tp=4), "lm"),
+        ("qwen3_moe", {}, ParallelStrategy(tp=4), "lm"),
         ("qwen3", UNEVEN, ParallelStrategy(tp=2, pp=2), "scalar"),
         *[
-            (family, changes, strategy, head)
+            pytest.param(
+                family,
+                changes,
+                strategy,
+                head,
+                marks=() if (strategy, head) == (BOTH, "lm") or family in kept else pytest.mark.slow,
+            )
             for family, changes in OTHERS
-            for strategy in (ParallelStrategy(tp=2), ParallelStrategy(pp=2), ParallelStrategy(tp=2, pp=2))
-            for head in ("lm", "scalar")
+            for strategy, head, kept in SPLITS
         ],
     ],
 )
@@ -387,7 +525,7 @@ def test_split_models_equal_transformers(
     layout = Layout(shape_of(config), head, Placement(tuple(range(strategy.size)), strategy))
     theirs_by_name = gradients_of(model, layout)
     for spec in layout.parameters:
-        whole = theirs_by_name[spec.name]
+        whole, of = theirs_by_name[spec.name], of_tensor(layout, theirs_by_name, spec.name)
         total = torch.zeros_like(whole)
         for device, rows in layout.owners(spec.name):
             mine = gradients[device][spec.name]
@@ -396,6 +534,6 @@ def test_split_models_equal_transformers(
                 part += mine
             else:
                 expected = whole.narrow(spec.dim, rows.start, rows.size)
-                assert_close(mine, expected, GRADIENT, f"{spec.name} on {device}")
+                assert_close(mine, expected, GRADIENT, f"{spec.name} on {device}", of)
                 part.copy_(mine)
-        assert_close(total, whole, GRADIENT, spec.name)
+        assert_close(total, whole, GRADIENT, spec.name, of)

@@ -16,8 +16,8 @@ UNEVEN = {"query_heads": 9, "kv_heads": 3}
 
 
 def model(**changes) -> ModelShape:
-    sizes = {"query_heads": 4, "kv_heads": 2, "layers": 3, **changes}
-    return ModelShape("qwen3", 8, head_dim=2, intermediate=11, vocab=17, context=64, qk_norm=True, **sizes)
+    sizes = {"family": "qwen3", "query_heads": 4, "kv_heads": 2, "layers": 3, **changes}
+    return ModelShape(hidden=8, head_dim=2, intermediate=11, vocab=17, context=64, qk_norm=True, **sizes)
 
 
 def place(devices, dp=1, tp=1, pp=1) -> Placement:
@@ -105,8 +105,9 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lor
         (model(), "lm", torch.float32),
         (model(tied=True, **UNEVEN), "lm", torch.bfloat16),
         (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float32),
+        (model(family="qwen3_moe", experts=3, experts_per_token=2), "lm", torch.bfloat16),
     ],
-    ids=["lm", "tied-uneven-bf16", "value-head-biases"],
+    ids=["lm", "tied-uneven-bf16", "value-head-biases", "experts-bf16"],
 )
 def test_a_to_b_to_a_is_bit_equal_and_moves_no_more_than_it_must(ranks, shape, head, dtype):
     assert ranks.run(4, there_and_back, shape, head, PLACEMENTS, dtype, 2**28) == [[]] * 4

@@ -24,6 +24,7 @@ SIZES = {"hidden": 6, "layers": 2, "head_dim": 2, "intermediate": 7, "vocab": 11
 UNEVEN = {"family": "qwen3", "qk_norm": True, **SIZES}
 GROUPED = ModelShape(query_heads=9, kv_heads=3, tied=True, **UNEVEN)
 FEW_KV = ModelShape(query_heads=4, kv_heads=1, tied=False, **UNEVEN)
+EXPERTS = replace(FEW_KV, family="qwen3_moe", experts=3, experts_per_token=2)
 BUCKET = 100  # elements; the models have up to 2,000, in matrices of up to 126
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
 RATES = (1e-2, 5e-3, 2e-2)
@@ -151,8 +152,28 @@ def _assert_trained(
         torch.testing.assert_close(got, held_slices(layout, rank, weights), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("shape", [GROUPED, FEW_KV], ids=["grouped-tied", "one-kv-head"])
+SHAPES = {"grouped-tied": GROUPED, "one-kv-head": FEW_KV, "experts": EXPERTS}
+COVERING = {
+    "grouped-tied": [(s.dp, s.tp, s.pp) for s in STRATEGIES],
+    "one-kv-head": [(1, 4, 1), (2, 2, 1)],
+    "experts": [(4, 1, 1), (1, 2, 2)],
+}
+"""Shape -> what the default suite runs of it: the others where their parameters are shared or cut in another way."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [
+        pytest.param(
+            SHAPES[name],
+            s,
+            id=f"{name}-{s}",
+            marks=() if (s.dp, s.tp, s.pp) in kept else pytest.mark.slow,
+        )
+        for name, kept in COVERING.items()
+        for s in STRATEGIES
+    ],
+)
 def test_three_steps_equal_torchs_adamw(ranks, shape: ModelShape, strategy: ParallelStrategy) -> None:
     order = tuple(range(strategy.size))
     results = ranks.run(strategy.size, _train, shape, strategy, torch.float64, order)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_tasks.algorithms.shared.learning.optimizer_steps import MAX_SKIPPED_CALLS, STATE_KEY, Steps
 from rlhf_tasks.algorithms.shared.learning.schedule import Step
-from rlhf_tasks.algorithms.shared.learning.steps import MAX_SKIPPED_CALLS, STATE_KEY, Steps
 
 GOOD = {"loss": 2.0, "ratio": 30.0, "grad_norm": 0.5, "skipped": 0.0}
 BETTER = {"loss": 1.0, "ratio": 10.0, "grad_norm": 1.5, "skipped": 0.0}

@@ -8,7 +8,7 @@ import pytest
 
 from planner.plan.mesh import Cluster, meshes
 from planner.pricing.device_share import sizes
-from planner.pricing.moves import Heads, Held, Wires, reallocation, redistribution
+from planner.pricing.resharding import Heads, HeldModel, Wires, reallocation, redistribution
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares
@@ -19,7 +19,7 @@ WIRES = Wires(inside_s=1.0, inside_byte_s=1e-2, between_s=7.0, between_byte_s=1e
 
 def moved(source: tuple[int, ...], destination: tuple[int, ...], layers: int = 4, per_host: int = 4):
     """(seconds, bytes) between (first, dp, tp, pp); a whole layer has 800 bytes."""
-    held, wanted = (Held(*side, 800 / side[2]) for side in (source, destination))
+    held, wanted = (HeldModel(*side, 800 / side[2]) for side in (source, destination))
     return reallocation(layers, held, wanted, per_host, WIRES)
 
 
@@ -122,7 +122,7 @@ def test_reallocations_take_about_what_their_lists_take(llama):
             for p in placements
         ]
         sides = [
-            Held(p.devices[0], p.strategy.dp, p.strategy.tp, p.strategy.pp, size_bytes)
+            HeldModel(p.devices[0], p.strategy.dp, p.strategy.tp, p.strategy.pp, size_bytes)
             for p, size_bytes in zip(placements, per_layer, strict=True)
         ]
         seconds, size_bytes = reallocation(shape.layers, *sides, 4, FREE)

@@ -1,7 +1,7 @@
-"""What a move takes: one formula for parameters, one for samples.
+"""What it takes to move parameters or samples from one layout to another: one formula for each.
 
-Plans and the search are priced with the same functions: these are plain Python, and planner/search/compiled/moves.py
-compiles them.
+Plans and the search are priced with the same functions: these are plain Python, which
+planner/search/compiled/resharding.py compiles.
 
 Both formulas have three parts: the seconds in which the busiest device receives what it lacks, or in which the
 senders send all that is lacking if they share it evenly, whichever is longer; a latency for each message; and an
@@ -27,7 +27,7 @@ class Wires(NamedTuple):
     between_byte_s: float
 
 
-class Held(NamedTuple):
+class HeldModel(NamedTuple):
     """A model on consecutive devices.
 
     first        the first device
@@ -49,7 +49,7 @@ class Heads(NamedTuple):
     dp: int
 
 
-def kept_slices(source: Held, destination: Held) -> tuple[float, float]:
+def kept_slices(source: HeldModel, destination: HeldModel) -> tuple[float, float]:
     """How much of the smaller of its two slices of a layer a device has in both: (least of any device, mean)."""
     least, mean, period = 1.0, 0.0, source.tp * destination.tp // gcd(source.tp, destination.tp)
     for number in range(period):
@@ -65,7 +65,7 @@ def kept_slices(source: Held, destination: Held) -> tuple[float, float]:
 
 
 def reallocation(
-    layers: int, source: Held, destination: Held, per_host: int, wires: Wires
+    layers: int, source: HeldModel, destination: HeldModel, per_host: int, wires: Wires
 ) -> tuple[float, float]:
     """(seconds, bytes sent) of the move of a model of so many layers from one placement to another.
 

@@ -5,13 +5,13 @@ All options are given by row of Arrays.options.
 
 from numba.extending import register_jitable
 
-from planner.pricing import moves
-from planner.pricing.moves import Heads, Held, Wires
+from planner.pricing import resharding
+from planner.pricing.resharding import Heads, HeldModel, Wires
 from planner.search.compiled.arrays import Arrays
 from planner.search.compiled.compile import inner
 
-register_jitable(moves.kept_slices)  # which `reallocation` calls
-_reallocation, _redistribution = inner(moves.reallocation), inner(moves.redistribution)
+register_jitable(resharding.kept_slices)  # which `reallocation` calls
+_reallocation, _redistribution = inner(resharding.reallocation), inner(resharding.redistribution)
 
 
 @inner
@@ -23,9 +23,9 @@ def _wires(arrays: Arrays, source: int, destination: int) -> Wires:
 
 
 @inner
-def _held(arrays: Arrays, row: int) -> Held:
+def _held(arrays: Arrays, row: int) -> HeldModel:
     option = arrays.options[row]
-    return Held(option.first, option.dp, option.tp, option.pp, option.layer)
+    return HeldModel(option.first, option.dp, option.tp, option.pp, option.layer)
 
 
 @inner
