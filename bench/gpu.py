@@ -188,7 +188,9 @@ def _train_checks(model: PreTrainedModel, groups: ProcessGroups, sequences: list
     report = engine_training(engine, sequences, micro_batches=2)()
     loss, norm = plain_training(model, sequences, micro_batches=2, autocast=False)()
     weights = dict(model.named_parameters())
-    moved = [(mine - weights[name]).abs().mean() for name, mine in engine.stage.named_slices().items()]
+    moved = [
+        (mine - weights[name]).detach().abs().mean() for name, mine in engine.stage.named_slices().items()
+    ]
     return [
         Check("train step, fp32: loss", abs(report[0] / loss - 1), 1e-5),
         Check("train step, fp32: gradient norm", abs(report[1] / norm - 1), 1e-4),

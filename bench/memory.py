@@ -171,7 +171,7 @@ def drawing(rows: int, vocab: int) -> None:
             mp.spawn(measure_drawing, (world, rows, vocab, folder), nprocs=world)
             peaks = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
         logits = rows * -(-vocab // world)
-        planned = logits * 4 + min(logits, SAMPLED_AT_ONCE) * DRAWN_BYTES
+        planned = logits * 4 + min(logits, SAMPLED_AT_ONCE["cpu"]) * DRAWN_BYTES
         fullest = "".join(f"{max(of_way) / 1e6:24.0f}" for of_way in zip(*peaks, strict=True))
         print(f"{world:<4}{fullest}{planned / 1e6:14.0f}", flush=True)
 

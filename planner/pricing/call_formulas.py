@@ -72,6 +72,7 @@ class OnMesh:
     local    sizes of the model
     trained  the same object; or for a model with adapters, sizes of these
     overlap  share of a backward pass that hides the reduction of gradients
+    gpus     whether GPUs are among the devices
     """
 
     timing: Timing
@@ -81,6 +82,7 @@ class OnMesh:
     strategy: ParallelStrategy
     crossings: Crossings
     overlap: float = 0.0
+    gpus: bool = False
 
     def share(self, call: ModelFunctionCall, mini_batches: int = 1) -> int:
         """Sequences of the fullest dp rank, of a call's batch or part, or of one of its mini-batches."""
@@ -474,18 +476,19 @@ def _generation_bytes(mesh: OnMesh, at_once: int, slots: int, read_tokens: float
     def active(stage: int) -> float:
         cache = at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
         logits = slots * local.vocab if stage == mesh.strategy.pp - 1 else 0
-        drawing = logits * workload.itemsize + _drawing_bytes(workload, logits, local.vocab)
+        drawing = logits * workload.itemsize + _drawing_bytes(mesh, logits)
         return cache + max(mesh.working_bytes(read_tokens, 0, False), drawing)
 
     return tuple(mesh.each_stage(active))
 
 
-def _drawing_bytes(workload: Workload, logits: float, vocab: int) -> float:
+def _drawing_bytes(mesh: OnMesh, logits: float) -> float:
     """Bytes that drawing from so many logits takes besides them: a few rows at a time (sampling.py).
 
     top-k leaves a copy without the unlikely ones, and the mask. A search for the nucleus has a third of the rows.
     """
-    rows = rows_at_once(vocab, workload.top_p)
+    workload, vocab = mesh.workload, mesh.local.vocab
+    rows = rows_at_once(vocab, workload.top_p, "cuda" if mesh.gpus else "cpu")
     of_each = NUCLEUS_BYTES if workload.top_p else DRAWN_BYTES
     if workload.top_k:
         of_each += workload.itemsize + 1

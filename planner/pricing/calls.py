@@ -133,9 +133,15 @@ class CostModel:
             trained = self._trained_sizes(call.role, where.strategy)
             timing = self._timing(call.role, where.strategy.tp, where.crossings.tp, where.classes)
             overlap = min(self._inside_calls[number].exchange_overlap for number in where.classes)
-            mesh = OnMesh(timing, self.workload, local, trained, where.strategy, where.crossings, overlap)
+            gpus = self._on_gpus(where)
+            mesh = OnMesh(
+                timing, self.workload, local, trained, where.strategy, where.crossings, overlap, gpus
+            )
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
+
+    def _on_gpus(self, where: _Where) -> bool:
+        return any(self._inside_calls[number].is_gpu for number in where.classes)
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:
         """Numbers of the device classes of a placement's devices, ascending."""
@@ -229,7 +235,7 @@ class CostModel:
                     "counted_tokens": None,
                 }
                 workload = self.workload.model_copy(update=changed)
-                return OnMesh(timing, workload, local, trained, s, where.crossings)
+                return OnMesh(timing, workload, local, trained, s, where.crossings, gpus=self._on_gpus(where))
 
             at_once = min(asked.rows_at_once, asked.rows)
             parts = [CallCost(0.0, (0.0,) * s.pp)]

@@ -178,12 +178,12 @@ def _works(models: Mapping[str, Engine], vocab: int, grid: Grid) -> dict[tuple, 
         works["update", name] = partial(_update, engine)
         for length in grid.lengths:
             for tokens in grid.tokens:
-                batch = _sequences(tokens, length, vocab)
+                batch = _sequences(tokens, length, vocab, engine.device)
                 works["forward", name, length, tokens] = partial(_infer, engine, batch)
                 works["step", name, length, tokens] = partial(_train, engine, batch)
     shallow = models["shallow"]
     for tokens in grid.tokens:
-        ids = _sequences(tokens, tokens, vocab)["input_ids"].values.to(shallow.device)
+        ids = _sequences(tokens, tokens, vocab, shallow.device)["input_ids"].values
         works["embed", tokens] = partial(_embed, shallow.stage.model.embed_tokens, ids)
         works["embed and back", tokens] = partial(_embed_and_back, shallow.stage.model.embed_tokens, ids)
     for name in ("shallow", "deep"):
@@ -334,7 +334,8 @@ def _embed_and_back(embed: Module, ids: Tensor) -> None:
 
 
 def _generate(engine: Engine, rows: int, prompt: int, steps: int) -> None:
-    tokens = _sequences(rows * prompt, prompt, engine.layout.shape.vocab)["input_ids"]
+    vocab = engine.layout.shape.vocab
+    tokens = _sequences(rows * prompt, prompt, vocab, engine.device)["input_ids"]
     batch = SampleBatch(tuple(range(rows)), {"prompt_ids": tokens})
     # A segment of a longer response: for few tokens, generation would not pack its weights (generation.py).
     segment = Segments(steps, lambda _: True)
@@ -343,11 +344,11 @@ def _generate(engine: Engine, rows: int, prompt: int, steps: int) -> None:
     )
 
 
-def _sequences(tokens: int, length: int, vocab: int) -> SampleBatch:
+def _sequences(tokens: int, length: int, vocab: int, device: torch.device) -> SampleBatch:
     """A batch of `tokens` random tokens in sequences of `length` tokens; the last one may be shorter."""
     lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab, (tokens,), generator=generator)
+    ids = torch.randint(0, vocab, (tokens,), generator=generator).to(device)
     return SampleBatch(tuple(range(len(lengths))), {"input_ids": Packed(ids, tuple(lengths))})
 
 

@@ -98,7 +98,7 @@ def sample(
     than its greatest logits (top-k) and sums. Rows are drawn a few at a time, which bounds the temporary memory.
     """
     vocabulary = vocabulary or Vocabulary((logits.shape[1],))
-    rows = rows_at_once(max(vocabulary.sizes), params.top_p < 1)
+    rows = rows_at_once(max(vocabulary.sizes), params.top_p < 1, logits.device.type)
     drawn = [
         _sample(*parts, params, vocabulary, record_kept)
         for parts in zip(logits.split(rows), uniforms.split(rows), new_tokens.split(rows), strict=True)

@@ -9,8 +9,9 @@ PREFILL_TOKENS = 8192
 REFILL_SHARE = 8
 """Waiting sequences enter once an eighth of the slots is free: a pass over a prompt takes about as long as a step."""
 
-SAMPLED_AT_ONCE = 1 << 22
-"""Logits of a rank that tokens are drawn from at a time, so that their float64 copies stay small beside a model."""
+SAMPLED_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits of a rank that tokens are drawn from at a time, by type of device. Their float64 copies stay in a CPU's
+cache, and small beside a model on a GPU, which sums up many rows at a time as fast as one."""
 
 
 def runs_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
@@ -24,13 +25,14 @@ def runs_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
     return [(slice(a, b), longest[a]) for a, b in pairwise([*starts, len(lengths)])]
 
 
-def rows_at_once(vocab: int, nucleus: bool) -> int:
+def rows_at_once(vocab: int, nucleus: bool, device: str) -> int:
     """The rows of logits that tokens are drawn from at a time.
 
     vocab    tokens of the largest part of the vocabulary
     nucleus  whether top-p is below 1: the search for the nucleus takes three times the memory
+    device   its type: cpu or cuda
     """
-    return max(1, SAMPLED_AT_ONCE // vocab // (3 if nucleus else 1))
+    return max(1, SAMPLED_AT_ONCE[device] // vocab // (3 if nucleus else 1))
 
 
 def slots_of(sequences: int, micro_batches: int) -> int:

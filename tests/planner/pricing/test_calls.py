@@ -310,7 +310,7 @@ def test_kv_cache_counts_grouped_heads(active, llama):
 
 @pytest.mark.parametrize(
     ("how", "measured"),
-    [({}, (101, 84, 42)), ({"top_k": True}, (122, 105, 53)), ({"top_p": True}, (104, 120, 138))],
+    [({}, (50, 34, 25)), ({"top_k": True}, (56, 47, 47)), ({"top_p": True}, (60, 53, 45))],
     ids=["all tokens", "top-k", "top-p"],
 )
 def test_drawing_from_the_likeliest_tokens_needs_the_memory_that_was_measured(active, llama, how, measured):
@@ -323,10 +323,12 @@ def test_drawing_from_the_likeliest_tokens_needs_the_memory_that_was_measured(ac
         intermediate_size=64,
         vocab_size=131_072,
     )
-    sizes = {"prompt_tokens": 1, "new_tokens": Lengths.fixed(1), "itemsize": 4}
+    sizes = {"prompt_tokens": 1, "new_tokens": Lengths.fixed(1), "itemsize": 4, "device": preset("cpu-slot")}
     for tp, most in zip((1, 2, 4), measured, strict=True):
         planned = active("actor_generate", tp=tp, n_seqs=64, shape=shape, **sizes, **how)[0] / 1e6
-        assert 0.98 * most < planned < 1.6 * most
+        left = 17 if how else 0  # what the allocator keeps between two draws of many temporaries
+        assert 0.98 * most < planned + left
+        assert planned < 1.6 * most
 
 
 @pytest.mark.parametrize("call", ["ref_inference", "actor_train"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from planner.pricing.device_share import sizes
 from planner.pricing.measured import MeasuredProfile, ProfileTables
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling
 from rlhf_tasks.profiling.executor import ProfileExecutor
@@ -24,9 +26,11 @@ from rlhf_tasks.profiling.measure import (
     MORE_STEPS,
     ROUNDS,
     SHALLOW,
+    Bench,
     _generation,
     _means_s,
     exchange_sets,
+    measure_model,
 )
 from rlhf_tasks.profiling.measurements import Grid, Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
@@ -100,6 +104,29 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
                 assert tables.exchange_s(kind, 2, 1000, False) == 1.0
     lm = ProfileTables(profile, "lm", 2, crosses=False)
     assert all(lm.layer_s(kind, 2, 4) >= 0 and lm.head_s(kind, 2, 4) >= 0 for kind in ("prefill", "decode"))
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_its_own_models(tmp_path):
+    config, device = tiny_config("llama"), torch.device("cuda", 0)
+    config.save_pretrained(tmp_path)
+    join_world(dist.HashStore(), 0, 1, 60.0, device)
+    try:
+        bench = Bench(
+            config,
+            ModelShape.from_folder(tmp_path),
+            torch.bfloat16,
+            ProcessGroups([(0,)], 60.0, device),
+            time.perf_counter,
+            math.inf,
+        )
+        found = measure_model(bench, 1, GRID)
+    finally:
+        leave_world()
+    assert {"layer/forward", "layer/backward", "lm/decode", "optimizer"} <= {
+        timed.operation for timed in found.operations
+    }
+    assert all(timed.seconds >= 0 for timed in found.operations)
 
 
 def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once():

@@ -246,7 +246,7 @@ def test_rows_that_are_drawn_a_few_at_a_time_are_those_drawn_together(monkeypatc
         params = SamplingParams(max_new_tokens=1, **way)
         monkeypatch.undo()
         together = sample(logits, params, numbers, FIRST.expand(7), record_kept=True)
-        monkeypatch.setattr(slots_of, "SAMPLED_AT_ONCE", 60)
+        monkeypatch.setitem(slots_of.SAMPLED_AT_ONCE, "cpu", 60)
         for one, other in zip(
             together, sample(logits, params, numbers, FIRST.expand(7), record_kept=True), strict=True
         ):

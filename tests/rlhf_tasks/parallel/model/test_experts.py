@@ -14,12 +14,14 @@ CPU = torch.device("cpu")
 EXPERTS, HIDDEN, COLUMNS, PER_TOKEN = 5, 8, 12, 2
 
 
-def mixture(normalised: bool, rows: int = 1, grouped: bool = False) -> MixtureOfExperts:
+def mixture(
+    normalised: bool, rows: int = 1, grouped: bool = False, columns: int = COLUMNS
+) -> MixtureOfExperts:
     """In float64, so that no order of a sum shows."""
     torch.manual_seed(2)
     router = Router(EXPERTS, HIDDEN, PER_TOKEN, normalised, CPU)
     block = MixtureOfExperts(
-        router, Experts(EXPERTS, HIDDEN, COLUMNS, F.silu, CPU, grouped, rows), None
+        router, Experts(EXPERTS, HIDDEN, columns, F.silu, CPU, grouped, rows), None
     ).double()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5)
@@ -94,9 +96,10 @@ def test_probabilities_of_16_bit_models_are_float32():
 def test_products_in_one_kernel_give_what_those_in_turn_give(tokens: int, device, dtype, tolerance: float):
     """The kernel is for GPUs; on CPUs torch computes the same, in float32. Idle experts have zeros for gradients."""
     x, weights = torch.randn(2, tokens, HIDDEN).to(device, dtype)
+    assert device == "cpu" or can_group(torch.device(device), dtype, HIDDEN, 16)
     found = []
     for grouped in (False, True):
-        block, mine = mixture(True, grouped=grouped).to(device, dtype), x.clone().requires_grad_()
+        block, mine = mixture(True, grouped=grouped, columns=16).to(device, dtype), x.clone().requires_grad_()
         output = block(mine)
         gradients = torch.autograd.grad((output * weights).sum(), (mine, *block.parameters()))
         found.append((output, *gradients))
