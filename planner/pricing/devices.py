@@ -155,7 +155,7 @@ _EFFICIENCIES = (
     "layer_overhead_s, optimizer_overhead_s: estimates for eager kernels; decode_overhead_s: for CUDA graphs",
     "communicator_bytes: 688 MB on four A100s with NVLink (github.com/NVIDIA/nccl/issues/964); an estimate on PCIe, "
     "where NCCL has fewer channels",
-    "context_bytes, fragmentation: estimates; bench/gpu.py measures them",
+    "context_bytes: .96 GB on an H200; fragmentation: an estimate (bench/gpu.py, docs/measured.md)",
 )
 _STATED = (
     "peaks: NVIDIA data sheets (dense bf16, memory); NVLink per direction; one NIC per GPU as in DGX systems",
@@ -184,7 +184,7 @@ def _gpu(sheet: DataSheet, sources: tuple[str, ...]) -> DeviceProfile:
         decode_overhead_s=2e-5,
         optimizer_overhead_s=2e-3,
         dispatch_s=5e-3,
-        context_bytes=500_000_000,
+        context_bytes=1_000_000_000,
         communicator_bytes=690_000_000 if sheet.inside > PCIE_5 else 200_000_000,
         fragmentation=0.03,
         sources=sources,

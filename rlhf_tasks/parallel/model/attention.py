@@ -28,6 +28,7 @@ sequences of 24 tokens 19.5 and 5.9, 32 of 128 56 and 33, 8 of 256 68 and 59, 16
 and 164.
 """
 
+WIDEST_HEAD = 256  # of torch's flash attention
 
 # A varlen_attn without this argument accepts fewer KV heads than query heads anyway.
 _GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -103,12 +104,18 @@ def packed_attention(
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
     if kv_index is not None:
         key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)
-    if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if softcap is None and in_one_kernel(query.device, query.dtype, query.shape[-1]):
         return _varlen(query, key, value, micro, scaling, sliding_window), None
     return _per_sequence(query, key, value, micro, scaling, sliding_window, softcap), None
 
 
 AttentionInterface.register(PACKED, packed_attention)
+
+
+def in_one_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's flash attention takes all sequences of a micro-batch at once (`_varlen`)."""
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and narrow and head_dim % 8 == 0 and head_dim <= WIDEST_HEAD
 
 
 def kv_index(kv_head_map: tuple[int, ...], device: torch.device) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.prefixes import SharedPrefixes
 from rlhf_tasks.parallel.model import attention
-from rlhf_tasks.parallel.model.attention import kv_index, packed_attention
+from rlhf_tasks.parallel.model.attention import in_one_kernel, kv_index, packed_attention
 from tests.tiny_models import packed
 
 CPU = torch.device("cpu")
@@ -201,3 +201,17 @@ def test_packed_attention_on_cuda(kv_map: tuple[int, ...], window: int | None):
     theirs.square().sum().backward()
     for mine, expected in zip(wide, (query, key, value), strict=True):
         torch.testing.assert_close(mine.grad.cpu().float(), expected.grad, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "fits"),
+    [
+        ("cuda", torch.bfloat16, 64, True),
+        ("cuda", torch.bfloat16, 12, False),
+        ("cuda", torch.bfloat16, 320, False),
+        ("cuda", torch.float32, 64, False),
+        ("cpu", torch.bfloat16, 64, False),
+    ],
+)
+def test_one_kernel_is_for_16_bits_on_gpus_and_heads_that_it_can_read(device, dtype, head_dim, fits):
+    assert in_one_kernel(torch.device(device), dtype, head_dim) == fits
