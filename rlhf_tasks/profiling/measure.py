@@ -50,6 +50,9 @@ Work = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 
 SHALLOW, DEEP = 1, 4  # layers of the two models whose difference gives a layer's time
+DRAWING, DRAWING_BYTES = {"cpu": DEEP, "cuda": 16}, 8e9
+"""Layers of the deeper model that draws tokens, and most bytes of its layers. To launch a step of decoding takes a
+GPU's host as long as some small layers take the GPU: the steps of few layers would take equally long."""
 FEW_STEPS, MORE_STEPS = 1, 33
 """Decoding steps of the two generations whose difference gives a step's time. What the shorter one takes besides is
 the prefill. So it has a single step: the first steps read a shorter cache than steps do in the mean."""
@@ -76,8 +79,8 @@ class Bench:
     clock: Clock
     budget_s: float
 
-    def engine(self, layers: int, head: Head, tp: int) -> Engine:
-        """A trainable model of this shape with `layers` layers, on this rank and its tp - 1 neighbours."""
+    def engine(self, layers: int, head: Head, tp: int, trains: bool = True) -> Engine:
+        """A model of this shape with `layers` layers, on this rank and its tp - 1 neighbours."""
         first = self.groups.rank // tp * tp
         placement = Placement(tuple(range(first, first + tp)), ParallelStrategy(tp=tp))
         config = deepcopy(self.config)
@@ -94,7 +97,8 @@ class Bench:
             dtype=self.dtype,
         )
         initialise(stage, seed=0)
-        return Engine(stage, stage.layout, self.groups, optimizer_settings(OptimizerConfig()))
+        settings = optimizer_settings(OptimizerConfig()) if trains else None
+        return Engine(stage, stage.layout, self.groups, settings)
 
 
 def _means_s(
@@ -156,7 +160,9 @@ def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
         "deep": bench.engine(DEEP, "lm", tp),
         "scalar": bench.engine(SHALLOW, "scalar", tp),
     }
-    works = _works(models, bench.shape.vocab, grid)
+    layers = _drawing_layers(models["shallow"])
+    drawing = models["deep"] if layers == DEEP else bench.engine(layers, "lm", tp, trains=False)
+    works = _works(models, bench.shape.vocab, grid) | _drawing_works(models["shallow"], drawing, grid)
     if tp == 1 and dist.get_world_size() > 1:
         works |= {("reallocate", name): partial(_reallocate, models[name]) for name in ("shallow", "deep")}
         works["transfer",] = partial(_transfer, _held_samples(bench.groups), bench.groups)
@@ -164,7 +170,7 @@ def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
     rows = [
         *_forward_and_backward(found, tp, grid),
         *_embedding(found, tp, grid),
-        *_generation(found, tp, grid),
+        *_generation(found, tp, grid, layers),
         *_optimizer(found, tp, models),
         *_moves(found, models),
     ]
@@ -186,17 +192,30 @@ def _works(models: Mapping[str, Engine], vocab: int, grid: Grid) -> dict[tuple, 
         ids = _sequences(tokens, tokens, vocab, shallow.device)["input_ids"].values
         works["embed", tokens] = partial(_embed, shallow.stage.model.embed_tokens, ids)
         works["embed and back", tokens] = partial(_embed_and_back, shallow.stage.model.embed_tokens, ids)
-    for name in ("shallow", "deep"):
+    return works
+
+
+def _drawing_layers(shallow: Engine) -> int:
+    """Layers of the deeper model that draws tokens."""
+    of_layer = sum(p.numel() * p.element_size() for p in shallow.stage.model.layers.parameters()) / SHALLOW
+    return max(DEEP, min(DRAWING[shallow.device.type], int(DRAWING_BYTES / of_layer)))
+
+
+def _drawing_works(shallow: Engine, drawing: Engine, grid: Grid) -> dict[tuple, Work]:
+    """The generations that are timed: ("generate", model, tokens of a prompt, sequences, steps) -> work."""
+    works: dict[tuple, Work] = {}
+    for name, engine in (("shallow", shallow), ("deep", drawing)):
         for prompt in grid.contexts:
             for rows in grid.rows:
                 for steps in (FEW_STEPS, MORE_STEPS):
-                    work = partial(_generate, models[name], rows, prompt, steps)
-                    works["generate", name, prompt, rows, steps] = work
+                    works["generate", name, prompt, rows, steps] = partial(
+                        _generate, engine, rows, prompt, steps
+                    )
     return works
 
 
 Means = Mapping[tuple, float]
-"""Seconds of the works of `_works`."""
+"""Seconds of the works."""
 
 
 def _forward_and_backward(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
@@ -225,8 +244,11 @@ def _embedding(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
         yield _timed("embedding/backward", tp, tokens, 0, max(both_s - forward_s, 0.0))
 
 
-def _generation(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
-    """layer and lm: prefill (by tokens of the prompts), and a decoding step (by sequences and KV cache length)."""
+def _generation(found: Means, tp: int, grid: Grid, layers: int) -> Iterator[Timed]:
+    """layer and lm: prefill (by tokens of the prompts), and a decoding step (by sequences and KV cache length).
+
+    layers  of the deeper model
+    """
     for prompt in grid.contexts:
         for rows in grid.rows:
             few, more = (
@@ -240,7 +262,7 @@ def _generation(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
                 ("decode", step, rows, context),
                 ("prefill", prefill, rows * prompt, prompt),
             ):
-                layer = max((deep - shallow) / (DEEP - SHALLOW), 0.0)
+                layer = max((deep - shallow) / (layers - SHALLOW), 0.0)
                 yield _timed(f"layer/{kind}", tp, tokens, length, layer)
                 yield _timed(f"lm/{kind}", tp, tokens, length, max(shallow - SHALLOW * layer, 0.0))
 
