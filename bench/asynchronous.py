@@ -2,8 +2,8 @@
 
     python -m bench.asynchronous [--iterations 12] [--staleness 1] [--batch-size 4] [--new-tokens 112]
 
-The reward waits as long as generation takes, as a judge elsewhere would. So ranks 0 and 1, which compute, have a core
-each, and rank 2, which scores and runs the reference, needs little of one. The same ranks run the same plan with and
+The reward waits as long as generation takes, as a judge elsewhere would. So two ranks
+compute at a time, and two cores are enough. The same ranks run the same plan with and
 without staleness. Printed are the seconds per iteration of both; what part of the sum of the stages' times / the
 slowest stage the second gains over the first, and what part of the most that its staleness allows (an iteration takes
 half of that sum at least); and what the planner predicts: from the times that the nodes took without staleness

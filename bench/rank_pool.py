@@ -26,7 +26,7 @@ NEVER = 10**9  # iterations
 
 
 class RankPool:
-    """Rank r runs on core r (modulo the number of cores), with one thread. A context manager."""
+    """Each rank has one thread. Where there are enough cores, rank r runs on core r. A context manager."""
 
     def __init__(self, n_ranks: int) -> None:
         self.n_ranks = n_ranks
@@ -36,7 +36,7 @@ class RankPool:
         self._ranks = []
         for rank in range(n_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, n_ranks, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -68,12 +68,13 @@ class RankPool:
         self._rendezvous.close()
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(rank: int, n_ranks: int, pipe: Connection) -> None:
     """A rank process: calls the functions that it receives until its pipe closes."""
     import torch
 
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if n_ranks <= len(cores):  # two on one core would wait for each other while another idles
+        os.sched_setaffinity(0, {cores[rank]})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     while True:
