@@ -1,4 +1,7 @@
-"""Prefect blocks; Prefect's server imports this package through the entry point `prefect.collections`."""
+"""Prefect blocks; Prefect's server imports this package through the entry point `prefect.collections`.
+
+What a run does with them is in flows/.
+"""
 
 from blocks.cluster import RlhfCluster
 from blocks.plan import StoredPlan

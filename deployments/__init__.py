@@ -1,1 +1,4 @@
-"""Configurations, example plans and the deployments of `prefect deploy`."""
+"""Configurations, example plans and the deployments of `prefect deploy`.
+
+No code of the product: it imports nothing from here.
+"""

@@ -1,1 +1,4 @@
-"""Examples: configurations to start from, and the data that one of them takes."""
+"""Examples: configurations to start from, and the data that one of them takes.
+
+What tests need is in tests/.
+"""

@@ -33,7 +33,7 @@ from flows.cluster.checks import (
 )
 from flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
 from flows.cluster.this_machine import THREADS, threads_environment
-from flows.cluster.workers import ClusterError, Member, members, whole_hosts
+from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
 from planner.pricing.devices import DeviceProfile
 from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
 
@@ -323,7 +323,7 @@ def form_cluster(client: Client, n_ranks: int, deadline_s: float, devices_per_ho
     """
     deadline = time.monotonic() + deadline_s
     while True:
-        offered, controllers = members(client.scheduler_info()["workers"])
+        offered, controllers = ranks_and_controllers(client.scheduler_info()["workers"])
         ranks = whole_hosts(offered, devices_per_host)
         if len(ranks) >= n_ranks and controllers:
             break

@@ -31,7 +31,7 @@ class Member:
     host: str
 
 
-def members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], list[Member]]:
+def ranks_and_controllers(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], list[Member]]:
     """(ranks, controllers) among the workers that a scheduler lists, each sorted by host, then by name."""
     ranks, controllers = [], []
     for address, worker in workers.items():

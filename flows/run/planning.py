@@ -12,7 +12,7 @@ from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
-from planner.pricing.analytic import tabulated
+from planner.pricing.analytic import computed_profile
 from planner.pricing.calibrate import recalibrated
 from planner.pricing.calls import CostModel
 from planner.pricing.cluster_file import Hardware, cluster_of, named_hardware, read_cluster
@@ -205,7 +205,7 @@ def computed_profiles(config: RunConfig) -> list[MeasuredProfile]:
     hardware = hardware_of(config)
     device, workload = only_device(hardware), problem_of(config, hardware).model.workload
     return [
-        tabulated(device, hardware.cluster, shape, grid_of(config, workload, shape), workload.itemsize)
+        computed_profile(device, hardware.cluster, shape, grid_of(config, workload, shape), workload.itemsize)
         for shape in dict.fromkeys(shapes_of(config).values())
     ]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.plan.graph import DataflowGraph
-from planner.plan.template import FETCH, Skeleton, Slot, skeleton
+from planner.plan.template import FETCH, Skeleton, Slot, plan_skeleton
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import Balance
 from rlhf_tasks.spec import (
@@ -52,7 +52,7 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
     """All nodes of one iteration with their data and version edges."""
     source = assignments[graph.source.name]
     by_tokens = [call for call in graph.calls if assignments[call.name].balance == "tokens"]
-    made = skeleton(
+    made = plan_skeleton(
         graph,
         where={
             FETCH: where(graph.source, source.placement, "count"),

@@ -90,7 +90,7 @@ class Skeleton:
         return [name for name, slot in self.slots.items() if slot.kind not in TRAILING]
 
 
-def skeleton(
+def plan_skeleton(
     graph: DataflowGraph,
     where: Mapping[str, Hashable],
     placement: Mapping[str, Hashable],

@@ -26,7 +26,7 @@ FEWEST_PARAMETERS = 1  # an update is linear in its parameters: this count and a
 MOVED_VALUES = 1024  # samples x keys of the transfer
 
 
-def tabulated(
+def computed_profile(
     device: DeviceProfile, cluster: Cluster, shape: ModelShape, grid: Grid, itemsize: int
 ) -> MeasuredProfile:
     """The profile that measuring a model would give if the devices of the cluster had exactly `device`'s figures.

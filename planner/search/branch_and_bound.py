@@ -16,7 +16,7 @@ from planner.deadline import Deadline
 from planner.search.annealing import Neighbours, PricedChoice, annealing, better, polishing
 from planner.search.bounds.relaxation import Relaxation, relaxation
 from planner.search.bounds.root_bound import Cycles
-from planner.search.bounds.tree_order import Tree, tree
+from planner.search.bounds.tree_order import Tree, search_tree
 from planner.search.bounds.tree_search import BELOW, DONE, FOUND, GROUP, PAIR, PAUSED, Walk, new_walk, walk_on
 from planner.search.compiled.tables import Tables
 
@@ -47,7 +47,7 @@ class Proofs(NamedTuple):
 def proofs(tables: Tables, cycles: Cycles) -> Proofs:
     """The data of proofs about a problem."""
     r = relaxation(tables)
-    t = tree(tables, r, cycles)
+    t = search_tree(tables, r, cycles)
     by_size = [(GROUP, call, call) for call in t.order]
     pairs = [(PAIR, a, b) for i, a in enumerate(t.order) for b in t.order[:i]]
     # Calls with moves come first, so that moves are priced early.

@@ -1,4 +1,4 @@
-"""The base classes of run configurations, built from the sections in sections.py. Torch-free.
+"""The base classes of run configurations, built from the sections in the modules beside it. Torch-free.
 
 Every configuration is a `RunConfig`. Its other bases say what its runs do: `TrainingConfig` trains, `Samples`
 generates, `SamplesGroups` several times for each prompt, `Scores` generates and scores, `OnePass` does that once for

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 1.0  # how often a link looks for a process that is being started
 
 
-class RankMissing(RuntimeError):
+class SimulatedRankMissing(RuntimeError):
     """A rank has no process within the time for it."""
 
 
@@ -283,7 +283,7 @@ class SimulatedLink:
             self._on_news(news)
 
     async def open(self, deadline_s: float) -> None:
-        """Connect to the rank's process. Raises RankMissing."""
+        """Connect to the rank's process. Raises SimulatedRankMissing."""
         await self._find(None, deadline_s)
 
     def send(self, message: BaseModel) -> None:
@@ -327,7 +327,7 @@ class SimulatedLink:
             self._cluster.end_process(old, "killed: it is stuck")
         try:
             await self._find(old, deadline_s)
-        except RankMissing:
+        except SimulatedRankMissing:
             return  # the ledger's own deadline ends the rebuild
         self._cluster.watch.used("new process of a rank", self._cluster.now - began_s, deadline_s)
         self._on_started(self.rank)
@@ -340,5 +340,5 @@ class SimulatedLink:
                 self._process = process
                 return
             if self._cluster.now >= until_s:
-                raise RankMissing(f"rank {self.rank} was not there within {deadline_s:g} s")
+                raise SimulatedRankMissing(f"rank {self.rank} was not there within {deadline_s:g} s")
             await asyncio.sleep(LOOK_EVERY_S)

@@ -27,7 +27,7 @@ from rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import CommitsOnDisk, SimulatedSnapshots
 from rlhf_tasks.rehearsal.faults import ControllerFault, Fault, SlowFault
-from rlhf_tasks.rehearsal.ranks import RankMissing
+from rlhf_tasks.rehearsal.ranks import SimulatedRankMissing
 from rlhf_tasks.rehearsal.story import OWN, Story, Window
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.rehearsal.watch import WaitLog
@@ -191,7 +191,7 @@ class Rehearsal:
     async def _start(self, attempt: Attempt) -> None:
         try:
             await attempt.start()
-        except RankMissing as error:
+        except SimulatedRankMissing as error:
             self._end(f"the run gave up: {error}", False)
 
     def _make_snapshots(self, spec: RunSpec) -> SimulatedSnapshots:

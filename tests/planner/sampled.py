@@ -1,7 +1,7 @@
 """Profiles that CPU slots would show to who measures them, were they as their figures say."""
 
 from planner.plan.mesh import Cluster
-from planner.pricing.analytic import tabulated
+from planner.pricing.analytic import computed_profile
 from planner.pricing.devices import preset
 from planner.pricing.measured import MeasuredProfile
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -13,7 +13,7 @@ ALL_FOR_TENSORS = {"context_bytes": 0, "communicator_bytes": 0, "fragmentation":
 
 def as_measured(shape: ModelShape, cluster: Cluster, slower: float = 1.0) -> MeasuredProfile:
     """A profile of slots so many times slower than by their figures, for 64 sequences of 32 + 32 tokens."""
-    profile = tabulated(preset("cpu-slot"), cluster, shape, Grid.around(64, 32, 64, 128), 4)
+    profile = computed_profile(preset("cpu-slot"), cluster, shape, Grid.around(64, 32, 64, 128), 4)
     operations, exchanges = (
         tuple(one.model_copy(update={"seconds": slower * one.seconds}) for one in timed)
         for timed in (profile.operations, profile.exchanges)

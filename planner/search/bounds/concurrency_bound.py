@@ -57,7 +57,7 @@ class Cover(NamedTuple):
     breaks: Ints
 
 
-def cover(graph: DataflowGraph) -> Cover:
+def covering(graph: DataflowGraph) -> Cover:
     """The bound's data about a graph."""
     names = [call.name for call in graph.calls]
     n, ordered = len(names), data_order(graph)

@@ -52,7 +52,9 @@ MOST_BITS, NO_PATTERN = 62, -1  # bits of an int64 that `_pattern` may use; its 
 
 
 @compiled
-def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: float, allowed: Floats) -> bool:
+def exceeds_period(
+    r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: float, allowed: Floats
+) -> bool:
     """Whether every plan that completes a choice has a longer period than `period` seconds.
 
     choice   [calls] int64 rows, or OPEN

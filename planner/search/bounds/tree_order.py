@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.bounds.concurrency_bound import Cover, cover
+from planner.search.bounds.concurrency_bound import Cover, covering
 from planner.search.bounds.relaxation import OPEN, Relaxation
 from planner.search.bounds.root_bound import Cycles
 from planner.search.compiled.tables import Tables
@@ -34,7 +34,7 @@ class Tree(NamedTuple):
     cover: Cover
 
 
-def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
+def search_tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
     """The data of walks through a problem's partial choices."""
     o, n = r.arrays.options, r.arrays.start[-1]
     groups = n + np.flatnonzero(o.strategy[n:] == OPEN)
@@ -47,4 +47,4 @@ def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
     load = o.seconds * o["size"]
     lightest = [load[a:b].min() for a, b in pairwise(r.arrays.start)]
     heaviest = np.argsort(-np.array(lightest), kind="stable")
-    return Tree(heaviest, start, groups, cycles, cover(tables.problem.graph))
+    return Tree(heaviest, start, groups, cycles, covering(tables.problem.graph))

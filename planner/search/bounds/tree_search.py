@@ -27,7 +27,7 @@ from planner.search.bounds.feasibility import (
     covers,
     lies_as_said,
 )
-from planner.search.bounds.period_bound import exceeds
+from planner.search.bounds.period_bound import exceeds_period
 from planner.search.bounds.relaxation import (
     APART,
     MEET,
@@ -209,7 +209,7 @@ def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) 
         return False
     if kind != GROUP:
         _note_moves(r, walk, call)
-        if exceeds(r, choice, walk.meet, walk.moves, threshold, allowed):
+        if exceeds_period(r, choice, walk.meet, walk.moves, threshold, allowed):
             return False
         for each in range(len(allowed)):
             allowed[each] = min(allowed[each], walk.allowed[depth, each])

@@ -18,7 +18,7 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.node_insertion import dealing
 from planner.plan.steady_state import waits
 from planner.plan.template import FETCH as FETCHED
-from planner.plan.template import Skeleton, Slot, SlotKind, skeleton, with_transfers
+from planner.plan.template import Skeleton, Slot, SlotKind, plan_skeleton, with_transfers
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.options import Option
 from planner.pricing.plans import evaluation_s, save_s, transfer_size
@@ -115,7 +115,7 @@ class Skeletons(NamedTuple):
     transfers: Rows
 
 
-class Models(NamedTuple):
+class ModelArrays(NamedTuple):
     """The roles' models, as reallocations see them.
 
     layers      [roles] int64: numbers of layers
@@ -165,7 +165,7 @@ class Arrays(NamedTuple):
     sides: Ints
     wires: Floats
     skeletons: Skeletons
-    models: Models
+    models: ModelArrays
 
 
 def make_arrays(
@@ -213,7 +213,7 @@ def make_arrays(
         sides=sides,
         wires=wires,
         skeletons=skeletons,
-        models=Models(
+        models=ModelArrays(
             np.array([shape.layers for shape in shapes]),
             np.array([model.classes.reallocation_overhead_s(shape.layers) for shape in shapes])
             + model.classes.dispatch_s,
@@ -298,7 +298,7 @@ def _skeletons(
         where = {**where, FETCHED: where[graph.source.name]}
         if sides not in moved:
             moved[sides] = with_transfers(graph, where, {})
-        made = skeleton(graph, where, placement, offloaded=offloadable, moved=moved[sides])
+        made = plan_skeleton(graph, where, placement, offloaded=offloadable, moved=moved[sides])
         key = (
             tuple(made.slots.values()),
             *(frozenset(e[n]) for n in made.slots for e in (made.after, made.across)),

@@ -26,7 +26,7 @@ BEGUN = "begun"
 """The key of the iteration whose random numbers a sequence has: that in which it was begun."""
 
 
-class Pace(NamedTuple):
+class DecodingPace(NamedTuple):
     """Decoding settings of a kind of device.
 
     check_every    steps between checks for finished sequences; each check synchronises with the device
@@ -39,7 +39,7 @@ class Pace(NamedTuple):
     graphs: bool
 
 
-PACES = {"cpu": Pace(1, 1, graphs=False), "cuda": Pace(16, 256, graphs=True)}
+PACES = {"cpu": DecodingPace(1, 1, graphs=False), "cuda": DecodingPace(16, 256, graphs=True)}
 
 
 class Drawing(NamedTuple):

@@ -12,7 +12,7 @@ Place = Literal["layer", "first", "last", "ends"]
 """Which stages hold a parameter: its layer's, the first, the last, or first and last (tied embeddings)."""
 
 
-class Packed(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in files that holds a parameter, or several, one behind the other on the parameters' dim 0.
 
     shape       of the whole tensor in files
@@ -48,7 +48,7 @@ class ParameterSpec:
     unit: Unit | None = None
     unit_size: int = 1
     partial_gradient: bool = False
-    packed: Packed | None = None
+    packed: FileTensor | None = None
     stacked: str | None = None
 
     @property

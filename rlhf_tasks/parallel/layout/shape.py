@@ -19,7 +19,7 @@ from rlhf_tasks.parallel.layout.families import (
     Mixture,
     family_of,
 )
-from rlhf_tasks.parallel.layout.parameter_spec import Packed, ParameterSpec, Unit
+from rlhf_tasks.parallel.layout.parameter_spec import FileTensor, ParameterSpec, Unit
 from rlhf_tasks.parallel.layout.weight_files import has_weights, tensor_shapes
 from rlhf_tasks.system.reading import ConfigError, read_json, shown
 
@@ -284,7 +284,9 @@ def trained_parameters(shape: ModelShape, head: Head, lora: Lora) -> tuple[Param
         sharded, whole = spec, replace(spec, shard_dim=None, unit=None, unit_size=1, partial_gradient=True)
         a, b = (whole, sharded) if spec.shard_dim == 0 else (sharded, whole)
         for part, holder, dims in (("lora_A", a, (lora.rank, into)), ("lora_B", b, (out, lora.rank))):
-            stored = spec.packed and Packed(spec.packed.name.replace(".weight", f".{part}.weight"), dims, 0)
+            stored = spec.packed and FileTensor(
+                spec.packed.name.replace(".weight", f".{part}.weight"), dims, 0
+            )
             specs.append(replace(holder, name=f"{module}.{part}.weight", shape=dims, packed=stored))
     return tuple(specs)
 
@@ -325,11 +327,11 @@ def _in_files(spec: ParameterSpec, family: Family) -> ParameterSpec:
     prefix = next((prefix for prefix in family.files if spec.name.startswith(prefix)), None)
     if prefix is None:
         return spec
-    name, shape, start, _ = spec.packed or Packed(spec.name, spec.shape, 0)
+    name, shape, start, _ = spec.packed or FileTensor(spec.name, spec.shape, 0)
     transposed = family.transposed and spec.place == "layer" and len(shape) == 2
     shape = shape[::-1] if transposed else shape
     name = family.files[prefix] + name.removeprefix(prefix)
-    return replace(spec, packed=Packed(name, shape, start, transposed))
+    return replace(spec, packed=FileTensor(name, shape, start, transposed))
 
 
 def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]:
@@ -413,7 +415,7 @@ def _mixture(shape: ModelShape, mixture: Mixture, layer: int) -> list[ParameterS
             "layer",
             layer,
             partial_gradient=True,
-            packed=Packed(f"{stored}.gate.weight", router, 0),
+            packed=FileTensor(f"{stored}.gate.weight", router, 0),
         )
     ]
     names = ("gate_proj", "up_proj", "down_proj")
@@ -440,6 +442,6 @@ def _packed(parts: list[ParameterSpec], module: str) -> list[ParameterSpec]:
         starts = [0, *accumulate(spec.length for spec in of_kind)]
         for spec, start in zip(of_kind, starts, strict=False):
             block, name, _ = spec.name.rsplit(".", 2)
-            whole = Packed(f"{block}.{module}.{kind}", (starts[-1], *spec.shape[1:]), start)
+            whole = FileTensor(f"{block}.{module}.{kind}", (starts[-1], *spec.shape[1:]), start)
             specs.append(replace(spec, name=f"{block}.{module}.{name}.{kind}", packed=whole))
     return specs

@@ -17,7 +17,7 @@ from prefect import flow
 
 from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
 from flows.cluster.this_machine import threads_environment
-from flows.cluster.workers import ClusterError, Member, members, whole_hosts
+from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
 from flows.run.training import run_training
 from rlhf_tasks.spec import SaveNode
 from tests.flows.dask_commands import RANK, SAFE, dask_scheduler, dask_worker
@@ -38,14 +38,14 @@ def test_ranks_are_grouped_by_host_and_numbers_in_names_count_as_numbers():
         "tcp://c:1": worker("boss", "c", controller=1),
         "tcp://c:2": worker("other", "c"),
     }
-    ranks, controllers = members(workers)
+    ranks, controllers = ranks_and_controllers(workers)
     assert [rank.name for rank in ranks] == ["rank-9", "rank-10", "tcp://a:1", "rank-0"]
     assert [controller.name for controller in controllers] == ["boss"]
 
 
 def test_a_worker_with_several_devices_is_refused():
     with pytest.raises(ClusterError, match=r"worker w offers GPU=4: a rank drives one device"):
-        members({"tcp://a:1": worker("w", "a", GPU=4)})
+        ranks_and_controllers({"tcp://a:1": worker("w", "a", GPU=4)})
 
 
 @pytest.mark.cluster

@@ -327,10 +327,10 @@ def test_the_plan_tells_what_is_kept_of_the_memory(run_plan, tmp_path):
     figures = tmp_path / "figures.json"
     document = ppo(planning={"prompt_tokens": 16, "device": "h100-sxm"})
     _, out, _ = run_plan(document, "--mode", "heuristic", "--no-compare", "--json", str(figures))
-    kept = "context 0.5 GB, communicators 6.9 GB, fragmentation 2.4 GB"
+    kept = "context 1 GB, communicators 6.9 GB, fragmentation 2.4 GB"
     assert f"Of the 80 GB of a h100-sxm tensors do not have {kept}." in out
     (device,) = json.loads(figures.read_text())["device_classes"].values()
-    assert device["reserved_bytes"] == {"context": 5e8, "communicators": 6.9e9, "fragmentation": 2.4e9}
+    assert device["reserved_bytes"] == {"context": 1e9, "communicators": 6.9e9, "fragmentation": 2.4e9}
 
 
 def test_a_dtype_that_the_device_lacks_is_refused(run_plan, write):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.analytic import tabulated
+from planner.pricing.analytic import computed_profile
 from planner.pricing.calibrate import recalibrated
 from planner.pricing.calls import CostModel
 from planner.pricing.device_share import sizes
@@ -37,7 +37,7 @@ SHAPE = ModelShape.from_config(
         "max_position_embeddings": 4096,
     }
 )
-PROFILE = tabulated(DEVICE, CLUSTER, SHAPE, GRID, 2)
+PROFILE = computed_profile(DEVICE, CLUSTER, SHAPE, GRID, 2)
 
 
 def both(head="lm", tp=1) -> tuple[ProfileTables, Roofline]:
@@ -101,7 +101,7 @@ def test_between_points_a_table_says_as_much_or_little_more(tokens, rows, contex
 def test_a_prompt_alone_of_a_length_between_points_is_priced_too(tiny):
     """It has fewer tokens than one of the next longer point, and a small head is quicker than the embedding."""
     slot, local = preset("cpu-slot"), sizes(tiny, "lm", 2)
-    table = ProfileTables(tabulated(slot, Cluster(1, 2), tiny, GRID, 4), "lm", 2, False)
+    table = ProfileTables(computed_profile(slot, Cluster(1, 2), tiny, GRID, 4), "lm", 2, False)
     roofline = Roofline(slot, local, "lm", 2, False, 4)
     for tokens in (129, 150, 200, 700):
         head_s = roofline.head_s("prefill", tokens, tokens)
@@ -124,19 +124,19 @@ def test_each_of_several_ranks_updates_its_share_alone():
 
 def test_a_tp_degree_that_would_leave_a_rank_without_heads_is_left_out(tiny):
     assert tiny.query_heads == 4
-    assert tabulated(DEVICE, CLUSTER, tiny, GRID, 2).tp_degrees == {1, 2, 4}
-    assert tabulated(DEVICE, Cluster(1, 6), SHAPE, GRID, 2).tp_degrees == {1, 2, 3, 6}
+    assert computed_profile(DEVICE, CLUSTER, tiny, GRID, 2).tp_degrees == {1, 2, 4}
+    assert computed_profile(DEVICE, Cluster(1, 6), SHAPE, GRID, 2).tp_degrees == {1, 2, 3, 6}
 
 
 def test_links_without_latency_are_no_fault(tiny):
     free = DEVICE.model_copy(update={"inside_host": DeviceLink(bytes_per_s=1e9, latency_s=0)})
-    table = ProfileTables(tabulated(free, Cluster(1, 2), tiny, GRID, 2), "lm", 2, False)
+    table = ProfileTables(computed_profile(free, Cluster(1, 2), tiny, GRID, 2), "lm", 2, False)
     assert table.exchange_s("all_gather", 2, 0, False) == 0
     assert table.exchange_s("send", 2, 800, False) == pytest.approx(1e-6)
 
 
 def test_one_device_exchanges_nothing(tiny):
-    assert tabulated(DEVICE, Cluster(1, 1), tiny, GRID, 2).exchanges == ()
+    assert computed_profile(DEVICE, Cluster(1, 1), tiny, GRID, 2).exchanges == ()
 
 
 def test_it_comes_back_from_its_file(tmp_path):
@@ -153,7 +153,7 @@ def test_a_device_recalibrated_by_its_own_profile_is_the_device(name, hidden, fa
     """Whether arithmetic, memory traffic or overhead is most of a layer."""
     device, heads = preset(name), {"model_type": family, "num_attention_heads": 2, "num_key_value_heads": 2}
     shape = llama(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2, **heads)
-    again = recalibrated(device, tabulated(device, CLUSTER, shape, GRID, 2))
+    again = recalibrated(device, computed_profile(device, CLUSTER, shape, GRID, 2))
     assert again.sources[-1] == f"calibrated by a profile computed from the preset of {name}"
     for link in ("inside_host", "between_hosts"):
         assert getattr(again, link).model_dump() == pytest.approx(getattr(device, link).model_dump())

@@ -5,7 +5,7 @@ import pytest
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.analytic import tabulated
+from planner.pricing.analytic import computed_profile
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.measured import ProfileTables
@@ -62,11 +62,11 @@ def test_computed_figures_are_never_called_measured(cost_of, sampled, tiny, llam
         (slower, "changed preset of cpu-slot"),
         (mine, "stated figures of mine"),
     ):
-        profile = tabulated(device, Cluster(1, 4), tiny, grid, 4)
+        profile = computed_profile(device, Cluster(1, 4), tiny, grid, 4)
         assert figures_source(cost_of(profile, device=device)) == f"profile computed from the {figures}"
     other = llama(num_hidden_layers=2)
     assert figures_source(
-        cost_of(sampled(), tabulated(slot, Cluster(1, 4), other, grid, 4), other=other)
+        cost_of(sampled(), computed_profile(slot, Cluster(1, 4), other, grid, 4), other=other)
     ) == (
         "measured profile of cpu-slot for actor, ref, reward and "
         "profile computed from the preset of cpu-slot for critic"
@@ -115,7 +115,7 @@ def test_a_price_far_beyond_what_was_measured_is_told(cost_of, sampled, make_gra
 
 
 def test_a_computed_profile_that_ends_early_is_told_as_computed(cost_of, tiny, make_graph, assign):
-    profile = tabulated(preset("cpu-slot"), Cluster(1, 4), tiny, Grid.around(8, 32, 64, 128), 4)
+    profile = computed_profile(preset("cpu-slot"), Cluster(1, 4), tiny, Grid.around(8, 32, 64, 128), 4)
     graph = make_graph(n_seqs=256)
     plan = build_plan(graph, {call.name: assign([0]) for call in graph.calls}, Cluster(1, 4))
     told = str(extrapolation(plan, cost_of(profile)))

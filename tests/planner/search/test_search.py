@@ -38,7 +38,7 @@ def problem(small_problem) -> Problem:
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("manual", "disjoint")])
 def test_the_price_is_that_of_its_plan_and_above_the_bound(problem, mode):
-    result = find_plan(problem, mode, time_limit_s=10.0 if mode == "mcmc" else TO_THE_END_S)
+    result = find_plan(problem, mode, time_limit_s=5.0 if mode == "mcmc" else TO_THE_END_S)
     assert result.mode == mode
     assert result.iteration_time_s == price_plan(result.plan, problem.model).iteration_time_s
     assert 0 < result.lower_bound_s <= result.iteration_time_s

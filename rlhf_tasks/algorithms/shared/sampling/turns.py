@@ -92,7 +92,7 @@ class _Sequence:
         self._given(prompt)
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """Tokens that may still come."""
         return self._room
 
@@ -224,7 +224,7 @@ class _Table:
                 raise RewardError(f"{error}{self._about(sample)}") from None
             sequence.fault = str(error)
             return False
-        if is_last or len(ids) >= sequence.room:
+        if is_last or len(ids) >= sequence.tokens_left:
             return False
         sequence.observe(ids)
         return True

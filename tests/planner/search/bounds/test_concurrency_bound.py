@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from planner.plan.mesh import Cluster
-from planner.search.bounds.concurrency_bound import PartialChoice, cover, cover_s
+from planner.search.bounds.concurrency_bound import PartialChoice, cover_s, covering
 from planner.search.bounds.relaxation import Relaxation, move_s, relaxation
 from planner.search.compiled.tables import Tables
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
@@ -40,7 +40,7 @@ def test_lies_below_every_plan(small_problem, cluster, staleness):
     if staleness:
         problem = problem_ahead_by(staleness, small_problem(cluster, SAMPLE_AND_LEARN))
     tables = Tables(problem)
-    r, known, random = relaxation(tables), cover(tables.problem.graph), np.random.default_rng(0)
+    r, known, random = relaxation(tables), covering(tables.problem.graph), np.random.default_rng(0)
     tight = 0
     for _ in range(300):
         choice = np.array([random.integers(len(found)) for found in tables.options])
@@ -60,7 +60,7 @@ def test_generation_inference_and_training_of_the_actor_alternate(make_graph):
     """So do the critic's two calls; its training may run beside everything else."""
     graph = make_graph()
     names = [call.name for call in graph.calls]
-    ahead = cover(graph).ahead
+    ahead = covering(graph).ahead
     number = {name: i for i, name in enumerate(names)}
     generate, train = number["actor_generate"], number["actor_train"]
     assert (ahead[generate, train], ahead[train, generate]) == (0, 1)
@@ -74,4 +74,4 @@ def test_idle_devices_count_where_nothing_can_run(small_problem):
     none = np.zeros(0, np.int64)
     seconds, sizes = np.array([2.0, 3.0]), np.array([2, 2])
     parts = PartialChoice(seconds, sizes, np.zeros((2, 2), bool), none, none, np.zeros(0, bool), np.zeros(0))
-    assert cover_s(cover(tables.problem.graph), parts, 4) == 5.0
+    assert cover_s(covering(tables.problem.graph), parts, 4) == 5.0

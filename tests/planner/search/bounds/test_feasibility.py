@@ -11,7 +11,7 @@ from planner.plan.mesh import Cluster
 from planner.search.bounds.feasibility import can_be_arranged, covers
 from planner.search.bounds.relaxation import MEET, UNKNOWN, relaxation
 from planner.search.bounds.root_bound import call_cycles
-from planner.search.bounds.tree_order import tree
+from planner.search.bounds.tree_order import search_tree
 from planner.search.compiled.tables import Tables
 from tests.planner.partial import partial_choices, raised, related
 
@@ -28,7 +28,7 @@ def covered(r, t, choice, meet, moves, threshold):
 def test_a_choice_has_the_room_that_its_partial_choices_need(small_problem, cluster, slower):
     tables = Tables(small_problem(cluster, memory=0.5e9, links_slower=slower))
     r = relaxation(tables)
-    t, denied = tree(tables, r, call_cycles(tables.problem.graph)), 0
+    t, denied = search_tree(tables, r, call_cycles(tables.problem.graph)), 0
     for p in partial_choices(tables, r, 150):
         assert covered(r, t, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9))
         denied += not covered(r, t, p.rows, p.meet, p.moves, 0.6 * p.time_s)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from planner.plan.mesh import Cluster
-from planner.search.bounds.period_bound import exceeds
+from planner.search.bounds.period_bound import exceeds_period
 from planner.search.bounds.relaxation import lacks, relaxation
 from planner.search.compiled.tables import Tables
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
@@ -24,7 +24,7 @@ def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem
         _holds(r, p, allowed)
         assert p.excess_bytes > 0 or not lacks(r, p.rows)
         if p.rungs is not None:
-            tight[p.rungs] += exceeds(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+            tight[p.rungs] += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
             lacking += p.excess_bytes > 0 and lacks(r, p.rows)
     assert tight[OPTION] > 150
     assert tight[PLACEMENT] > 150
@@ -40,7 +40,7 @@ def test_it_does_where_generation_runs_ahead(small_problem, cluster):
     allowed, tight = np.zeros(r.arrays.n_calls), 0
     for p in partial_choices(tables, r, 150):
         _holds(r, p, allowed)
-        tight += exceeds(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+        tight += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
     assert tight > 50
 
 
@@ -63,12 +63,12 @@ def test_it_does_where_moves_take_longer_than_calls(small_problem, cluster, chec
     allowed, tight = np.zeros(r.arrays.n_calls), 0
     for p in partial_choices(tables, r, 150):
         _holds(r, p, allowed)
-        tight += exceeds(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+        tight += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
     assert tight > 100
 
 
 def _holds(r, p, allowed):
     """No completion is cut, and no option of it forbidden."""
-    assert not exceeds(r, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9), allowed)
+    assert not exceeds_period(r, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9), allowed)
     seconds, loose = r.arrays.options.seconds[p.chosen], p.rows != p.chosen
     assert all(seconds[loose] <= allowed[loose] * (1 + 1e-9))

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf_tasks.parallel.generate import slots
 from rlhf_tasks.parallel.generate.decode_graph import DecodeGraphs
-from rlhf_tasks.parallel.generate.slots import Pace
+from rlhf_tasks.parallel.generate.slots import DecodingPace
 from tests.rlhf_tasks.parallel.generate.test_generation import STOPS, Alone, build, draw, prompts, responses
 
-PACE = Pace(check_every=4, span_multiple=8, graphs=True)
+PACE = DecodingPace(check_every=4, span_multiple=8, graphs=True)
 LENGTHS = [(3, 9, 1, 6, 4, 5, 2), (2,) * 13, (30, 1, 2, 3, 17)]
 NEW_TOKENS = 30
 

@@ -270,7 +270,7 @@ def test_logits_that_are_not_finite_are_refused_by_sample_and_position(
     monkeypatch, temperature: float, check_every: int, bad_call: int
 ):
     engine, calls = build("llama", torch.float32), []
-    monkeypatch.setitem(slots.PACES, "cpu", slots.Pace(check_every, 1, graphs=False))
+    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
     forward = engine.stage.forward
 
     def poisoned(x: Tensor, micro: MicroBatch, cache: KVCache, *rest: Any) -> Tensor:
@@ -313,7 +313,7 @@ def test_refilled_slots_give_the_tokens_of_all_at_once(monkeypatch, micro_batche
     options: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 2, "stop_ids": STOPS, "top_p": 0.9}
     options |= {"stop_strings": StopStrings(STRINGS, TEXTS), "record_kept": True}
     whole = draw(engine, batch, **options)
-    monkeypatch.setitem(slots.PACES, "cpu", slots.Pace(check_every, 1, graphs=False))
+    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
     refilled = draw(engine, batch, micro_batches=micro_batches, **options)
     assert responses(refilled) == responses(whole)
     assert torch.equal(refilled["truncated"].values, whole["truncated"].values)
