@@ -197,14 +197,17 @@ def _works(models: Mapping[str, Engine], vocab: int, grid: Grid) -> dict[tuple, 
 
 def _drawing_layers(shallow: Engine) -> int:
     """Layers of the deeper model that draws tokens."""
-    of_layer = sum(p.numel() * p.element_size() for p in shallow.stage.model.layers.parameters()) / SHALLOW
+    layout = shallow.layout
+    whole = sum(spec.size for spec in layout.parameters if spec.place == "layer") / SHALLOW
+    # The mean over tp ranks, not this rank's own part: all must build equally many.
+    of_layer = whole * shallow.stage.dtype.itemsize / layout.placement.strategy.tp
     return max(DEEP, min(DRAWING[shallow.device.type], int(DRAWING_BYTES / of_layer)))
 
 
 def _drawing_works(shallow: Engine, drawing: Engine, grid: Grid) -> dict[tuple, Work]:
     """The generations that are timed: ("generate", model, tokens of a prompt, sequences, steps) -> work."""
     works: dict[tuple, Work] = {}
-    for name, engine in (("shallow", shallow), ("deep", drawing)):
+    for name, engine in (("shallow", shallow), ("drawing", drawing)):
         for prompt in grid.contexts:
             for rows in grid.rows:
                 for steps in (FEW_STEPS, MORE_STEPS):
@@ -252,7 +255,7 @@ def _generation(found: Means, tp: int, grid: Grid, layers: int) -> Iterator[Time
     for prompt in grid.contexts:
         for rows in grid.rows:
             few, more = (
-                [found["generate", name, prompt, rows, steps] for name in ("shallow", "deep")]
+                [found["generate", name, prompt, rows, steps] for name in ("shallow", "drawing")]
                 for steps in (FEW_STEPS, MORE_STEPS)
             )
             step = [(b - a) / (MORE_STEPS - FEW_STEPS) for a, b in zip(few, more, strict=True)]
@@ -357,6 +360,9 @@ def _embed_and_back(embed: Module, ids: Tensor) -> None:
 
 def _generate(engine: Engine, rows: int, prompt: int, steps: int) -> None:
     vocab = engine.layout.shape.vocab
+    prompt += (
+        engine.device.type == "cuda"
+    )  # else its second step would begin the next columns, and capture a graph
     tokens = _sequences(rows * prompt, prompt, vocab, engine.device)["input_ids"]
     batch = SampleBatch(tuple(range(rows)), {"prompt_ids": tokens})
     # A segment of a longer response: for few tokens, generation would not pack its weights (generation.py).

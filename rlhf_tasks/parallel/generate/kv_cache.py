@@ -49,7 +49,7 @@ class KVCache:
     def __init__(self, slots: int, columns: int, device: torch.device, span_multiple: int = 1) -> None:
         self.continues = False
         self._slots, self._device, self._span_multiple = slots, device, span_multiple
-        self._columns = -(-columns // span_multiple) * span_multiple
+        self._most, self._columns = columns, -(-columns // span_multiple) * span_multiple
         self._lengths: list[int] = []  # tokens of each row
         self._newest = torch.zeros(
             slots, dtype=torch.int64, device=device
@@ -152,9 +152,9 @@ class KVCache:
         """
         self.continues = True
         rows = self.rows
-        self._lengths = [min(length + 1, self._columns) for length in self._lengths]
+        self._lengths = [min(length + 1, self._most) for length in self._lengths]
         newest = self._newest[:rows]
-        newest.add_(1).clamp_(max=self._columns - 1)
+        newest.add_(1).clamp_(max=self._most - 1)
         self._places = (self._row_numbers[:rows], newest)
         multiple = self._span_multiple
         runs = runs_of(self._lengths) if multiple == 1 else [(slice(0, rows), max(self._lengths))]

@@ -127,7 +127,6 @@ def test_a_gpu_measures_its_own_models(tmp_path):
     assert {"layer/forward", "layer/backward", "lm/decode", "optimizer"} <= {
         timed.operation for timed in found.operations
     }
-    assert all(timed.seconds >= 0 for timed in found.operations)
 
 
 def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once():
@@ -149,7 +148,7 @@ def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once(
 def test_steps_that_take_longer_with_more_context_do_not_count_in_the_prefill(deep):
     """Here a layer's prefill takes as long as a step behind a prompt, and a step's seconds are its context."""
     prompt, found = 16, {}
-    for name, layers in (("shallow", SHALLOW), ("deep", deep)):
+    for name, layers in (("shallow", SHALLOW), ("drawing", deep)):
         for steps in (FEW_STEPS, MORE_STEPS):
             of_layer = 10 * prompt + sum(prompt + step for step in range(1, steps + 1))
             found["generate", name, prompt, 4, steps] = float(layers * of_layer)

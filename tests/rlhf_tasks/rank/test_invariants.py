@@ -1,4 +1,7 @@
-"""What a rank refuses because the plan says otherwise: every check is red here when it is left out."""
+"""What a rank refuses because the plan says otherwise: a check that is left out is red here.
+
+Only the version at an evaluation has no test of its own.
+"""
 
 import json
 from dataclasses import replace
@@ -11,6 +14,7 @@ from flows.run.prepare import prepare
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.rank.plan_nodes import plan_device_sets
 from rlhf_tasks.rank.role_engines import RoleEngines
@@ -76,6 +80,32 @@ def test_a_copy_is_made_of_the_version_that_the_plan_says(engines):
     )
     with pytest.raises(InvariantError, match="the source has version 0, the plan says 3"):
         held.reallocate(node, 3)
+
+
+def test_what_arrives_has_the_version_that_the_plan_says(engines, monkeypatch):
+    held, plan = engines
+    here = plan.roles["actor"].placements[0]
+    sent = role_engines.reallocate
+    monkeypatch.setattr(
+        role_engines, "reallocate", lambda *given, **named: sent(*given, **{**named, "version": 2})
+    )
+    node = ReallocateNode(
+        name="reallocate_actor_to_here",
+        after=(),
+        after_previous=(),
+        role="actor",
+        source=here,
+        destination=here,
+    )
+    with pytest.raises(InvariantError, match="version 2 was received, the plan says 0"):
+        held.reallocate(node, 0)
+
+
+def test_a_run_begins_with_a_decided_dtype(tmp_path):
+    config, plan = on_one_device(tmp_path)
+    undecided = config.model_copy(update={"dtype": "auto"})
+    with world_of_one(), pytest.raises(InvariantError, match="dtype is auto: it must be decided"):
+        RoleEngines(plan, undecided, ProcessGroups(plan_device_sets(plan), 240.0, CPU))
 
 
 def test_a_role_is_found_only_where_the_plan_has_put_it(engines):

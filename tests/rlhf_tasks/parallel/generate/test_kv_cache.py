@@ -118,6 +118,16 @@ def test_a_finished_sequence_that_stays_beyond_its_end_disturbs_no_other():
     assert torch.equal(keys[0][:, mask[0, 0, 0]], torch.stack([stamp((0, p)) for p in range(4)], dim=1))
 
 
+def test_a_finished_sequence_stays_within_the_positions_of_the_longest():
+    """Reads are rounded up to more columns. A model may have no position for these."""
+    cache, lengths = KVCache(1, 5, CPU, span_multiple=8), {0: 3}
+    fill(cache, lengths)
+    for _ in range(4):
+        lengths = step(cache, lengths)
+    assert cache.positions.tolist() == [4]
+    assert cache.span == 8
+
+
 def test_a_cache_on_the_cpu_takes_no_memory_for_what_is_never_written():
     cache, before = KVCache(64, 4096, CPU), process_bytes(CPU)
     cache.enter([0])
