@@ -9,7 +9,7 @@ from flows.commands.numbers import whole_seed
 from flows.commands.plans import show_warnings
 from flows.demo.data import DATA, refuse_without_task
 from flows.run import run_identity
-from flows.run.prepare import prepare
+from flows.run.prepare import handed_over, prepare
 from flows.run.run_folder import (
     existing_run_folder,
     open_run,
@@ -104,12 +104,11 @@ def run(
     refuse_blocks_without_server(settings)
     refuse_dead_server()
     with run_folder_of(settings, folder) as folder:
-        prepared.keep_rows(
-            folder
-        )  # the flow prepares again what its process may not know; these two are done
-        if settings.plan == "auto":  # the flow reads this plan and does not search again
+        prepared.keep_rows(folder)
+        if settings.plan == "auto":  # a run that is resumed reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
-        run_here(settings.type, settings, folder)
+        with handed_over(settings, folder, prepared):
+            run_here(settings.type, settings, folder)
 
 
 def _refuse_other_type(named: str, kind: str, file: Path | None, folder: Path | None) -> None:

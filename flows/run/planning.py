@@ -127,7 +127,7 @@ def _refuse_absurd(path: Path, model: CostModel, calls: Iterable[ModelFunctionCa
     """Raises FiguresError when the figures of runs in a file cannot be of this cluster: their assignments have other
     devices or no such strategy, or they take more memory than a device has."""
     most_bytes = max(device.memory_bytes for device in model.classes.profiles)
-    for ran in model.ran:
+    for ran in model.history:
         if max(ran.assignment.placement.devices) >= model.cluster.n_devices:
             raise FiguresError(f"{path} has figures of {ran.call} on devices that {model.cluster} has not.")
         if ran.active_bytes is not None and ran.active_bytes > most_bytes:

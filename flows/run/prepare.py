@@ -1,7 +1,9 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flows.cluster.shutdown import run_in_thread
@@ -81,12 +83,32 @@ class Prepared:
             rows.keep(folder, name)
 
 
+_HANDED_OVER: ContextVar[tuple[RunConfig, Path, Prepared] | None] = ContextVar("handed_over", default=None)
+
+
+@contextmanager
+def handed_over(config: RunConfig, folder: Path, prepared: Prepared) -> Iterator[None]:
+    """What a command has prepared serves the flow that it runs inside this block: nothing is prepared twice.
+
+    config, folder  the run's, whose rows `folder` keeps; a flow of another configuration or folder prepares its own
+    """
+    token = _HANDED_OVER.set((config, folder.resolve(), prepared))
+    try:
+        yield
+    finally:
+        _HANDED_OVER.reset(token)
+
+
 def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
     """Check everything that can be checked before a process starts, and make the plan.
 
     folder  of a run that has its plan already
     Raises ConfigError with one sentence that says what to change, whichever part found the fault.
     """
+    match _HANDED_OVER.get():
+        case (for_config, for_folder, prepared) if folder is not None:
+            if for_config == config and for_folder == folder.resolve():
+                return replace(prepared, changes=logged_changes(folder))
     try:
         return _prepare(config, folder)
     except ConfigError:

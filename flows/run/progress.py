@@ -98,7 +98,7 @@ class RunView:
                 self._loaded = True
                 self._terminal.begin_phase("first iteration")
             case IterationRan(iteration=iteration, metrics=metrics):
-                self._terminal.ran(iteration, metrics[ITERATION_S] or 0.0, metrics)
+                self._terminal.iteration_ended(iteration, metrics[ITERATION_S] or 0.0, metrics)
                 self._uncommitted.append({**metrics, "iteration": iteration})
                 self._reached(iteration + 1)
             case Aborted(iteration=iteration):

@@ -105,7 +105,7 @@ class RunProgress:
         self._phase.close()
         self._bar = None
 
-    def ran(self, iteration: int, seconds: float, metrics: Mapping[str, float | None]) -> None:
+    def iteration_ended(self, iteration: int, seconds: float, metrics: Mapping[str, float | None]) -> None:
         """Show a complete iteration. seconds: its duration by the ranks' clocks."""
         self._recent.append(seconds)
         left_s = median(self._recent) * (self._iterations - iteration - 1)

@@ -88,7 +88,7 @@ def build_plan(
     else:
         places = OrderRule(levels(graph), [node_order(graph, call_order)]).places(made.skeleton)
     names = list(made.skeleton.slots)
-    order = [names[i] for i in with_trailing(made.skeleton, places)[0].argsort()]
+    order = [names[int(i)] for i in with_trailing(made.skeleton, places)[0].argsort()]
     edges = _edges(made, order)
     nodes = tuple(
         made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})
@@ -232,7 +232,7 @@ def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tu
     A memory edge leads from a release or offload to the next call on its devices. The reduction runs over two
     consecutive iterations, because a path through the next iteration can imply an edge too.
     """
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
     for t in (0, 1):
         for name in order:
             graph.add_edges_from(((t, before), (t, name)) for before in made.after[name])
@@ -241,7 +241,7 @@ def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tu
             graph.add_edge((t, release), (t, call))
     for name in order:
         graph.add_edges_from(((0, before), (1, name)) for before in made.across[name])
-    reduced = nx.transitive_reduction(graph)
+    reduced: nx.DiGraph[tuple[int, str]] = nx.transitive_reduction(graph)
     position = {name: i for i, name in enumerate(order)}
 
     def predecessors(name: str, iteration: int) -> tuple[str, ...]:

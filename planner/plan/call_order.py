@@ -153,7 +153,7 @@ def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[in
 
     wishes: of each slot; edges: (earlier slot, later slot). Returns the place of each slot.
     """
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[int] = nx.DiGraph()
     graph.add_nodes_from(range(len(wishes)))
     graph.add_edges_from(edges)
     order = list(nx.lexicographical_topological_sort(graph, key=wishes.__getitem__))

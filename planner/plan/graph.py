@@ -2,11 +2,13 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 import networkx as nx
 
 from rlhf_tasks.spec import ModelFunctionCall
+
+CallGraph: TypeAlias = "nx.DiGraph[str]"
 
 
 class GraphError(ValueError):
@@ -93,8 +95,8 @@ class DataflowGraph:
         _refuse_cycle(graph)
         position = {call.name: i for i, call in enumerate(calls)}
         whole = nx.compose(data, graph)  # a call also comes after what it reads of earlier iterations
-        order = nx.lexicographical_topological_sort(whole, key=lambda name: position[name])
-        self.digraph = graph
+        order = nx.lexicographical_topological_sort(whole, key=position.__getitem__)
+        self.digraph: CallGraph = graph
         self.calls = tuple(by_name[name] for name in order)
         self._by_name, self._producers = by_name, producers
         late = next((call for call in calls if call.lead > self.source.lead), None)
@@ -103,8 +105,8 @@ class DataflowGraph:
                 f"Call {late.name!r} runs {late.lead} iterations ahead, but {self.source.name!r}, which reads the "
                 f"data set first, {self.source.lead}. Let it run ahead no farther."
             )
-        self._after_training = {
-            role: nx.descendants(graph, trainer.name) for role, trainer in self._trainers.items()
+        self._after_training: dict[str, set[str]] = {
+            role: descendants(graph, trainer.name) for role, trainer in self._trainers.items()
         }
 
     @property
@@ -156,10 +158,10 @@ class DataflowGraph:
         """Whether a call reads its role's parameters after the train_step of its own iteration."""
         return call.name in self._after_training.get(call.role, ())
 
-    def unrolled(self, iterations: int) -> nx.DiGraph:
+    def unrolled(self, iterations: int) -> "nx.DiGraph[tuple[int, str]]":
         """Several iterations one after another: nodes are (iteration, call name), edges as in `digraph`, `across` and
         `lagged`. A call that runs ahead works in iteration t on the samples of iteration t + its lead."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
         for t in range(iterations):
             graph.add_nodes_from((t, name) for name in self.digraph)
             graph.add_edges_from(((t, a), (t, b), data) for a, b, data in self.digraph.edges(data=True))
@@ -325,8 +327,8 @@ def _follower(
 
 def _data_graph(
     calls: Sequence[ModelFunctionCall], producers: Mapping[str, str], dataset_keys: Sequence[str]
-) -> nx.DiGraph:
-    graph = nx.DiGraph()
+) -> CallGraph:
+    graph: CallGraph = nx.DiGraph()
     for call in calls:
         graph.add_node(call.name, call=call)
     for call in calls:
@@ -346,9 +348,14 @@ def _data_graph(
     return graph
 
 
-def _cut_lagged(graph: nx.DiGraph, calls: Mapping[str, ModelFunctionCall]) -> tuple[DataEdge, ...]:
+def descendants(graph: CallGraph, name: str) -> set[str]:
+    """The calls that a path leads to from a call."""
+    return nx.descendants(graph, name)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _cut_lagged(graph: CallGraph, calls: Mapping[str, ModelFunctionCall]) -> tuple[DataEdge, ...]:
     """Takes the data edges to later iterations out of the graph of one iteration, and returns them."""
-    found = []
+    found = list[DataEdge]()
     for a, b, edge in list(graph.edges(data=True)):
         lag = calls[a].lead - calls[b].lead
         if lag < 0:
@@ -362,7 +369,7 @@ def _cut_lagged(graph: nx.DiGraph, calls: Mapping[str, ModelFunctionCall]) -> tu
     return tuple(found)
 
 
-def _add_edge(graph: nx.DiGraph, a: str, b: str, *, key: str | None = None, role: str | None = None) -> None:
+def _add_edge(graph: CallGraph, a: str, b: str, *, key: str | None = None, role: str | None = None) -> None:
     if not graph.has_edge(a, b):
         graph.add_edge(a, b, keys=(), roles=())
     edge = graph.edges[a, b]
@@ -373,7 +380,7 @@ def _add_edge(graph: nx.DiGraph, a: str, b: str, *, key: str | None = None, role
 
 
 def _add_version_edges(
-    graph: nx.DiGraph, calls: Sequence[ModelFunctionCall], trainers: Mapping[str, ModelFunctionCall]
+    graph: CallGraph, calls: Sequence[ModelFunctionCall], trainers: Mapping[str, ModelFunctionCall]
 ) -> tuple[VersionEdge, ...]:
     """Order readers against the train_step of their role; returns the edges to the next iteration.
 
@@ -381,9 +388,9 @@ def _add_version_edges(
     (those that depend on the train_step) come after it. The train_step and the old-version readers of the next
     iteration follow this iteration's train_step.
     """
-    across, within = [], []
+    across, within = list[VersionEdge](), list[tuple[str, str, str]]()
     for role, trainer in trainers.items():
-        updated = nx.descendants(graph, trainer.name)
+        updated = descendants(graph, trainer.name)
         for call in calls:
             if call.role != role:
                 continue
@@ -398,9 +405,9 @@ def _add_version_edges(
     return tuple(across)
 
 
-def _refuse_cycle(graph: nx.DiGraph) -> None:
+def _refuse_cycle(graph: CallGraph) -> None:
     try:
-        cycle = nx.find_cycle(graph)
+        cycle = cast(list[tuple[str, str]], nx.find_cycle(graph))  # pyright: ignore[reportUnknownMemberType]
     except nx.NetworkXNoCycle:
         return
     names = [a for a, _ in cycle]

@@ -73,7 +73,7 @@ def role_placements(
 ) -> dict[str, RolePlacements]:
     """The placements of each role; a trained role's training placement comes first, then those of its copies. Of a
     role that follows another, the placement where its model runs comes first."""
-    found = {}
+    found = dict[str, RolePlacements]()
     for role in graph.roles:
         trainer = graph.trainer(role)
         calls = [call for call in graph.calls if call.role == role]

@@ -34,7 +34,7 @@ class OrderProblem:
     devices: Mapping[str, frozenset[int]]
     duration_s: Mapping[str, float]
     late: frozenset[str] = frozenset()
-    copy_s: Mapping[str, float] = field(default_factory=dict)
+    copy_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @cached_property
     def work(self) -> Work:
@@ -81,14 +81,18 @@ def total_order(problem: OrderProblem) -> list[str]:
 
 def _list_schedule(problem: OrderProblem) -> list[str]:
     """Always takes, among the nodes whose predecessors are placed, the one with the longest path to the end."""
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(problem.devices)
     graph.add_edges_from((a, b) for b, before in problem.after.items() for a in before)
     tail: dict[str, float] = {}
     for node in reversed(list(nx.topological_sort(graph))):
         tail[node] = problem.duration_s[node] + max((tail[b] for b in graph.successors(node)), default=0.0)
     position = {node: i for i, node in enumerate(problem.devices)}
-    return list(nx.lexicographical_topological_sort(graph, key=lambda n: (-tail[n], position[n])))
+
+    def longest_first(node: str) -> tuple[float, int]:
+        return -tail[node], position[node]
+
+    return list(nx.lexicographical_topological_sort(graph, key=longest_first))
 
 
 def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:

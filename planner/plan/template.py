@@ -66,9 +66,9 @@ class Skeleton:
     after, across  slot -> the slots that must have finished in the same iteration; in the iteration before
     """
 
-    slots: dict[str, Slot] = field(default_factory=dict)
-    after: dict[str, set[str]] = field(default_factory=dict)
-    across: dict[str, set[str]] = field(default_factory=dict)
+    slots: dict[str, Slot] = field(default_factory=dict[str, "Slot"])
+    after: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    across: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
 
     def add(self, slot: Slot, after: set[str] | None = None) -> None:
         assert slot.name not in self.slots, f"two plan nodes are named {slot.name!r}"
@@ -286,7 +286,7 @@ class _Keys:
         outputs it does not use, and there are few transfers.
         """
         chosen: dict[Hashable, list[str]] = {}
-        movable = []
+        movable = list[str]()
         for key in missing:
             if len(self.held[key]) == 1:
                 chosen.setdefault(self.home(key), []).append(key)

@@ -58,7 +58,7 @@ class Lengths(Frozen):
     def spans(self) -> list[tuple[int, int, float]]:
         """Spans of decoding steps in which no sequence ends: (first step, last step, share of sequences that still
         run)."""
-        spans, start, running = [], 1, 1.0
+        spans, start, running = list[tuple[int, int, float]](), 1, 1.0
         for tokens, share in sorted(self.points):
             if share > 0:
                 spans.append((start, tokens, running))

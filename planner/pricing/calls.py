@@ -5,7 +5,7 @@ The formulas of the kinds of calls are in planner/pricing/call_formulas.py.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
@@ -56,7 +56,7 @@ class CostModel:
         models: Mapping[str, RoleModel],
         workload: Workload,
         measured: Sequence[MeasuredProfile] = (),
-        ran: Sequence[RanCall] = (),
+        history: Sequence[RanCall] = (),
     ) -> None:
         self.cluster, self.models, self.workload = cluster, models, workload
         stated = device if isinstance(device, DeviceClasses) else DeviceClasses.alike(cluster, device)
@@ -69,11 +69,11 @@ class CostModel:
             for profile, of_models in zip(stated.profiles, self.measured, strict=True)
         ]
         self.classes = replace(stated, profiles=tuple(found))
-        self._timings: dict[tuple, Timing] = {}
-        self._costs: dict[tuple, dict[int, CallCost]] = {}
-        self._evaluations: dict[tuple, CallCost] = {}
-        self.ran = tuple(ran)
-        self._factors: dict[str, dict[tuple, Factor]] = {}
+        self._timings: dict[tuple[Any, ...], Timing] = {}
+        self._costs: dict[tuple[Any, ...], dict[int, CallCost]] = {}
+        self._evaluations: dict[tuple[Any, ...], CallCost] = {}
+        self.history = tuple(history)
+        self._factors: dict[str, dict[tuple[_Where, int], Factor]] = {}
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
         """Seconds and bytes of a call, or of each of its parts. Of the mesh only its strategy, crossings and device
@@ -91,8 +91,7 @@ class CostModel:
             )
         where = self._where(placement)
         found = self._profiled(call, where, micro_batches)
-        factors = self._factors_of(call) if self.ran else {}
-        if not factors:
+        if not (self.history and (factors := self._factors_of(call))):
             return found
         elsewhere = self.correction(call)
         return [
@@ -104,11 +103,11 @@ class CostModel:
         """The factor on a call's price under assignments that have not run."""
         return factor_elsewhere(self._factors_of(call).values())
 
-    def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple, Factor]:
+    def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple["_Where", int], Factor]:
         """(place, micro-batches) -> what a call took there, divided by the price from profiles."""
         if call.name not in self._factors:
             found = self._factors[call.name] = {}
-            for ran in self.ran:
+            for ran in self.history:
                 if ran.call == call.name:
                     where, count = self._where(ran.assignment.placement), ran.assignment.micro_batches
                     (priced,) = self._profiled(call, where, [count])

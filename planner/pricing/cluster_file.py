@@ -5,7 +5,7 @@ Implausible figures, mostly right numbers in a wrong unit, give warnings.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
@@ -34,16 +34,16 @@ ONE_DEVICE = f"a preset's name ({', '.join(PRESETS)}) or figures ({{like: PRESET
 """What a file may give as a device, for messages."""
 
 
-def _stated(value: Any) -> Any:
-    if not isinstance(value, str | dict):
-        raise ValueError(f"give {ONE_DEVICE}, found {shown(value)}")
-    return value
+def _stated(value: object) -> object:
+    if isinstance(value, str | dict):
+        return cast(object, value)
+    raise ValueError(f"give {ONE_DEVICE}, found {shown(value)}")
 
 
-def _stated_by_hosts(value: Any) -> Any:
-    if not isinstance(value, str | dict | list | tuple):
-        raise ValueError(f"give {ONE_DEVICE}, or by hosts [{{n_hosts, device}}], found {shown(value)}")
-    return value
+def _stated_by_hosts(value: object) -> object:
+    if isinstance(value, str | dict | list | tuple):
+        return cast(object, value)
+    raise ValueError(f"give {ONE_DEVICE}, or by hosts [{{n_hosts, device}}], found {shown(value)}")
 
 
 class HostsFile(Frozen):

@@ -126,14 +126,12 @@ class DeviceClasses:
     def wires(self, classes: Iterable[int]) -> Wires:
         """The links of devices of some classes: in latency and in bandwidth those of the slowest one."""
         found = [self.profiles[number] for number in classes]
-        latency_s, byte_s = (
-            [max(one(profile, crosses) for profile in found) for crosses in (False, True)]
-            for one in (
-                lambda profile, crosses: profile.link(crosses).latency_s,
-                lambda profile, crosses: 1 / (profile.link(crosses).bytes_per_s * profile.link_efficiency),
-            )
-        )
-        return Wires(latency_s[0], byte_s[0], latency_s[1], byte_s[1])
+        slowest = list[float]()
+        for crosses in (False, True):
+            links = [(profile.link(crosses), profile.link_efficiency) for profile in found]
+            slowest.append(max(link.latency_s for link, _ in links))
+            slowest.append(max(1 / (link.bytes_per_s * efficiency) for link, efficiency in links))
+        return Wires(*slowest)
 
     def reallocation_overhead_s(self, layers: int) -> float:
         """Seconds of a reallocation of `layers` layers besides its messages: those of the slowest class."""

@@ -45,7 +45,7 @@ def _drawn_imbalance(prompts: Points, answers: Points, n_groups: int, group_size
     draws = min(DRAWS, max(1, MOST_DRAWN // n_seqs))
     for _ in range(draws):
         tokens = np.repeat(_drawn(prompts, n_groups, draw), group_size) + _drawn(answers, n_seqs, draw)
-        lengths = dict(enumerate(tokens.tolist()))
+        lengths = {sample: int(n) for sample, n in enumerate(tokens)}
         for place, balance in enumerate(("count", "tokens")):
             shares = partition(range(n_seqs), dp, balance, lengths=lengths, group_size=group_size)
             fullest = max(sum(lengths[sample] for sample in share) for share in shares)

@@ -90,7 +90,8 @@ class MeasuredProfile(Frozen):
 
         itemsize: bytes of a parameter; dispatch_s: seconds.
         """
-        operations, exchanges = defaultdict(list), defaultdict(list)
+        operations = defaultdict[tuple[Operation, int, int, int], list[float]](list)
+        exchanges = defaultdict[tuple[Exchange, int, bool, int], list[float]](list)
         for found in measured:
             for timed in found.operations:
                 operations[timed.operation, timed.tp, timed.tokens, timed.context].append(timed.seconds)

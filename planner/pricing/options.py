@@ -25,7 +25,7 @@ Left out are:
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import add, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.deadline import Deadline
 from planner.plan.graph import blocks_of, groups_of
@@ -219,9 +219,9 @@ def call_options(
         if among is None
         else sorted({DeviceMesh.of(cluster, placement.devices) for placement in among})
     )
-    priced: dict[tuple, list[Option]] = {}
+    priced: dict[tuple[Any, ...], list[Option]] = {}
     shortfalls: list[tuple[float, Option]] = []
-    found = []
+    found = list[Option]()
     for mesh in places:
         like = mesh.size, classes.layout(mesh.first, mesh.size)
         if like not in priced:

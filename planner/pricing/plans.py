@@ -98,9 +98,9 @@ class PlanPrice:
     steady: SteadyState
     peaks: dict[int, MemoryPeak]
     call_bytes: dict[str, float]
-    copy_s: dict[str, float] = field(default_factory=dict)
-    rare_s: dict[str, float] = field(default_factory=dict)
-    to_end_s: dict[str, float] = field(default_factory=dict)
+    copy_s: dict[str, float] = field(default_factory=dict[str, float])
+    rare_s: dict[str, float] = field(default_factory=dict[str, float])
+    to_end_s: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def due_s(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ class PlanPrice:
 
 def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
     """Price every node of a plan, in seconds and bytes. Raises ValueError when a strategy does not suit its model."""
-    duration_s, moved_bytes, copy_s, rare_s, to_end_s = {}, {}, {}, {}, {}
+    duration_s, moved_bytes, copy_s, rare_s, to_end_s = (dict[str, float]() for _ in range(5))
     for node in plan.nodes:
         duration_s[node.name], moved = node_cost(node, plan, model)
         if isinstance(node, TransferNode | ReallocateNode | SyncNode):

@@ -25,7 +25,7 @@ ROWS_OR_TOKENS = {
 def figures_source(model: CostModel) -> str:
     """The source of each device class's figures (a profile, or stated figures), and the calls that earlier runs
     correct."""
-    parts = []
+    parts = list[str]()
     for device, profiles in zip(model.classes.profiles, model.measured, strict=True):
         roles: dict[str, list[str]] = {}
         others: list[str] = []
@@ -41,8 +41,10 @@ def figures_source(model: CostModel) -> str:
             rest = f", device figures calibrated by it for {', '.join(others)}" if others else ""
             parts.append(told + rest)
     source = "; ".join(parts)
-    if model.ran:
-        source += f", corrected by measured figures of {', '.join(sorted({ran.call for ran in model.ran}))}"
+    if model.history:
+        source += (
+            f", corrected by measured figures of {', '.join(sorted({ran.call for ran in model.history}))}"
+        )
     return source
 
 

@@ -19,7 +19,7 @@ def turns_of(workload: Workload) -> list[Workload]:
     for tokens, share in lengths.points:
         shares[-(-tokens // turns)] += share
     part = Lengths(points=tuple(sorted(shares.items())))
-    found = []
+    found = list[Workload]()
     for turn in range(turns):
         context = workload.prompt_tokens + round(lengths.mean * turn / turns)
         room = max(part.longest, workload.cache_tokens - context)

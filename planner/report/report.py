@@ -53,7 +53,7 @@ def result_document(result: SearchResult) -> dict[str, Any]:
 
 def corrections(problem: Problem) -> dict[str, Factor]:
     """Call -> the correction of its price by measured figures of earlier runs; calls without figures are left out."""
-    ran = {found.call for found in problem.model.ran}
+    ran = {found.call for found in problem.model.history}
     return {call.name: problem.model.correction(call) for call in problem.graph.calls if call.name in ran}
 
 

@@ -17,7 +17,17 @@ from planner.search.annealing import Neighbours, PricedChoice, annealing, better
 from planner.search.bounds.relaxation import Relaxation, relaxation
 from planner.search.bounds.root_bound import Cycles
 from planner.search.bounds.tree_order import Tree, search_tree
-from planner.search.bounds.tree_search import BELOW, DONE, FOUND, GROUP, PAIR, PAUSED, Walk, new_walk, walk_on
+from planner.search.bounds.tree_search import (
+    BELOW,
+    DONE,
+    FOUND,
+    GROUP,
+    PAIR,
+    PAUSED,
+    SearchState,
+    begin_search,
+    continue_search,
+)
 from planner.search.compiled.tables import Tables
 
 Ints = NDArray[np.int64]
@@ -28,14 +38,14 @@ ANYTHING = 4  # without a plan, the upper bound is this many times the sum of al
 PROVED = 5e-10  # relative; thresholds stay this far below the best plan's time
 LAST_STEP = 5e-3  # relative; with a smaller gap, the threshold is the best plan's time itself
 GROUP_STEP = 1e-3  # relative; precision of the bisection by groups
-PATIENCE = 0.25  # share of the time left after which a walk is abandoned for one with a lower threshold
+PATIENCE = 0.25  # share of the time left after which a search is abandoned for one with a lower threshold
 
 
 class Proofs(NamedTuple):
     """The data of proofs about a problem.
 
-    by_size, to_options  [steps, 3] steps of a walk (planner.search.bounds.tree_search.Walk): by groups alone, and
-                         down to options
+    by_size, to_options  [steps, 3] steps of a search (bounds/tree_search.py: SearchState): by groups, and down to
+                         options
     """
 
     relaxation: Relaxation
@@ -58,14 +68,14 @@ def proofs(tables: Tables, cycles: Cycles) -> Proofs:
 
 
 def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: Deadline) -> Iterator[float]:
-    """Rising lower bounds, in seconds, that walks by groups alone prove.
+    """Rising lower bounds, in seconds, that searches by groups alone prove.
 
     lower_bound_s  the root bound; upper: seconds of a plan
     deadline       ends the bisection early
     """
     while upper - lower_bound_s > GROUP_STEP * upper and not deadline.is_past():
-        threshold, walk = (lower_bound_s + upper) / 2, new_walk(p.relaxation, p.by_size)
-        if _walked(p, walk, threshold, deadline)[0] == DONE:
+        threshold, search = (lower_bound_s + upper) / 2, begin_search(p.relaxation, p.by_size)
+        if _searched(p, search, threshold, deadline)[0] == DONE:
             lower_bound_s = threshold
             yield lower_bound_s
         else:
@@ -82,41 +92,41 @@ def branching(
     seed: int,
     deadline: Deadline,
 ) -> Iterator[tuple[PricedChoice, float, int]]:
-    """Yields after each walk: (best state, lower bound in seconds, number of choices priced since the last yield).
+    """Yields after each search: (best state, lower bound in seconds, number of choices priced since the last yield).
 
     state          the plan to beat
     lower_bound_s  a proved lower bound, in seconds
     deadline       ends the search early
 
-    A threshold that a walk proves becomes the lower bound. The next threshold is halfway between it and the best
-    plan's time; when they are close, just below that time. If a walk takes too long, the next threshold is halfway
-    between the lower bound and the abandoned one, after another annealing. If a walk finds a better plan, annealing
-    polishes the plan, and the same walk continues with a lower threshold: branches that were cut stay cut.
+    A threshold that a search proves becomes the lower bound. The next threshold is halfway between it and the best
+    plan's time; when they are close, just below that time. If a search takes too long, the next threshold is halfway
+    between the lower bound and the abandoned one, after another annealing. If a search finds a better plan, annealing
+    polishes the plan, and the same search continues with a lower threshold: branches that were cut stay cut.
     """
     polishings = restarts = 0
     anything = ANYTHING * sum(max(o.seconds for o in options) for options in tables.options)
-    tedious = np.inf  # the threshold of the last walk that took too long
-    walk: Walk | None = None  # the walk to continue
+    tedious = np.inf  # the threshold of the last search that took too long
+    search: SearchState | None = None  # the search to continue
     while not deadline.is_past():
         upper = state.time_s if state.excess_bytes <= 0 else anything
         if lower_bound_s >= upper * (1 - 2 * PROVED):
             return
         threshold = (lower_bound_s + min(upper, tedious)) / 2
-        if walk is not None or (upper - lower_bound_s < LAST_STEP * upper and tedious > upper):
+        if search is not None or (upper - lower_bound_s < LAST_STEP * upper and tedious > upper):
             threshold = upper * (1 - PROVED)
-        walk = walk or new_walk(p.relaxation, p.to_options)
-        priced_before = int(walk.counts[1])
-        code, time_s = _walked(p, walk, threshold, deadline)
-        n_priced = int(walk.counts[1]) - priced_before
+        search = search or begin_search(p.relaxation, p.to_options)
+        priced_before = int(search.counts[1])
+        code, time_s = _searched(p, search, threshold, deadline)
+        n_priced = int(search.counts[1]) - priced_before
         if code == DONE:
-            lower_bound_s, walk = threshold, None
+            lower_bound_s, search = threshold, None
         elif code == FOUND:
-            state = better(state, PricedChoice(walk.found - tables.arrays.start[:-1], time_s, 0.0))
+            state = better(state, PricedChoice(search.found - tables.arrays.start[:-1], time_s, 0.0))
             near_it = polishing(tables, near, cycles, state, seed, polishings)
             state, more = _until(deadline, state, near_it)
             n_priced, polishings = n_priced + more, polishings + 1
         else:
-            tedious, walk = threshold, None
+            tedious, search = threshold, None
             purpose = f"annealing again {restarts}"
             again = annealing(tables, near, cycles, [state.choice.tolist()], seed, purpose)
             state, more = _until(deadline, state, again)
@@ -137,12 +147,12 @@ def _until(
     return state, n_priced
 
 
-def _walked(p: Proofs, walk: Walk, threshold: float, deadline: Deadline) -> tuple[int, float]:
-    """`walk_on` until the walk ends or has used its share of the time left (PATIENCE)."""
+def _searched(p: Proofs, search: SearchState, threshold: float, deadline: Deadline) -> tuple[int, float]:
+    """`continue_search` until the search ends or has used its share of the time left (PATIENCE)."""
     looked, nodes = monotonic(), NODES
     until = looked + PATIENCE * (deadline.at_s - looked)
     while True:
-        code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, nodes)
+        code, time_s = continue_search(p.relaxation, p.tree, search, threshold, nodes)
         now = monotonic()
         if code != PAUSED or now > until or deadline.called_off():
             return code, time_s

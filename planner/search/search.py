@@ -28,7 +28,7 @@ from planner.search.annealing import (
 from planner.search.balance import balanced
 from planner.search.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.search.bounds.root_bound import call_cycles, front, root_bound
-from planner.search.bounds.tree_search import new_walk, walk_on
+from planner.search.bounds.tree_search import begin_search, continue_search
 from planner.search.branch_and_bound import bounds_by_groups, branching, proofs
 from planner.search.choices import assignments_of, counterparts, nearest_choice
 from planner.search.compiled.tables import Tables, uncollected
@@ -265,9 +265,9 @@ def _compile(tables: Tables) -> float:
     anneal(tables.arrays, near, cycles, start, draws, 1.0, 1.0, True)
     descend(tables.arrays, nobody(tables), cycles, start, 0)
     found = proofs(tables, cycles)
-    walk = new_walk(found.relaxation, found.to_options)
-    walk.depth[0] = -1
-    walk_on(found.relaxation, found.tree, walk, 1.0, 0)
+    state = begin_search(found.relaxation, found.to_options)
+    state.depth[0] = -1
+    continue_search(found.relaxation, found.tree, state, 1.0, 0)
     return time.monotonic() - began
 
 

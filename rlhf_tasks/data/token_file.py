@@ -113,6 +113,7 @@ class TokenFile:
             replace_file(folder / SKIPPED, "".join(f"{line}\n" for line in lines))
         part.replace(path)
         sync(folder)
+        self._name = path
 
     def values(self, index: int) -> dict[str, Numbers | str]:
         """The values of a row by key: int32 token ids [tokens], a bool mask [tokens], float64 numbers, or text."""

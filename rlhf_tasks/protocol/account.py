@@ -217,7 +217,7 @@ class Account:
         if not progress.nodes_done:
             return [done]
         if self.cadence is not None:
-            self.cadence.ran(key.iteration, now)
+            self.cadence.iteration_ended(key.iteration, now)
         return [done, IterationDone(key.iteration)]
 
     def _expect_part(self, rank: int, iteration: int, node: str, now: float) -> None:

@@ -50,7 +50,7 @@ class Cadence:
             self._base, self._base_s = iteration, None
             self._unwritten.add(iteration)
 
-    def ran(self, iteration: int, now: float) -> None:
+    def iteration_ended(self, iteration: int, now: float) -> None:
         """Every node of an iteration has ended on every rank."""
         self._lengths.append(now - self._newest_s)
         self._newest, self._newest_s = iteration, now

@@ -238,7 +238,7 @@ class SimulatedCluster:
             self._copies_end_s[node.name] = max(self.now, *before, self.now) + self.costs.copy_s[node.name]
         self.watch.used(f"call {node.name}", self.now - began_s, meeting.request.deadline_s)
         for process in meeting.members:
-            process.ran(meeting.request, began_s)
+            process.node_ended(meeting.request, began_s)
         self._count(-1)
 
     def _count(self, change: int) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
@@ -62,7 +62,9 @@ TAGS = ("of a rank", "of a host", "of the controller", "of speed")
 
 
 def _form(value: object) -> str:
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    kind = (
+        cast(dict[str, Any], value).get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    )
     rank, host, controller, speed = TAGS
     known = {"host": host, "controller": controller, "slow": speed, "slow_disk": speed}
     return known.get(kind, rank) if isinstance(kind, str) else rank

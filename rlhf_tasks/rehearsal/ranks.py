@@ -165,7 +165,7 @@ class Process:
         if self.raises:
             self.cluster.post(self.cluster.raise_error, self)
 
-    def ran(self, request: NodeRequest, started_s: float) -> None:
+    def node_ended(self, request: NodeRequest, started_s: float) -> None:
         """The node that this process is in has ended."""
         if self.job != request.key or not self.alive or self.stopped:
             return

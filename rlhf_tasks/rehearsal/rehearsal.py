@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,7 +87,7 @@ def rehearse(asked: RehearsalRequest) -> Rehearsed:
 
 
 @contextmanager
-def _virtual_time() -> Iterator[VirtualTime]:
+def _virtual_time() -> Generator[VirtualTime]:
     """A loop in virtual time, on which nothing is left over."""
     loop = VirtualTime()
     try:
@@ -101,7 +101,7 @@ def _virtual_time() -> Iterator[VirtualTime]:
 
 
 @contextmanager
-def _rare_collection() -> Iterator[None]:
+def _rare_collection() -> Generator[None]:
     """Lets the garbage collector come rarely: otherwise it takes most of the time with a thousand ranks."""
     thresholds = gc.get_threshold()
     gc.set_threshold(500_000, 20, 20)
@@ -112,7 +112,7 @@ def _rare_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _without_news() -> Iterator[None]:
+def _without_news() -> Generator[None]:
     """Keeps the controller's log of rehearsed faults off the terminal; errors of its own come through."""
     log = logging.getLogger(controller.__name__)
     log.addFilter(_is_own_error)
@@ -239,6 +239,8 @@ class Rehearsal:
                 self._end(f"finished: iteration {story.committed} is committed", True)
             case GaveUp(reason=reason):
                 self._end(f"the run gave up: {reason}", False)
+            case _:
+                pass  # what only a view of a run shows
 
     def _end(self, how: str, finished: bool) -> None:
         if not self._over.done():

@@ -20,7 +20,7 @@ class Partial(NamedTuple):
 
     rungs   of all calls, None where each has its own
     chosen  [calls] the resident rows of the choice; time_s, excess_bytes: its value
-    rows, meet, moves  of the partial choice, as planner.search.bounds.tree_search.Walk has them
+    rows, meet, moves  of the partial choice, as planner.search.bounds.tree_search.SearchState has them
     """
 
     rungs: int | None

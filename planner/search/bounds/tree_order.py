@@ -1,7 +1,7 @@
-"""The data of a walk through partial choices: the order of calls, and each call's groups.
+"""The data of a search through partial choices: the order of calls, and each call's groups.
 
 A group is all options of a call on meshes of one size. Offloaded options are in no group: the bounds are the same for
-their resident twins (planner/search/compiled/arrays.py), and the walk tries them at complete choices.
+their resident twins (planner/search/compiled/arrays.py), and the search tries them at complete choices.
 """
 
 from itertools import pairwise
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class Tree(NamedTuple):
-    """The data of a walk. Integers are int64, other numbers float64.
+    """The data of a search. Integers are int64, other numbers float64.
 
     order     [calls] calls by the least load (seconds x devices) of their options, the heaviest first
     start     [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
@@ -35,7 +35,7 @@ class Tree(NamedTuple):
 
 
 def search_tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
-    """The data of walks through a problem's partial choices."""
+    """The data of searches through a problem's partial choices."""
     o, n = r.arrays.options, r.arrays.start[-1]
     groups = n + np.flatnonzero(o.strategy[n:] == OPEN)
     member = groups

@@ -1,6 +1,6 @@
 """A depth-first search of the tree of partial choices, compiled: is there a choice with a period below a threshold?
 
-The search is called a walk. The levels of the tree are: the group of every call (the size of its mesh); for each pair
+The levels of the tree are: the group of every call (the size of its mesh); for each pair
 of meshes, whether they share a device; for one call after another, a strategy and a placement; and the micro-batches
 (planner/search/bounds/relaxation.py). So a mesh is placed only if sizes, strategies and shared devices allow a
 solution. Many placements are equivalent up to then, and are not visited one by one.
@@ -55,8 +55,8 @@ GROUP, PAIR, BELOW = range(3)
 specific row for a call (one level below its row)."""
 
 
-class Walk(NamedTuple):
-    """The state of a walk. Integers are int64, other numbers float64.
+class SearchState(NamedTuple):
+    """How far a search has come. Integers are int64, other numbers float64.
 
     steps   [steps, 3] for each depth: kind of decision (GROUP, PAIR, BELOW), call, second call of a PAIR
     depth   [1] current depth
@@ -80,10 +80,10 @@ class Walk(NamedTuple):
     counts: Ints
 
 
-def new_walk(r: Relaxation, steps: Ints) -> Walk:
-    """A walk at its beginning. steps: [steps, 3] int64, as in Walk."""
+def begin_search(r: Relaxation, steps: Ints) -> SearchState:
+    """A search at its beginning. steps: [steps, 3] int64, as in SearchState."""
     n = r.arrays.n_calls
-    return Walk(
+    return SearchState(
         steps,
         np.zeros(1, np.int64),
         np.full(len(steps), -1),
@@ -97,125 +97,127 @@ def new_walk(r: Relaxation, steps: Ints) -> Walk:
 
 
 @compiled
-def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) -> tuple[int, float]:
-    """Continues a walk for about `nodes` alternatives. threshold: seconds per iteration.
+def continue_search(
+    r: Relaxation, t: Tree, state: SearchState, threshold: float, nodes: int
+) -> tuple[int, float]:
+    """Continues a search for about `nodes` alternatives. threshold: seconds per iteration.
 
     The result is
     - (DONE, infinity) if no further choice has a period below the threshold;
-    - (FOUND, seconds per iteration) at a choice that has; it is written to walk.found;
+    - (FOUND, seconds per iteration) at a choice that has; it is written to state.found;
     - (PAUSED, infinity) otherwise.
     If the steps do not lead down to options, a partial choice that the bounds do not exclude gives (FOUND, infinity).
     """
-    depth, until = walk.depth[0], walk.counts[0] + nodes
-    while depth >= 0 and walk.counts[0] <= until:
+    depth, until = state.depth[0], state.counts[0] + nodes
+    while depth >= 0 and state.counts[0] <= until:
         found, time_s = False, np.inf
-        if not _give_next(r, t, walk, depth):
+        if not _give_next(r, t, state, depth):
             depth -= 1
-        elif _may_stay(r, t, walk, depth, threshold):
-            if depth < len(walk.steps) - 1:
+        elif _may_stay(r, t, state, depth, threshold):
+            if depth < len(state.steps) - 1:
                 depth += 1
-                walk.place[depth] = -1
-            elif walk.steps[depth, 0] == BELOW:
-                time_s = _complete(r, walk, threshold)
+                state.place[depth] = -1
+            elif state.steps[depth, 0] == BELOW:
+                time_s = _complete(r, state, threshold)
                 found = time_s < threshold
             else:
                 found = True
-        walk.depth[0] = depth
+        state.depth[0] = depth
         if found:
             return FOUND, time_s
     return DONE if depth < 0 else PAUSED, np.inf
 
 
 @inner
-def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
+def _complete(r: Relaxation, state: SearchState, threshold: float) -> float:
     """Prices a complete choice and its variants with offloaded twins.
 
-    Returns the least seconds per iteration, and writes that variant to walk.found, if it fits memory and is below the
-    threshold; else infinity.
+    Returns the least seconds per iteration, and writes that variant to state.found, if it fits memory and is below
+    the threshold; else infinity.
     """
     a, n, fastest_s = r.arrays, r.arrays.n_calls, np.inf
     for twins in range(1 << n):  # bit c: call c takes its offloaded twin
-        choice, exist = walk.choice.copy(), True
+        choice, exist = state.choice.copy(), True
         for call in range(n):
             if twins >> call & 1:
                 exist = exist and may_offload(a, call)
                 # Twins are in the same order as the resident options, at a constant distance.
                 choice[call] += a.offloaded[call] - a.start[call]
         if exist:
-            walk.counts[1] += 1
+            state.counts[1] += 1
             time_s, excess_bytes, _ = priced(a, choice - a.start[:n], min(threshold, fastest_s), False)
             if excess_bytes <= 0 and time_s < min(threshold, fastest_s):
-                walk.found[:], fastest_s = choice, time_s
+                state.found[:], fastest_s = choice, time_s
     return fastest_s
 
 
 @inner
-def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
+def _give_next(r: Relaxation, t: Tree, state: SearchState, depth: int) -> bool:
     """Takes the next alternative at a depth and returns True; if none is left that the cycles allow, undoes the
     decision and returns False."""
-    kind, call, n_options = walk.steps[depth, 0], walk.steps[depth, 1], r.arrays.start[-1]
-    walk.place[depth] += 1
-    walk.counts[0] += 1
+    kind, call, n_options = state.steps[depth, 0], state.steps[depth, 1], r.arrays.start[-1]
+    state.place[depth] += 1
+    state.counts[0] += 1
     if kind == PAIR:
-        return _relate_next(r, walk, call, walk.steps[depth, 2], walk.place[depth])
+        return _relate_next(r, state, call, state.steps[depth, 2], state.place[depth])
     if kind == GROUP:
         above, among, low, high = OPEN, t.group, t.start[call], t.start[call + 1]
     else:
         # At the first alternative the call still has the row above; later it has one of the rows below that.
-        above = walk.choice[call] if walk.place[depth] == 0 else r.above[walk.choice[call]]
+        above = state.choice[call] if state.place[depth] == 0 else r.above[state.choice[call]]
         among, low, high = r.below, r.begin[above - n_options], r.begin[above - n_options + 1]
     # Rows are sorted by seconds, so the first one that is too slow ends the alternatives.
-    at = low + walk.place[depth]
-    left = at < high and r.arrays.options[among[at]].seconds <= walk.allowed[depth, call]
-    walk.choice[call] = among[at] if left else above
+    at = low + state.place[depth]
+    left = at < high and r.arrays.options[among[at]].seconds <= state.allowed[depth, call]
+    state.choice[call] = among[at] if left else above
     if kind == GROUP:
-        for other in range(len(walk.choice)):
+        for other in range(len(state.choice)):
             if other != call:
-                related = relation(r.arrays.options, r.n_devices, walk.choice[call], walk.choice[other])
-                walk.meet[call, other] = walk.meet[other, call] = related
+                related = relation(r.arrays.options, r.n_devices, state.choice[call], state.choice[other])
+                state.meet[call, other] = state.meet[other, call] = related
     if kind == GROUP or not left:
-        _note_moves(r, walk, call)
+        _note_moves(r, state, call)
     return left
 
 
 @inner
-def _relate_next(r: Relaxation, walk: Walk, a: int, b: int, place: int) -> bool:
+def _relate_next(r: Relaxation, state: SearchState, a: int, b: int, place: int) -> bool:
     """Takes the next alternative for two calls: their meshes share a device, then they do not.
 
     If their sizes imply that they do, that is the only alternative.
     """
-    if relation(r.arrays.options, r.n_devices, walk.choice[a], walk.choice[b]) == MEET:
+    if relation(r.arrays.options, r.n_devices, state.choice[a], state.choice[b]) == MEET:
         return place == 0
-    walk.meet[a, b] = walk.meet[b, a] = MEET if place == 0 else APART if place == 1 else UNKNOWN
+    state.meet[a, b] = state.meet[b, a] = MEET if place == 0 else APART if place == 1 else UNKNOWN
     if place > 1:
-        _note_moves(r, walk, a)
+        _note_moves(r, state, a)
     return place <= 1
 
 
 @inner
-def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+def _may_stay(r: Relaxation, t: Tree, state: SearchState, depth: int, threshold: float) -> bool:
     """Whether the bounds admit a completion. If so, writes what is allowed at the next depth."""
-    kind, call, other = walk.steps[depth]
-    o, allowed, choice = r.arrays.options, walk.allowed[depth + 1], walk.choice
-    allowed[:] = walk.allowed[depth]
+    kind, call, other = state.steps[depth]
+    o, allowed, choice = r.arrays.options, state.allowed[depth + 1], state.choice
+    allowed[:] = state.allowed[depth]
     if kind == PAIR and relation(o, r.n_devices, choice[call], choice[other]) == MEET:
         return True  # implied by the sizes: nothing has changed
     has_place = kind == BELOW and placed(o, choice[call])
-    if has_place and not lies_as_said(r, choice, walk.meet, call):
+    if has_place and not lies_as_said(r, choice, state.meet, call):
         return False
-    if (kind == PAIR or has_place) and not can_be_arranged(r, t.order, choice, walk.meet):
+    if (kind == PAIR or has_place) and not can_be_arranged(r, t.order, choice, state.meet):
         return False
     if kind == GROUP and not _allow(r, t, choice, allowed, threshold):
         return False
     if kind != GROUP:
-        _note_moves(r, walk, call)
-        if exceeds_period(r, choice, walk.meet, walk.moves, threshold, allowed):
+        _note_moves(r, state, call)
+        if exceeds_period(r, choice, state.meet, state.moves, threshold, allowed):
             return False
         for each in range(len(allowed)):
-            allowed[each] = min(allowed[each], walk.allowed[depth, each])
+            allowed[each] = min(allowed[each], state.allowed[depth, each])
     if kind != BELOW:
-        return covers(r, t, choice, walk.meet, walk.moves, threshold)
-    return not has_place or (not lacks(r, choice) and _fast_enough(r, walk, threshold))
+        return covers(r, t, choice, state.meet, state.moves, threshold)
+    return not has_place or (not lacks(r, choice) and _fast_enough(r, state, threshold))
 
 
 @inner
@@ -234,30 +236,30 @@ def _allow(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: flo
 
 
 @inner
-def _fast_enough(r: Relaxation, walk: Walk, threshold: float) -> bool:
+def _fast_enough(r: Relaxation, state: SearchState, threshold: float) -> bool:
     """Whether the fastest options at the calls' placements, with unlimited memory, have a period below the threshold.
 
     True if some call has no placement yet.
     """
     a, n_options = r.arrays, r.arrays.start[-1]
-    rows = walk.choice.copy()
+    rows = state.choice.copy()
     for call in range(len(rows)):
         if not placed(r.arrays.options, rows[call]):
             return True
         if rows[call] >= n_options:
             rows[call] = r.below[r.begin[rows[call] - n_options]]
-    walk.counts[1] += 1
+    state.counts[1] += 1
     return priced(a, rows - a.start[: len(rows)], threshold, True)[0] < threshold
 
 
 @inner
-def _note_moves(r: Relaxation, walk: Walk, call: int) -> None:
-    """Writes the seconds of a call's moves to walk.moves."""
+def _note_moves(r: Relaxation, state: SearchState, call: int) -> None:
+    """Writes the seconds of a call's moves to state.moves."""
     for k in range(len(r.trainer)):
         a, b = r.trainer[k], r.reader[k]
         if a == call or b == call:
-            trainer, reader = walk.choice[a], walk.choice[b]
+            trainer, reader = state.choice[a], state.choice[b]
             if trainer == OPEN or reader == OPEN:
-                walk.moves[k] = 0.0
+                state.moves[k] = 0.0
             else:
-                moves_s(r, k, trainer, reader, walk.meet[a, b], walk.moves[k])
+                moves_s(r, k, trainer, reader, state.meet[a, b], state.moves[k])

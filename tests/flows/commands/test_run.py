@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from flows.run.run_folder import new_run_folder
+from flows.run import prepare
+from flows.run.run_folder import new_run_folder, open_run
 from rlhf_tasks.algorithms.configurations import make_config
 from tests.flows.checked_files import refused
 
@@ -57,6 +58,25 @@ def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, 
     assert status == 0, err
     moved = began.cluster.model_copy(update={"address": "tcp://127.0.0.1:8786"})
     assert ran == [("ppo", began.model_copy(update={"cluster": moved}), folder)]
+
+
+@pytest.mark.parametrize("plan", ["heuristic", "auto"])
+def test_a_command_and_its_flow_prepare_once(call, document, monkeypatch, plan):
+    document["plan"] = plan
+    found, made, prepared_once = [], [], prepare._prepare
+    monkeypatch.setattr(prepare, "_prepare", lambda *a: made.append(prepared_once(*a)) or made[-1])
+
+    def flow(algorithm, config, folder):
+        """What a flow does first."""
+        place, config = open_run(config, str(folder))
+        found.append(prepare.prepare(config, place))
+        prepare.prepare(config.model_copy(update={"seed": 7}), place)
+
+    monkeypatch.setattr("flows.commands.local_run.run_here", flow)
+    status, _, err = call("run", "ppo", "--config", "FILE")
+    assert status == 0, err
+    assert found == made[:1]
+    assert len(made) == 2, "another configuration is prepared anew"
 
 
 def test_ctrl_c_before_there_is_a_run_folder_names_none_and_leaves_none(call, tmp_path, monkeypatch, capsys):

@@ -95,7 +95,7 @@ def test_the_file_is_named_by_all_that_figures_depend_on(tmp_path, small_problem
 
 def corrected(problem, *ran: RanCall) -> CostModel:
     m = problem.model
-    return CostModel(m.cluster, m.classes, m.models, m.workload, ran=ran)
+    return CostModel(m.cluster, m.classes, m.models, m.workload, history=ran)
 
 
 def test_a_call_costs_what_it_did_where_it_ran_and_elsewhere_as_much_more(small_problem, assign):

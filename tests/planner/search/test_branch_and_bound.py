@@ -127,11 +127,11 @@ def test_equals_enumeration_of_options_that_none_was_pruned_of(small_problem, mo
 
 @pytest.mark.parametrize("option_s", [1e-6, 1e-4, 1e-2])
 def test_a_walk_looks_at_the_clock_more_often_where_options_take_longer(small_problem, monkeypatch, option_s):
-    """A walk without end, by a clock on which each option takes so long: it ends soon after its share of the time
+    """A search without end, by a clock on which each option takes so long: it ends soon after its share of the time
     (it has more than its first look's worth of it), without a look at the clock every few options."""
     now, looks = [0.0], [0]
 
-    def walk_on(relaxation, tree, walk, threshold, nodes):
+    def continue_search(relaxation, tree, search, threshold, nodes):
         now[0] += nodes * option_s
         return PAUSED, np.inf
 
@@ -139,7 +139,7 @@ def test_a_walk_looks_at_the_clock_more_often_where_options_take_longer(small_pr
         looks[0] += 1
         return now[0]
 
-    monkeypatch.setattr(branch, "walk_on", walk_on)
+    monkeypatch.setattr(branch, "continue_search", continue_search)
     for module in (branch, deadline):
         monkeypatch.setattr(module, "monotonic", monotonic)
     tables = Tables(small_problem(Cluster(1, 2)))
@@ -156,7 +156,7 @@ def test_a_walk_that_is_called_off_ends_at_its_next_look(small_problem, monkeypa
         asked[0] += 1
         return asked[0] > 3
 
-    monkeypatch.setattr(branch, "walk_on", lambda *_: (PAUSED, np.inf))
+    monkeypatch.setattr(branch, "continue_search", lambda *_: (PAUSED, np.inf))
     tables = Tables(small_problem(Cluster(1, 2)))
     found = proofs(tables, call_cycles(tables.problem.graph))
     assert list(bounds_by_groups(found, 1.0, 2.0, Deadline(monotonic() + 3600, called_off))) == []

@@ -340,9 +340,9 @@ def test_where_options_take_longer_than_the_limit_and_no_rule_has_a_plan_the_lim
 @pytest.mark.parametrize("limit_s", [30.0, pytest.param(100.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mode", "code"), [("search", PAUSED), ("search", FOUND), ("mcmc", PAUSED)])
 def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mode, code, limit_s):
-    """By a clock on which a proposal takes .5 ms, an option of a walk as long, and a plan's price 50 ms, as on ten
-    thousand devices: the last steps and the price may come after the limit. Walks prove nothing; they end in the same
-    choice again and again, or not at all."""
+    """By a clock on which a proposal takes .5 ms, an option of a search as long, and a plan's price 50 ms, as on ten
+    thousand devices: the last steps and the price may come after the limit. Searches prove nothing; they end in the
+    same choice again and again, or not at all."""
     now = [0.0]
 
     def taking(function, seconds):
@@ -352,14 +352,16 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
 
         return slow
 
-    def walk_on(relaxation, tree, walk, threshold, nodes):
+    def continue_search(relaxation, tree, state, threshold, nodes):
         if code == FOUND:
-            walk.found[:] = relaxation.arrays.start[:-1]
+            state.found[:] = relaxation.arrays.start[:-1]
         return code, threshold * (1 - 1e-6)
 
     slow_anneal = taking(anneal.anneal, lambda *arguments: 5e-4 * len(arguments[4]))
     monkeypatch.setattr(anneal, "anneal", slow_anneal)
-    monkeypatch.setattr(branch, "walk_on", taking(walk_on, lambda *arguments: 5e-4 * arguments[4]))
+    monkeypatch.setattr(
+        branch, "continue_search", taking(continue_search, lambda *arguments: 5e-4 * arguments[4])
+    )
     monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 0.05))
     for module in (branch, deadline, search.time):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])

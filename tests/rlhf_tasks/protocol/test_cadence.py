@@ -35,7 +35,7 @@ def decided(iteration_s: float, commit_s: float, max_s: float, iterations: int =
             cadence.committed(which)
             assert len(writing) < MOST_UNWRITTEN
         deliver(iteration + 1)
-        cadence.ran(iteration, now)
+        cadence.iteration_ended(iteration, now)
         if iteration in chosen:
             cadence.writing(iteration, now)
             writing.append((now, iteration))
@@ -96,7 +96,7 @@ def test_one_long_iteration_does_not_change_the_cadence():
     cadence = Cadence(1e9)
     cadence.begin(0, 0.0)
     for iteration, now in enumerate((10.0, 20.0, 40_000.0, 40_010.0)):
-        cadence.ran(iteration, now)
+        cadence.iteration_ended(iteration, now)
     assert cadence.iteration_s == 10.0
 
 

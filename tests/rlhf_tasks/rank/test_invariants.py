@@ -1,7 +1,4 @@
-"""What a rank refuses because the plan says otherwise: a check that is left out is red here.
-
-Only the version at an evaluation has no test of its own.
-"""
+"""What a rank refuses because the plan says otherwise: a check that is left out is red here."""
 
 import json
 from dataclasses import replace
@@ -24,7 +21,7 @@ from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
 from tests.rlhf_tasks.rank.test_offload import generation
 from tests.rlhf_tasks.settings import DEADLINES
-from tests.tiny_runs import ppo_config
+from tests.tiny_runs import ppo_config, write_prompts
 
 
 def on_one_device(folder: Path):
@@ -64,6 +61,27 @@ def test_a_call_is_refused_where_the_engine_has_another_version(tmp_path):
     with pytest.raises(InvariantError, match="actor_generate: actor has version 0, the plan says 1"):
         executor.execute(later, plan.node("actor_generate"))
     executor.execute(generate, plan.node("actor_generate"))
+    executor.close(keep_state=False)
+
+
+def test_an_evaluation_is_refused_of_another_version(tmp_path):
+    """It is due after the first iteration, whose train_step has not run."""
+    held_out = str(write_prompts(tmp_path / "held_out.jsonl", 3))
+    config = ppo_config(tmp_path, total_iterations=1, evaluation={"data": held_out})
+    prepared = prepare(config)
+    plan = prepared.plan
+    prepared.keep_rows(tmp_path)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    executor = NodeExecutor(0, lambda part: None)
+    document = json.loads(prepared.config.model_dump_json())
+    executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "evaluated"))
+    (request,) = (
+        r
+        for r in Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]
+        if r.key.node == "evaluate_actor"
+    )
+    with pytest.raises(InvariantError, match="evaluate_actor: actor has version 0, the plan says 1"):
+        executor.execute(request, plan.node("evaluate_actor"))
     executor.close(keep_state=False)
 
 

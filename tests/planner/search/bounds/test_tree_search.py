@@ -1,4 +1,4 @@
-"""A walk finds what is below its threshold, in pieces as in one."""
+"""A search finds what is below its threshold, in pieces as in one."""
 
 from itertools import product
 
@@ -7,7 +7,7 @@ import pytest
 
 from planner.plan.mesh import Cluster
 from planner.search.bounds.root_bound import call_cycles
-from planner.search.bounds.tree_search import DONE, FOUND, new_walk, walk_on
+from planner.search.bounds.tree_search import DONE, FOUND, begin_search, continue_search
 from planner.search.branch_and_bound import proofs
 from planner.search.compiled.tables import Tables
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved m
 
 
 def walked(found, threshold: float, nodes: int) -> tuple[list[tuple[float, tuple[int, ...]]], int]:
-    """Every choice that a walk finds, each faster than the one before, and the steps that it takes."""
-    walk, faster = new_walk(found.relaxation, found.to_options), []
+    """Every choice that a search finds, each faster than the one before, and the steps that it takes."""
+    state, faster = begin_search(found.relaxation, found.to_options), []
     while True:
-        code, time_s = walk_on(found.relaxation, found.tree, walk, threshold, nodes)
+        code, time_s = continue_search(found.relaxation, found.tree, state, threshold, nodes)
         if code == DONE:
-            return faster, int(walk.counts[0])
+            return faster, int(state.counts[0])
         if code == FOUND:
-            faster.append((time_s, tuple(walk.found.tolist())))
+            faster.append((time_s, tuple(state.found.tolist())))
             threshold = time_s * (1 - 1e-9)
 
 
