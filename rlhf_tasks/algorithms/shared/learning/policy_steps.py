@@ -133,24 +133,9 @@ def policy_steps(
     """
     config = _config(context)
     weighs = config.corrects_staleness and not config.infers_proximal
-    mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
-    fresh = mask
-    if config.learns_from_older and not config.infers_proximal:
-        fresh = mask & (batch[DRAWN_BY].values == engine.version)
-    if weighs:  # the only step computes the rest in its own pass: `_terms`
-        staleness = _ages(engine.sum_over_dp(_tally(engine, batch, config)).tolist())
-    else:
-        batch, weights, staleness = from_older(engine, batch, weights, config, objective.ratio)
-    kept = KEPT if config.records_kept else ()
-    ref = ("ref_logprobs",) if objective.beta > 0 else ()
-    dtype = batch["old_logprobs"].values.dtype
-    own = {
-        "fresh": Packed(fresh, lengths),
-        "advantages": Packed(advantages.to(dtype), lengths),
-        "weights": Packed(weights.weights.to(dtype), lengths),
-    }
-    read = ("input_ids", "response_mask", "old_logprobs", *ref, *kept)
-    samples = SampleBatch(batch.ids, {key: batch[key] for key in read} | own)
+    samples, weights, staleness = _to_learn_from(
+        engine, batch, advantages, weights, config, objective, weighs
+    )
     cap = config.importance_cap if weighs else None
     loss = partial(_terms, engine, config.sampling.temperature, objective, cap)
     steps = Steps(
@@ -174,10 +159,7 @@ def policy_steps(
         if early_stop_ratio is not None and means["ratio"] > early_stop_ratio:
             break
     if weighs:
-        mean = steps.mean("weight")
-        staleness["importance/mean"] = mean
-        staleness["importance/cut_ratio"] = steps.mean("cut")
-        staleness["importance/effective"] = mean**2 / steps.mean("weight_squared")
+        staleness |= _importance(steps)
     return {
         "loss/policy": steps.mean("loss"),
         "entropy": steps.mean("entropy"),
@@ -188,6 +170,50 @@ def policy_steps(
         "policy/steps": float(steps.applied),
         **steps.end("actor"),
         **staleness,
+    }
+
+
+def _to_learn_from(
+    engine: Engine,
+    batch: SampleBatch,
+    advantages: Tensor,
+    weights: Weights,
+    config: PolicyConfig,
+    objective: Objective,
+    weighs: bool,
+) -> tuple[SampleBatch, Weights, dict[str, float]]:
+    """(what `_terms` reads of a batch, the tokens' weights, metrics of staleness).
+
+    advantages  [T]
+    weighs      whether `_terms` itself weighs tokens that older versions have drawn, in the only step's pass
+    """
+    mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
+    fresh = mask
+    if config.learns_from_older and not config.infers_proximal:
+        fresh = mask & (batch[DRAWN_BY].values == engine.version)
+    if weighs:
+        staleness = _ages(engine.sum_over_dp(_tally(engine, batch, config)).tolist())
+    else:
+        batch, weights, staleness = from_older(engine, batch, weights, config, objective.ratio)
+    dtype = batch["old_logprobs"].values.dtype
+    own = {
+        "fresh": Packed(fresh, lengths),
+        "advantages": Packed(advantages.to(dtype), lengths),
+        "weights": Packed(weights.weights.to(dtype), lengths),
+    }
+    ref = ("ref_logprobs",) if objective.beta > 0 else ()
+    kept = KEPT if config.records_kept else ()
+    read = ("input_ids", "response_mask", "old_logprobs", *ref, *kept)
+    return SampleBatch(batch.ids, {key: batch[key] for key in read} | own), weights, staleness
+
+
+def _importance(steps: Steps) -> dict[str, float]:
+    """Metrics of the weights that the steps' own passes have computed."""
+    mean = steps.mean("weight")
+    return {
+        "importance/mean": mean,
+        "importance/cut_ratio": steps.mean("cut"),
+        "importance/effective": mean**2 / steps.mean("weight_squared"),
     }
 
 
