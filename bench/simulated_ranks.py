@@ -17,7 +17,7 @@ from typing import Any
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from rlhf_tasks.algorithms.ppo.graph import DATASET_KEYS, graph
+from rlhf_tasks.algorithms.ppo import DATASET_KEYS, graph
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.headway import Pace

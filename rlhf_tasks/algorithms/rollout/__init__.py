@@ -2,8 +2,18 @@
 
 from rlhf_tasks.algorithms.registry import Algorithm
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
-from rlhf_tasks.algorithms.rollout.graph import DATASET_KEYS, graph
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, RolloutSizes
 from rlhf_tasks.data.rows import PromptExample, prompt_example
+
+DATASET_KEYS = PROMPT_KEYS
+
+
+@traced(DATASET_KEYS)
+def graph(models: Models, prompts: Handle, config: RolloutSizes) -> None:
+    """`actor_generate` and `reward_inference`. Without a reward model the reward call runs on the actor's mesh."""
+    models.reward.score(models.actor.generate(prompts.repeat(config.group_size)))
+
 
 ALGORITHM = Algorithm(
     config=RolloutConfig,

@@ -12,7 +12,7 @@ from planner.plan.build import build_plan
 from planner.plan.graph import DataEdge, DataflowGraph, GraphError, VersionEdge
 from planner.plan.mesh import Cluster
 from planner.plan.steady_state import steady_state
-from rlhf_tasks.algorithms.grpo.graph import in_rounds
+from rlhf_tasks.algorithms.grpo import in_rounds
 from rlhf_tasks.algorithms.registry import algorithm, in_parts
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, CallNode, FetchNode, SaveSamplesNode, TransferNode

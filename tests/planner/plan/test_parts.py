@@ -16,7 +16,7 @@ from planner.report.report import plan_document
 from planner.search.bounds.root_bound import call_cycles
 from planner.search.compiled.tables import Tables
 from planner.search.search import bound_of, find_plan
-from rlhf_tasks.algorithms.grpo.graph import in_rounds
+from rlhf_tasks.algorithms.grpo import in_rounds
 from rlhf_tasks.algorithms.registry import in_parts
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, ModelFunctionCall, Part, TransferNode
 
