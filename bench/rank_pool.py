@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from rlhf_tasks.controller.rendezvous import Rendezvous
+from rlhf_tasks.controller.rank_link import Rendezvous
 from rlhf_tasks.profiling.measurements import Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec
 from rlhf_tasks.protocol.messages import GenerationSpec

@@ -12,8 +12,7 @@ from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.observations import Observations
 from rlhf_tasks.data.rows import prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.environments.episodes import Answer, Episode, shown
-from rlhf_tasks.environments.observed import observed
+from rlhf_tasks.environments.episodes import Answer, Episode, observed, shown
 from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.rewards.forms import Answers, RewardError, total
 from rlhf_tasks.rewards.process import RewardProcess

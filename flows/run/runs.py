@@ -21,7 +21,6 @@ from flows.cluster.shutdown import ending_in_time, patient
 from flows.cluster.this_machine import gpus_here
 from flows.rewards.secret_blocks import secret_blocks
 from flows.run.disk_room import full_disk
-from flows.run.model_card import model_card
 from flows.run.orders import ENDINGS, Order, Orders, leave_to_prefect, watched_orders
 from flows.run.planned_and_measured import Planned, keep_drift, planned, planned_and_measured
 from flows.run.planning import hardware_of
@@ -30,7 +29,7 @@ from flows.run.progress import RunView
 from flows.run.replanning import Replanning
 from flows.run.run_folder import SUMMARY, open_run, remember_folder, run_folder_of, taken
 from flows.run.run_identity import keep_identity, refuse_changes
-from flows.run.summary import metrics_of_step, read_jsonl, rows_by_plan, run_figures
+from flows.run.summary import metrics_of_step, model_card, read_jsonl, rows_by_plan, run_figures
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
 from flows.run.users_seconds import users_seconds
 from flows.view import artifacts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """A GPU's own description, as CUDA's driver gives it (flows/cluster/cuda_driver.py).
+    """A GPU's own description, as CUDA's driver gives it (flows/cluster/this_machine.py).
 
     capability          compute capability, (major, minor)
     multiprocessors     their number; clock_hz: their highest clock

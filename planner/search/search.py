@@ -26,14 +26,19 @@ from planner.search.annealing import (
     uniforms,
 )
 from planner.search.balance import balanced
-from planner.search.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
+from planner.search.baselines import (
+    Priced,
+    disjoint_choice,
+    heuristic_plan,
+    manual_plan,
+    side_by_side,
+    symmetric_plan,
+)
 from planner.search.bounds.root_bound import call_cycles, front, root_bound
 from planner.search.bounds.tree_search import begin_search, continue_search
-from planner.search.branch_and_bound import bounds_by_groups, branching, proofs
+from planner.search.branch_and_bound import bounds_by_groups, branching, proof_class, proofs
 from planner.search.choices import assignments_of, counterparts, nearest_choice
 from planner.search.compiled.tables import Tables, uncollected
-from planner.search.disjoint import disjoint_choice, side_by_side
-from planner.search.proof_class import proof_class
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a smaller gap counts as zero

@@ -2,10 +2,13 @@
 
 Ranks write their parts into `step-NNNNNNNN.tmp-<attempt>` (snapshots.py) and report when they are durable. Then the
 controller writes the manifest there and renames the folder: that is the commit. The latest commit is the one with the
-highest step whose manifest and files verify. No other record says which it is.
+highest step whose manifest and files verify. No other record says which it is. The best commits, by the scores of a
+run's evaluations, are kept longer.
 """
 
+import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -14,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
-from rlhf_tasks.checkpoint.best import Score, best_steps, keep_best, score_of, scores_of
 from rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
@@ -26,6 +28,7 @@ from rlhf_tasks.checkpoint.journals import (
     JournalMark,
     MetricsLines,
     before_first,
+    is_row,
     lineage_lines,
     reported,
 )
@@ -410,3 +413,36 @@ def _records(parts: Iterable[PartReport]) -> dict[str, RoleRecord]:
                 f"ranks disagree on the state of role {role!r}: {roles[role]} {part.record}"
             )
     return roles
+
+
+def keep_best(config: Mapping[str, Any]) -> int:
+    """How many of the best commits a run keeps, from its configuration as a document."""
+    return (config.get("evaluation") or {}).get("keep_best", 0)
+
+
+Score = tuple[bool, float]
+"""(whether rewards gave it, number), higher is better: numbers of rewards and of losses are not compared."""
+
+
+def score_of(metrics: Mapping[str, float | None]) -> Score | None:
+    """By which commits are compared: an iteration's eval/reward, or, without that, its eval/loss with the other sign.
+    None where it has none that is finite. An iteration without eval/reward, since no reward judged its answers, is
+    worse than any with it."""
+    reward, loss = metrics.get("eval/reward"), metrics.get("eval/loss")
+    score = reward if reward is not None or loss is None else -loss
+    return (reward is not None, score) if score is not None and math.isfinite(score) else None
+
+
+def scores_of(run_folder: Path) -> dict[int, Score]:
+    """Step -> score of the evaluated iterations in a run's journal of metrics. A line that a kill has cut is none."""
+    path = run_folder / METRICS
+    if not path.exists():
+        return {}
+    with path.open("rb") as lines:
+        rows = [json.loads(line) for line in lines if is_row(line)]
+    return {row["iteration"] + 1: score for row in rows if (score := score_of(row)) is not None}
+
+
+def best_steps(scores: Mapping[int, Score], count: int) -> list[int]:
+    """The `count` steps of the highest scores, the best first; of equal ones the earlier comes first."""
+    return sorted(scores, key=lambda step: (scores[step], -step), reverse=True)[:count]

@@ -17,8 +17,7 @@ from distributed.core import Status
 
 from rlhf_tasks.checkpoint.manifest import CheckpointError
 from rlhf_tasks.controller.attempt import Attempt, Surroundings
-from rlhf_tasks.controller.rank_link import RankLink, RankMissing
-from rlhf_tasks.controller.rendezvous import Rendezvous
+from rlhf_tasks.controller.rank_link import RankLink, RankMissing, Rendezvous
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.messages import (
     FLOW_MESSAGE,

@@ -1,7 +1,8 @@
-"""The controller's link to one rank: finds its process, holds the connection, has it restarted."""
+"""The controller's link to one rank: finds its process, holds the connection, has it restarted; where ranks meet."""
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,9 +12,34 @@ from distributed import Worker
 from distributed.comm import Comm, CommClosedError
 from distributed.core import connect
 from pydantic import BaseModel
+from torch.distributed import TCPStore
 
 from rlhf_tasks.protocol.messages import NEWS
 from rlhf_tasks.system.writer import Writer
+
+
+class Rendezvous:
+    """The controller's TCPStore, through which the ranks of each generation find each other.
+
+    It listens on one interface, whereas a plain TCPStore listens on all. Each generation uses its own PrefixStore.
+
+    host, port  the address that ranks connect to
+    """
+
+    def __init__(self, host: str) -> None:
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.bind((host, 0))
+        listener.listen()
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._store: TCPStore | None = TCPStore(
+            host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def close(self) -> None:
+        """Close the store. Ranks that still wait on it get an error."""
+        self._store = None
+
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler

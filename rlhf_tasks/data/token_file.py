@@ -3,6 +3,11 @@
 Every value of a row is a list of numbers: token ids are int32, masks and UTF-8 text are uint8, other numbers float64.
 Batches of the file hold BATCH rows each and are checked when they are first read. The last batch has no rows; its
 metadata says what the file holds.
+
+Several sources make one stream of samples. The first n samples hold floor(n * w_0 / (w_0 + w_1 + ...)) samples of
+source 0; the others share what is left in the same way. So every stretch of the stream has the weights' shares, to
+within a few samples, and a sample's source and place in it are a function of its number alone. Each source is passed
+through in epochs of its own.
 """
 
 import json
@@ -12,7 +17,10 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from fractions import Fraction
+from functools import cache
+from itertools import accumulate, chain, islice
+from math import floor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +29,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlhf_tasks.data.dataset import step_between
-from rlhf_tasks.data.mixing import place_of
 from rlhf_tasks.data.rows import DatasetValue
 from rlhf_tasks.system.counter_random import permutation
 from rlhf_tasks.system.durable import replace_file, sync
@@ -152,7 +159,7 @@ class TokenFile:
     def row_of(self, sample_id: int, seed: int, weights: Sequence[float] = (1.0,)) -> int:
         """The row that a global sample id means: position in the epoch's own random order of all rows of its source.
 
-        weights  of the sources (mixing.py)
+        weights  of the sources
         """
         source, place = place_of(sample_id, weights)
         epoch, position = divmod(place, self.sources[source])
@@ -304,3 +311,25 @@ def _checksum(batch: pa.RecordBatch) -> int:
         for part in parts:
             checksum = zlib.crc32(part.to_numpy(), checksum)
     return checksum
+
+
+def place_of(sample: int, weights: Sequence[float]) -> tuple[int, int]:
+    """The source of a sample, and how many samples before it are of that source.
+
+    weights  of the sources, above 0
+    """
+    shares = _shares(tuple(weights))
+    for source, share in enumerate(shares):
+        before = floor(sample * share)
+        if floor((sample + 1) * share) > before:
+            return source, before
+        sample -= before
+    return len(shares), sample
+
+
+@cache
+def _shares(weights: tuple[float, ...]) -> list[Fraction]:
+    """Of each source but the last: its part of what it and the sources behind it have together."""
+    exact = [Fraction(weight) for weight in weights]
+    left = list(accumulate(reversed(exact)))[::-1]
+    return [own / both for own, both in zip(exact[:-1], left, strict=False)]

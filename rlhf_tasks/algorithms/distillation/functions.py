@@ -10,7 +10,7 @@ from rlhf_tasks.algorithms.distillation.config import DistillationConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
 from rlhf_tasks.algorithms.shared.learning.policy_math import bounded, kl_divergence
-from rlhf_tasks.algorithms.shared.learning.ref_call import ref_inference as teacher_inference
+from rlhf_tasks.algorithms.shared.learning.reference import ref_inference as teacher_inference
 from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch

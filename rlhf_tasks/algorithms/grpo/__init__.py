@@ -5,8 +5,7 @@ from typing import Protocol
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
 from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.graphs.policy_program import learned, rollout
-from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, learned, rollout, traced
 from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, STAYS, PolicySizes
 from rlhf_tasks.data.rows import PromptExample, prompt_example
 from rlhf_tasks.spec import ModelFunctionCall

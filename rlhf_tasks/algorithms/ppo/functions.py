@@ -17,7 +17,7 @@ from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
 from rlhf_tasks.algorithms.shared.learning.policy_math import clipped_loss, token_ratio
 from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, Weights, policy_steps
-from rlhf_tasks.algorithms.shared.learning.ref_call import actor_inference, ref_inference
+from rlhf_tasks.algorithms.shared.learning.reference import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.learning.schedule import optimizer_steps
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped

@@ -16,10 +16,14 @@ from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.ppo.ppo_math import adapted_kl_coef
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.learning.packed import on_tokens
-from rlhf_tasks.algorithms.shared.learning.policy_math import gae, kl_divergence, shaped_rewards
+from rlhf_tasks.algorithms.shared.learning.policy_math import (
+    gae,
+    kl_divergence,
+    shaped_rewards,
+    token_rewards,
+)
 from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block
 from rlhf_tasks.algorithms.shared.learning.statistics import moments, whitened
-from rlhf_tasks.algorithms.shared.scores.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

@@ -12,14 +12,14 @@ from rlhf_tasks.algorithms.shared.learning.policy_math import (
     discounted_returns,
     shaped_rewards,
     token_ratio,
+    token_rewards,
 )
 from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, per_token
-from rlhf_tasks.algorithms.shared.learning.ref_call import actor_inference, ref_inference
+from rlhf_tasks.algorithms.shared.learning.reference import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.learning.statistics import moments, whitened
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
-from rlhf_tasks.algorithms.shared.scores.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

@@ -2,8 +2,7 @@
 
 from rlhf_tasks.algorithms.registry import Algorithm
 from rlhf_tasks.algorithms.rloo.config import RLOOConfig
-from rlhf_tasks.algorithms.shared.graphs.policy_program import learned, rollout
-from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, learned, rollout, traced
 from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, PolicySizes
 from rlhf_tasks.data.rows import PromptExample, prompt_example
 

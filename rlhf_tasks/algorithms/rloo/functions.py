@@ -9,7 +9,7 @@ from rlhf_tasks.algorithms.shared.learning.groups import less_others, per_group
 from rlhf_tasks.algorithms.shared.learning.packed import on_tokens, response_sums
 from rlhf_tasks.algorithms.shared.learning.policy_math import clipped_loss, response_ratio, token_ratio
 from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, per_response, per_sum
-from rlhf_tasks.algorithms.shared.learning.ref_call import actor_inference, ref_inference
+from rlhf_tasks.algorithms.shared.learning.reference import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference

@@ -1,14 +1,28 @@
-"""Whether code that a model has written passes the row's tests, in a sandbox."""
+"""Whether code that a model has written passes the row's tests, in a sandbox. Linux only.
+
+With bubblewrap the code sees only the interpreter's files, read-only, and a folder in memory; no network, no
+environment, no other process; it ends with us. In both kinds the kernel bounds its CPU time, memory, files and
+processes. A program has passed only if it says so with a word that is made for it and read before its code runs: code
+that ends the process early has not passed, nor has code that puts its own functions in the place of Python's. That is
+no proof against code that searches its interpreter's frames for the word.
+"""
 
 import json
+import os
 import re
+import resource
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from rlhf_tasks.rewards.builtin.judged import column_of, number, texts
-from rlhf_tasks.rewards.builtin.sandbox import SANDBOXES, ProgramLimits, refuse_sandbox, runs_through
 from rlhf_tasks.rewards.forms import RewardError
 
 TESTS = ("tests", "test", "test_list", "unit_tests", "reward_model")
@@ -73,3 +87,112 @@ def _listed(value: Any, place: int) -> list[str]:
             place=place,
         )
     return list(listed)
+
+
+SANDBOXES = ("bwrap", "process")
+MOST_FILE_BYTES, MOST_FILES, MOST_PROCESSES = 1 << 20, 64, 64  # of a program
+MOST_FOLDER_BYTES = 64 << 20  # of all its files together, from bubblewrap 0.7 on
+_PROGRAM = """
+import json, os, resource, sys
+def main(run=exec, write=os.write, leave=os._exit):  # the code may replace what these modules have
+    word, end, limits, parts = json.loads(sys.stdin.buffer.read())
+    for kind, most in limits:
+        resource.setrlimit(kind, (most, most))
+    programs = [compile(part, f"part {number}", "exec") for number, part in enumerate(parts)]
+    space = {"__name__": "answer"}
+    for program in programs:
+        run(program, space)
+    write(end, word.encode())
+    leave(0)
+main()
+"""
+
+
+class ProgramLimits(NamedTuple):
+    """What one program may take: seconds of time and of CPU, bytes of addresses."""
+
+    seconds: float
+    memory_bytes: int
+
+
+def refuse_sandbox(kind: str) -> None:
+    """Raises RewardError where bubblewrap is asked for and does not work here."""
+    fault = _fault() if kind == "bwrap" else ""
+    if fault:
+        raise RewardError(
+            f"reward builtin:unit_tests: runs code that a model has written in bubblewrap, {fault}. Install it "
+            "(Debian: apt-get install bubblewrap), or set sandbox: process to run it with your own rights."
+        )
+
+
+@cache
+def _fault() -> str:
+    """Why bubblewrap does not work here; "" where it does."""
+    if shutil.which("bwrap") is None:
+        return "which is not installed"
+    tried = subprocess.run([*_bwrap(), "/bin/true"], capture_output=True, text=True, check=False, timeout=60)
+    said = tried.stderr.strip().partition("\n")[0]
+    return f"which does not work here ({said or tried.returncode})" if tried.returncode else ""
+
+
+def _bwrap() -> list[str]:
+    seen = {"/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.prefix}
+    binds = [part for path in sorted(seen) if os.path.exists(path) for part in ("--ro-bind", path, path)]
+    return [
+        shutil.which("bwrap") or "bwrap",
+        *("--unshare-all", "--die-with-parent", "--clearenv", "--new-session"),
+        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+        *(*_folder_bound(), "--tmpfs", "/tmp"),
+        *binds,  # after /tmp, which may have the Python environment
+        *("--chdir", "/tmp"),
+    ]
+
+
+@cache
+def _folder_bound() -> list[str]:
+    """Bounds the bytes of the folder in memory where bubblewrap can."""
+    known = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, check=False, timeout=60)
+    return ["--size", str(MOST_FOLDER_BYTES)] if "--size " in known.stdout + known.stderr else []
+
+
+def runs_through(parts: Sequence[str], sandbox: str, limits: ProgramLimits) -> bool:
+    """Whether the parts of a program run one after the other without raising, within the limits."""
+    word = secrets.token_hex(16)
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)  # a process that has got away may hold its end open
+    stated = json.dumps([word, theirs, _limits(limits), list(parts)]).encode()
+    python = [sys.executable, "-I", "-c", _PROGRAM]
+    try:
+        with subprocess.Popen(
+            [*_bwrap(), *python] if sandbox == "bwrap" else python,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            start_new_session=True,
+            pass_fds=[theirs],
+        ) as child:
+            try:
+                child.communicate(stated, timeout=limits.seconds)
+                return os.read(ours, len(word) + 1) == word.encode()
+            except (subprocess.TimeoutExpired, BlockingIOError):  # late, or without a word
+                return False
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def _limits(limits: ProgramLimits) -> list[tuple[int, int]]:
+    """Kinds of limits of a process, and their values."""
+    return [
+        (resource.RLIMIT_CPU, int(limits.seconds) + 1),
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, MOST_FILES),
+        (resource.RLIMIT_NPROC, MOST_PROCESSES),
+    ]

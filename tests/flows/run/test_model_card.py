@@ -2,8 +2,8 @@ import hashlib
 
 import yaml
 
-from flows.run.model_card import model_card, without_secrets
 from flows.run.prepare import prepare
+from flows.run.summary import model_card, without_secrets
 from planner.report.text import plan_table
 from tests.tiny_runs import ppo_config
 

@@ -18,11 +18,11 @@ from planner.report.report import proof_sentence
 from planner.search import annealing as anneal
 from planner.search import branch_and_bound as branch
 from planner.search import search
+from planner.search.baselines import side_by_side
 from planner.search.bounds.tree_search import FOUND, PAUSED
+from planner.search.branch_and_bound import proof_class
 from planner.search.choices import assignments_of, counterparts, nearest_choice
 from planner.search.compiled.tables import Tables
-from planner.search.disjoint import side_by_side
-from planner.search.proof_class import proof_class
 from planner.search.search import MODES, find_plan, priced_choice
 from rlhf_tasks.spec import ModelFunctionCall
 from tests.planner.sampled import ALL_FOR_TENSORS

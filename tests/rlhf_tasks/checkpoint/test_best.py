@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.checkpoint.best import best_steps, score_of, scores_of
-from rlhf_tasks.checkpoint.commits import RunSnapshots, commit_to_export, step_folder
+from rlhf_tasks.checkpoint.commits import (
+    RunSnapshots,
+    best_steps,
+    commit_to_export,
+    score_of,
+    scores_of,
+    step_folder,
+)
 from rlhf_tasks.checkpoint.journals import BEFORE, METRICS
 from tests.rlhf_tasks.checkpoint.test_commits import Spec, names, order, results
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_tasks.data.mixing import place_of
+from rlhf_tasks.data.token_file import place_of
 
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from distributed.core import connect, rpc
 
-from rlhf_tasks.controller.rendezvous import Rendezvous
+from rlhf_tasks.controller.rank_link import Rendezvous
 from rlhf_tasks.protocol.messages import (
     NEWS,
     Deliver,

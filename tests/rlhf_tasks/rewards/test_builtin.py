@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.rewards import builtin
-from rlhf_tasks.rewards.builtin import sandbox
-from rlhf_tasks.rewards.builtin.unit_tests import code_of
+from rlhf_tasks.rewards.builtin.unit_tests import _fault, _folder_bound, code_of
 from rlhf_tasks.rewards.forms import RewardError
 
 
@@ -143,7 +142,7 @@ def test_code_that_would_have_no_test_run_does_not_pass(trick: str):
     assert passed(f"try:\n    {trick}\nexcept AttributeError: pass\n{ADD} + 1") == [0]
 
 
-bubblewrap = pytest.mark.skipif(bool(sandbox._fault()), reason=f"bubblewrap, {sandbox._fault()}")
+bubblewrap = pytest.mark.skipif(bool(_fault()), reason=f"bubblewrap, {_fault()}")
 
 
 @bubblewrap
@@ -164,9 +163,7 @@ def test_in_bubblewrap_code_sees_no_file_network_or_variable_of_the_user(tmp_pat
 
 
 @bubblewrap
-@pytest.mark.skipif(
-    not (sandbox._fault() or sandbox._folder_bound()), reason="bubblewrap before 0.7 bounds no folder"
-)
+@pytest.mark.skipif(not (_fault() or _folder_bound()), reason="bubblewrap before 0.7 bounds no folder")
 def test_in_bubblewrap_the_files_of_a_program_have_a_bound():
     many = "for n in range({}):\n    open(f'{}/{{n}}', 'wb').write(bytes(1 << 20))\n" + ADD
     assert passed(many.format(20, "/tmp"), many.format(100, "/tmp"), sandbox="bwrap") == [1, 0]
@@ -184,7 +181,7 @@ def test_bubblewrap_works_for_an_environment_below_tmp(monkeypatch: Any):
 
 def test_without_bubblewrap_code_is_refused_unless_the_user_opts_in(monkeypatch: Any):
     monkeypatch.setenv("PATH", "/nowhere")
-    sandbox._fault.cache_clear()
+    _fault.cache_clear()
     try:
         with pytest.raises(
             RewardError, match=r"bubblewrap, which is not installed\. Install it .* sandbox: process"
@@ -192,7 +189,7 @@ def test_without_bubblewrap_code_is_refused_unless_the_user_opts_in(monkeypatch:
             passed(ADD, sandbox="bwrap")
         assert passed(ADD, sandbox="process") == [1]
     finally:
-        sandbox._fault.cache_clear()
+        _fault.cache_clear()
 
 
 @pytest.mark.parametrize(

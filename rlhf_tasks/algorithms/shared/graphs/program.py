@@ -7,7 +7,13 @@ A program sees no sample. Its handles know the names of keys, and its calls are 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT, SEQUENCES, scored, scored_tokens
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import (
+    KEPT,
+    SEQUENCES,
+    PolicySizes,
+    scored,
+    scored_tokens,
+)
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.spec import WHOLE, CallKind, ModelFunctionCall, Part
 from rlhf_tasks.system.reading import ConfigError
@@ -350,3 +356,20 @@ def traced(
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
+
+
+def rollout(models: Models, prompts: Handle, config: PolicySizes) -> Handle:
+    """Responses with their scores, and with the reference's log-probabilities where the KL divergence counts."""
+    samples = models.actor.generate(prompts.repeat(config.group_size))
+    samples |= models.reward.score(samples)
+    if config.beta > 0:
+        samples |= models.ref.logprobs(samples)
+    return samples
+
+
+def learned(config: PolicySizes, compared: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The keys that the actor's train call reads. compared: those with which scores are compared."""
+    ref = ("ref_logprobs",) if config.beta > 0 else ()
+    cut = ("truncated",) if config.mask_truncated_completions else ()
+    kept = KEPT if config.records_kept else ()
+    return (*SEQUENCES, "old_logprobs", *ref, *scored(config), *compared, *cut, *kept)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlhf_tasks.algorithms.shared.graphs.rollout_calls import TOKEN_REWARDS
 from rlhf_tasks.algorithms.shared.learning.packed import (
     last_response_tokens,
     on_tokens,
@@ -16,6 +17,7 @@ from rlhf_tasks.algorithms.shared.learning.packed import (
     response_sums,
     sample_of_token,
 )
+from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: a larger log-ratio carries no information
 
@@ -193,3 +195,10 @@ def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Sequence[int], ga
     rewards  [T]
     """
     return gae(rewards, torch.zeros_like(rewards), mask, lengths, gamma, lam=1.0)[0]
+
+
+def token_rewards(batch: SampleBatch) -> Tensor:
+    """The reward of each token: [T], 0 outside responses. What is judged as a whole counts at the last token."""
+    if TOKEN_REWARDS in batch.data:
+        return batch[TOKEN_REWARDS].values
+    return at_last_tokens(batch["scores"].values, batch["response_mask"].values, batch["input_ids"].lengths)

@@ -1,12 +1,13 @@
-"""Log-probabilities of whole answers, and the call that computes them under a frozen reference."""
+"""The calls that compute log-probabilities under another policy than the one that trains, and sums over answers."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.context import CallOutput
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.learning.side_by_side import Keys, apart, side_by_side
+from rlhf_tasks.config.base import Samples
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
@@ -40,3 +41,25 @@ def reference_logps(
     if rows is None or not engine.is_head:
         return CallOutput()
     return CallOutput(SampleBatch(batch.ids, apart(rows, sequences)))
+
+
+def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Compute `logprobs` of the responses under a model as it is, at the temperature of sampling.
+
+    Tokens that top-k and top-p left out are left out here too. So the KL penalty compares distributions over the same
+    tokens, and it is 0 where policy and reference are equal.
+    """
+    config = context.config
+    assert isinstance(config, Samples), f"{config.type} runs have no such call"
+
+    def output(logits: Tensor, micro: MicroBatch) -> Tensor:
+        return engine.logprobs(logits, micro, config.sampling.temperature)
+
+    rows = engine.inference(batch, output, context.micro_batches, counted="response_mask")
+    if rows is None or not engine.is_head:
+        return CallOutput()
+    return CallOutput(SampleBatch(batch.ids, {"logprobs": rows}))
+
+
+actor_inference = ref_inference
+"""The same under the actor before its train_step."""

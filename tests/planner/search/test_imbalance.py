@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.plan.workload import Lengths
-from planner.pricing.imbalance import imbalance
+from planner.search.balance import imbalance
 
 ONE = Lengths.fixed(1)
 WIDE = Lengths(points=((10, 0.5), (1000, 0.5)))

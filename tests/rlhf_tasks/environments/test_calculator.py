@@ -2,8 +2,7 @@
 
 import pytest
 
-from rlhf_tasks.environments.builtin import Calculator
-from rlhf_tasks.environments.builtin.calculator import value_of
+from rlhf_tasks.environments.builtin import Calculator, value_of
 
 
 @pytest.mark.parametrize(
