@@ -212,6 +212,15 @@ class CostModel:
             count * per_parameter for count in self._trained_sizes(role, s).parameters_by_stage(s.pp)
         )
 
+    def state_bytes(self, role: str, placement: Placement, trained: bool) -> tuple[float, ...]:
+        """[stages] bytes of the state that a device of each stage has of a role whose weights change: master weights,
+        and where it is trained both moments, cut over dp."""
+        s = placement.strategy
+        per_parameter = (OPTIMIZER_BYTES if trained else MASTER_BYTES) / s.dp
+        return tuple(
+            count * per_parameter for count in self._trained_sizes(role, s).parameters_by_stage(s.pp)
+        )
+
     def evaluation(self, role: str, placement: Placement) -> CallCost:
         """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a
         forward pass over the rows with their completions.

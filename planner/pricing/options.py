@@ -18,8 +18,8 @@ Left out are:
 - options that do not fit the memory of their devices even alone;
 - options that are neither faster nor smaller than another one on the same mesh under the same strategy. They differ
   in nothing else, so no plan gets worse;
-- all offloaded options, if the largest options of all calls fit on one device together. Onloads and offloads only
-  cost time, so they gain nothing then.
+- all offloaded options, if the largest options of all calls fit on one device together, and where some devices'
+  memory is their host's. Onloads and offloads only cost time, so they gain nothing then.
 """
 
 import math
@@ -32,6 +32,7 @@ from planner.plan.graph import blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
 from planner.plan.workload import least_share
 from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.host_memory import copied_bytes
 from planner.pricing.plans import active_part, kept_samples_bytes, remedy
 from planner.pricing.problem import OptionsTakeTooLongError, Problem, ProblemError
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -59,6 +60,7 @@ class Option(NamedTuple):
                    (RoleModel.weights): those of a frozen role unless they are offloaded, and those below adapters
     copy           [stages] bytes of a read-only copy of the trained parameters, or of the parameters while onloaded
     active         [stages] bytes beyond these while the call runs, or the evaluation that follows a train_step
+    host           [stages] bytes that a device keeps in its host's memory: offloaded parameters, copies for commits
     offload        whether a frozen role's parameters are in host memory except during this call
     """
 
@@ -71,6 +73,7 @@ class Option(NamedTuple):
     frozen: tuple[float, ...]
     copy: tuple[float, ...]
     active: tuple[float, ...]
+    host: tuple[float, ...]
     offload: bool = False
 
     @property
@@ -168,8 +171,9 @@ def all_options(
         call_options(problem, call, deadline, among[call.name] if among else None, few)
         for call in graph.calls
     ]
-    smallest = min(problem.model.classes.rooms)
-    if sum(map(_most_needed, found)) <= smallest:
+    classes = problem.model.classes
+    on_hosts = any(device.is_on_host for device in classes.profiles)
+    if on_hosts or sum(map(_most_needed, found)) <= min(classes.rooms):
         return tuple(found)
     roles = [call.role for call in graph.calls]
     return tuple(
@@ -196,7 +200,7 @@ def _most_needed(options: Iterable[Option]) -> float:
 
 
 def _offloaded(option: Option) -> Option:
-    return option._replace(frozen=(0.0,) * len(option.frozen), offload=True)
+    return option._replace(frozen=(0.0,) * len(option.frozen), host=option.copy, offload=True)
 
 
 def call_options(
@@ -268,11 +272,13 @@ def _prices(
     resident, frozen = (0.0,) * strategy.pp, copy
     if follower is not None and follower.name == call.name:
         resident, frozen = model.following_bytes(call.role, placement), resident
+        host = copied_bytes(model, call.role, placement, trained=False)
     if trainer is not None:
         frozen = tuple(map(float, model.frozen_bytes(call.role, placement)))
-    besides = (0.0,) * strategy.pp
+    besides = host = (0.0,) * strategy.pp
     if trainer is not None and trainer.name == call.name:
         resident = model.training_bytes(call.role, placement)
+        host = copied_bytes(model, call.role, placement, trained=True)
         if call.role in problem.graph.evaluated:
             besides = model.evaluation(call.role, placement).active_bytes
     resident = tuple(map(add, resident, kept_samples_bytes(call, strategy, model.workload)))
@@ -287,6 +293,7 @@ def _prices(
             frozen,
             copy,
             tuple(map(max, cost.active_bytes, besides)),
+            host,
         )
         for count, cost in zip(counts, model.calls(call, placement, counts), strict=True)
     ]

@@ -10,6 +10,7 @@ import pytest
 from planner import deadline
 from planner.deadline import Deadline
 from planner.plan.mesh import Cluster
+from planner.pricing.plans import price_plan
 from planner.search import branch_and_bound as branch
 from planner.search.annealing import greedy_choice, neighbours, start_state
 from planner.search.bounds.root_bound import call_cycles
@@ -108,6 +109,26 @@ def test_equals_enumeration_on_all_six_calls_of_ppo(small_problem, cluster, memo
     assert state.excess_bytes == 0
     assert state.time_s == pytest.approx(best, rel=1e-9)
     assert lower_bound_s == pytest.approx(best, rel=2e-9)
+
+
+def test_equals_enumeration_where_a_host_has_no_memory_for_the_best_plan(small_problem):
+    """Two hosts of one device keep copies for commits and offloaded models. They have a bit less memory than the best
+    plan keeps on the fuller one."""
+
+    def of_host(tables, state):
+        price = price_plan(tables.plan(state.choice.tolist()), tables.problem.model)
+        return max(sum(parts.values()) for parts in price.hosts.values())
+
+    wide = Tables(small_problem(Cluster(2, 1), None, 1, 0.8e9, n_seqs=2))
+    best, _ = proved(wide)
+    host_memory = of_host(wide, best) - 1000
+    tight = Tables(small_problem(Cluster(2, 1), None, 1, 0.8e9, n_seqs=2, host_memory=host_memory))
+    assert tight.evaluate(best.choice.tolist()).excess_bytes == pytest.approx(1000, abs=1)
+    state, lower_bound_s = proved(tight)
+    assert (state.excess_bytes, of_host(tight, state) <= host_memory) == (0, True)
+    assert state.time_s == pytest.approx(enumerated(tight), rel=1e-9)
+    assert state.time_s > best.time_s
+    assert lower_bound_s == pytest.approx(state.time_s, rel=2e-9)
 
 
 @pytest.mark.parametrize("memory", [80e9, 0.7e9, 0.6e9])
