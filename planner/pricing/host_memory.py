@@ -21,7 +21,14 @@ def offloaded(plan: ExecutionPlan, model: CostModel) -> Iterator[tuple[str, Plac
     """(part, placement, [stages] bytes of a device) of all that a plan offloads."""
     for role, where in plan.roles.items():
         for placement in where.offloaded:
-            yield f"{role}: offloaded parameters", placement, model.parameter_bytes(role, placement)
+            if where.trained:
+                yield (
+                    f"{role}: offloaded optimizer",
+                    placement,
+                    model.state_bytes(role, placement, trained=True),
+                )
+            else:
+                yield f"{role}: offloaded parameters", placement, model.parameter_bytes(role, placement)
 
 
 def copied_bytes(model: CostModel, role: str, placement: Placement, trained: bool) -> tuple[float, ...]:

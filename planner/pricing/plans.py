@@ -338,8 +338,10 @@ def _resident(
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
             if where.trained and not number:
-                held = model.training_bytes(role, placement)
-                yield f"{role}: parameters, gradients, optimizer", _by_device(stages[placement], held)
+                offload = placement in where.offloaded
+                held = model.training_bytes(role, placement, offload)
+                what = "parameters, gradients" if offload else "parameters, gradients, optimizer"
+                yield f"{role}: {what}", _by_device(stages[placement], held)
             if where.follows and not number:
                 held = model.following_bytes(role, placement)
                 yield f"{role}: parameters, master weights", _by_device(stages[placement], held)
@@ -347,7 +349,8 @@ def _resident(
             frozen = model.frozen_bytes if where.trained else model.parameter_bytes
             part = "weights below adapters" if where.trained else "frozen parameters"
             key = model.frozen_weights(role, where.changes), placement
-            if key not in there and placement not in where.offloaded and any(frozen(role, placement)):
+            away = placement in where.offloaded and not where.trained
+            if key not in there and not away and any(frozen(role, placement)):
                 there.add(key)
                 yield f"{role}: {part}", _by_device(stages[placement], frozen(role, placement))
 
@@ -419,7 +422,10 @@ def remedy(part: str) -> str:
     if part.endswith("activations"):
         return "More micro_batches, a larger dp or a smaller batch_size would lower it."
     if part.endswith("optimizer"):
-        return "A larger tp, pp or dp (ZeRO shards gradients and optimizer) on more devices would lower it."
+        return (
+            "A larger tp, pp or dp (ZeRO shards gradients and optimizer) on more devices, or offload: true for its "
+            "train_step, would lower it."
+        )
     if part.endswith("frozen parameters"):
         return "A larger tp or pp, or offload: true for its calls, would lower it."
     return "A larger tp or pp would lower it."

@@ -139,8 +139,8 @@ class Arrays(NamedTuple):
     chunks      [calls] int64: parts into which the call is cut
     weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen
     start       [calls + 1] int64: row of each call's first option
-    offloaded   [calls] int64: row of its first option with offloaded parameters; the next call's start if there is
-                none. The rows from start to here are the same options with resident parameters, in the same order
+    offloaded   [calls] int64: row of the first of its offloaded options; the next call's start if there are none. The
+                rows from start to here are the same options, in the same order, with all resident that fits so
     options     [options of all calls] OPTION_ROW
     stages      [stages of all different options] STAGE_ROW
     sides       [sides, 4] int64: first head, distance of heads, dp, number of blocks that are dealt separately
@@ -197,12 +197,16 @@ def make_arrays(
         for first, number in model.classes.runs
     ]
     start = np.cumsum([0, *map(len, options)])
-    resident = [sum(not option.offload for option in of_call) for of_call in options]
+    resident = [len(of_call) // 2 if of_call[-1].offload else len(of_call) for of_call in options]
     offloaded = start[:-1] + np.array(resident)
     if before is not None and ((before.offloaded < before.start[1:]) == (offloaded < start[1:])).all():
         skeletons = before.skeletons
     else:
-        offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}
+        offloadable = {
+            call.name
+            for call, of_call in zip(graph.calls, options, strict=True)
+            if of_call[-1].offload and not graph.changes(call.role)
+        }
         skeletons = _skeletons(problem, orders, offloadable)
     return Arrays(
         n_calls=len(graph.calls),
