@@ -10,9 +10,12 @@ from rlhf_tasks.parallel.comm.copier import ThreadCopier
 
 
 class LazyCopier(ThreadCopier):
-    """Copies at the last moment: when somebody waits."""
+    """Copies at the last moment: when somebody waits. started: the number of copies."""
+
+    started = 0
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> "LazyArrival":
+        self.started += 1
         for _, there in pairs:
             there.fill_(math.nan)
         return LazyArrival(pairs)

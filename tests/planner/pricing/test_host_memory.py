@@ -16,11 +16,11 @@ FROZEN = ("ref_inference", "reward_inference")
 
 @pytest.fixture
 def plan_of(make_graph, assign):
-    """plan_of(cluster, devices, dp, tp, offload): all calls on some devices, frozen roles offloaded or not."""
+    """plan_of(cluster, devices, dp, tp, offload, calls): all calls on some devices; some of them offloaded or not."""
 
-    def make(cluster, devices, dp, tp, offload):
+    def make(cluster, devices, dp, tp, offload, calls=FROZEN):
         graph, where = make_graph(), partial(assign, devices, dp, tp)
-        given = {call.name: where(offload=offload and call.name in FROZEN) for call in graph.calls}
+        given = {call.name: where(offload=offload and call.name in calls) for call in graph.calls}
         return build_plan(graph, given, cluster)
 
     return make
@@ -72,3 +72,25 @@ def test_a_plan_that_its_hosts_have_no_memory_for_is_refused_in_one_sentence(pla
     assert told(int(needed / 8) + 1)[0] is None
     assert "lacks" in told(int(needed / 8) - 1)[0]
     assert told(int(needed / 8) - 1, offload=False)[0] is None
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 8), (2, 4)])
+def test_an_offloaded_optimizer_leaves_two_chunks_on_the_device_and_takes_the_way_there_and_back(
+    plan_of, ppo_cost, dp, tp
+):
+    cluster = Cluster(1, 8)
+    model = ppo_cost(cluster)
+    resident, away = (
+        price_plan(plan_of(cluster, range(8), dp, tp, offload, ("actor_train",)), model)
+        for offload in (False, True)
+    )
+    saved = resident.peaks[0].total_bytes - away.peaks[0].total_bytes
+    state = 12 * SEVEN_B / 8
+    assert saved == pytest.approx(state - 2 * 12 * 2**22, rel=0.02)
+    assert away.hosts[0]["actor: offloaded optimizer"] == pytest.approx(12 * SEVEN_B, rel=0.02)
+    assert "actor: offloaded optimizer" not in resident.hosts[0]
+    longer_s = away.duration_s["actor_train"] - resident.duration_s["actor_train"]
+    steps, bytes_per_s = 2, preset("a100-80g-sxm").host_copy_bytes_per_s
+    assert longer_s == pytest.approx(steps * 2 * state / bytes_per_s, rel=0.02)
+    others = {name: seconds for name, seconds in away.duration_s.items() if name != "actor_train"}
+    assert others == {name: resident.duration_s[name] for name in others}

@@ -57,11 +57,13 @@ def generation(
     )
 
 
-def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str) -> list[dict]:
-    """Metrics of two iterations as one rank saw them, node by node."""
+def run_iterations(
+    rank: int, world: int, plan_json: str, config: dict, folder: str
+) -> tuple[list[dict], int]:
+    """Metrics of two iterations as one rank saw them, node by node, and the number of copies that were started."""
     dist.destroy_process_group()
-    real = role_engines.copier
-    role_engines.copier = lambda device: LazyCopier()
+    real, copies = role_engines.copier, LazyCopier()
+    role_engines.copier = lambda device: copies
     try:
         plan = ExecutionPlan.model_validate_json(plan_json)
         executor = NodeExecutor(rank, lambda part: None)
@@ -78,7 +80,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
                 )
             seen.append(_timeless(metrics))
         executor.close(keep_state=False)
-        return seen
+        return seen, copies.started
     finally:
         role_engines.copier = real
 
@@ -102,7 +104,7 @@ def planned(folder: Path, assignments: dict, n_ranks: int, offloaded: Collection
 
 @pytest.mark.dist
 def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path):
-    metrics = []
+    metrics, started = [], []
     for number, offloaded in enumerate(((), FROZEN, TRAINED)):
         config, plan = planned(tmp_path, PLAN, 2, offloaded)
         assert any(isinstance(node, OnloadNode) for node in plan.nodes) == (offloaded == FROZEN)
@@ -110,7 +112,13 @@ def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path):
         folder.mkdir()
         shutil.copy(tmp_path / ROWS, folder)
         arguments = plan.model_dump_json(), json.loads(config.model_dump_json()), str(folder)
-        metrics.append(ranks.run(2, run_iterations, *arguments))
+        seen, copies = zip(*ranks.run(2, run_iterations, *arguments), strict=True)
+        metrics.append(seen)
+        started.append(copies)
+    n_steps = 2 * 2 * config.num_mini_batches  # of two roles in two iterations
+    assert started[0] == (0, 0)
+    assert min(started[1]) > 0
+    assert min(started[2]) >= 2 * n_steps, "the state of every step comes to the device, and goes back"
     assert metrics[0] == metrics[1] == metrics[2]
     assert any("loss" in name for name in metrics[0][0][1])
 
