@@ -119,8 +119,9 @@ class CallAssignment(Frozen):
 
     micro_batches  micro-batches, balanced by tokens, into which a dp rank's share of one (mini-)batch is split
     balance        what dp ranks get equal shares of: groups of samples ("count") or tokens
-    offload        frozen roles only: the parameters stay in host memory from the role's last call on this placement
-                   to its first one in the next iteration
+    offload        of a frozen role: the parameters stay in host memory from the role's last call on this placement
+                   to its first one in the next iteration; of a train_step: the optimizer's state is kept there, and
+                   passes through the devices in every step
     order          the call's position in an iteration; None where the planner may choose it
     """
 
@@ -396,7 +397,8 @@ class RolePlacements(Frozen):
 
     The first placement of a trained role is its training placement, which owns parameters, gradients and optimizer.
     A role that is not trained is resident on every placement. On those that are also in `offloaded`, the devices hold
-    its parameters only between an onload and the next offload.
+    its parameters only between an onload and the next offload. A training placement is in `offloaded` where host
+    memory keeps the optimizer's state.
 
     follows  the trained role that this one is blended with, on its first placement; "": it is trained, or frozen
     """

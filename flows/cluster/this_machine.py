@@ -27,13 +27,15 @@ DRIVER_S = 60.0  # that CUDA's driver may take to describe the GPUs; mostly it t
 
 
 def device_here(slots: int) -> DeviceProfile:
-    """The device of this machine's ranks: the GPU of each, or a CPU slot where no GPU is visible.
+    """The device of this machine's ranks, with an equal share of the machine's memory: the GPU of each, or a CPU slot
+    where no GPU is visible.
 
     slots  number of ranks of this machine
     Raises ConfigError where the driver does not answer, and where the ranks would have GPUs of several kinds.
     """
     if gpus_here():
-        return _alike(described_gpus(os.environ)[:slots])
+        device = _alike(described_gpus(os.environ)[:slots])
+        return device.model_copy(update={"host_memory_bytes": memory_bytes() // slots})
     slot = preset(CPU_SLOT)
     return slot.model_copy(update={"memory_bytes": max(1, memory_bytes() // slots - slot.process_bytes)})
 

@@ -89,7 +89,7 @@ def rehearse(
             faults=strikes,
             leaps=not every_iteration,
         )
-    shown = (found, run.costs, machines, run.price, run.problem.model, run.offloaded_bytes)
+    shown = (found, run.costs, machines, run.price, run.problem.model)
     _write(json_file, json.dumps(rehearsal_document(*shown), indent=2) + "\n")
     show_rehearsal(console, *shown)
     if not found.finished or found.false_faults:

@@ -17,7 +17,7 @@ from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.pricing.plans import lack_of_memory, plan_memory, price_plan
+from planner.pricing.plans import plan_memory, price_plan, shortfall
 from planner.pricing.problem import Problem, ProblemError
 from planner.pricing.provenance import extrapolation
 from planner.search.balance import balanced
@@ -240,7 +240,7 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
         plan = build_plan(problem.graph, manual, problem.cluster)
     else:
         return _made_plan(config, problem)
-    missing = lack_of_memory(plan_memory(plan, problem.model).peaks, problem.model)
+    missing = shortfall(plan_memory(plan, problem.model), problem.model)
     if missing is not None:
         raise PlanError(missing + _devices_assumed(config, problem))
     return plan

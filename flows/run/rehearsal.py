@@ -12,7 +12,7 @@ from planner.plan.workload import EvaluationWork
 from planner.pricing.cluster_file import Hardware
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
-from planner.pricing.stored import loaded_bytes, offloaded_bytes, saved_bytes
+from planner.pricing.stored import loaded_bytes, saved_bytes
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.protocol.messages import RunSpec
@@ -24,17 +24,13 @@ from rlhf_tasks.spec import ExecutionPlan
 
 @dataclass(frozen=True)
 class Rehearsable:
-    """A configuration with its plan and what the planner prices of it.
-
-    offloaded_bytes  host -> bytes of offloaded parameters
-    """
+    """A configuration with its plan and what the planner prices of it."""
 
     config: TrainingConfig
     problem: Problem
     plan: ExecutionPlan
     price: PlanPrice
     costs: Costs
-    offloaded_bytes: dict[int, float]
     warnings: tuple[str, ...]
 
 
@@ -85,7 +81,7 @@ def priced(
         to_end_s=price.to_end_s,
     )
     warnings = (*hardware.warnings, *problem.warnings)
-    return Rehearsable(config, problem, plan, price, costs, offloaded_bytes(plan, model), warnings)
+    return Rehearsable(config, problem, plan, price, costs, warnings)
 
 
 def rehearsed(

@@ -17,6 +17,7 @@ from planner.report.report import (
     alternative_rows,
     call_rows,
     corrections,
+    host_sentences,
     mode_rows,
     proof_sentence,
     reserve_sentences,
@@ -60,7 +61,7 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
         table.add_row(*where, *how, "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
     console.print(f"[bold]Calls[/] on {model.classes}; memory: peak of the fullest device")
     console.print(table)
-    for sentence in reserve_sentences(model.classes):
+    for sentence in [*reserve_sentences(model.classes), *host_sentences(price, model)]:
         console.print(sentence, highlight=False, soft_wrap=True)
     moves = {name: price.duration_s[name] for name in price.moved_bytes}
     console.print(

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from planner.pricing.calls import CostModel
+from planner.pricing.host_memory import COPIES
 from planner.pricing.plans import PlanPrice
 from rlhf_tasks.rehearsal.costs import Costs, Machines
 from rlhf_tasks.rehearsal.rehearsal import Rehearsed
@@ -58,14 +59,14 @@ def device_memory(price: PlanPrice) -> list[Holder]:
     return _grouped({device: peak.parts for device, peak in price.peaks.items()})
 
 
-def host_memory(rehearsed: Rehearsed, offloaded_bytes: dict[int, float], model: CostModel) -> list[Holder]:
-    """What each host's memory holds besides its system."""
+def host_memory(rehearsed: Rehearsed, price: PlanPrice, model: CostModel) -> list[Holder]:
+    """What each host's memory holds besides its system: of copies for commits the most that there were."""
     per_host, parts = model.cluster.devices_per_host, dict[int, dict[str, float]]()
     for host in range(model.cluster.n_hosts):
         process_bytes = model.classes.profile(host * per_host).process_bytes * per_host
         all_parts = {
             "copies waiting to be written": float(rehearsed.most_kept_bytes[host]),
-            "offloaded parameters": offloaded_bytes.get(host, 0.0),
+            **{part: size for part, size in price.hosts.get(host, {}).items() if not part.endswith(COPIES)},
             "processes": float(process_bytes),
         }
         parts[host] = {part: size for part, size in all_parts.items() if size}
@@ -101,7 +102,6 @@ def rehearsal_document(
     machines: Machines,
     price: PlanPrice,
     model: CostModel,
-    offloaded_bytes: dict[int, float],
 ) -> dict[str, Any]:
     """All figures of a rehearsal, JSON-able."""
     story = rehearsed.story
@@ -124,7 +124,7 @@ def rehearsal_document(
             for what, wait in sorted(rehearsed.watch.waits.items())
         },
         "device_memory": [holder._asdict() for holder in device_memory(price)],
-        "host_memory": [holder._asdict() for holder in host_memory(rehearsed, offloaded_bytes, model)],
+        "host_memory": [holder._asdict() for holder in host_memory(rehearsed, price, model)],
         "disk_bytes_per_s": machines.disk_bytes_per_s,
     }
 
@@ -136,7 +136,6 @@ def show_rehearsal(
     machines: Machines,
     price: PlanPrice,
     model: CostModel,
-    offloaded_bytes: dict[int, float],
 ) -> None:
     """Show all figures of a rehearsal."""
     _show_head(console, rehearsed, costs, machines, model)
@@ -148,7 +147,7 @@ def show_rehearsal(
     console.print(table)
     _show_commits(console, rehearsed, costs)
     _show_memory(console, "device", device_memory(price))
-    _show_memory(console, "host", host_memory(rehearsed, offloaded_bytes, model))
+    _show_memory(console, "host", host_memory(rehearsed, price, model))
     _show_faults(console, rehearsed)
     _show_deadlines(console, rehearsed)
 

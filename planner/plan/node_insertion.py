@@ -63,7 +63,11 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
         },
         placement={call.name: assignments[call.name].placement for call in graph.calls},
         dealt_by={call.name: call.token_key for call in by_tokens},
-        offloaded={name for name, given in assignments.items() if given.offload},
+        offloaded={
+            call.name
+            for call in graph.calls
+            if assignments[call.name].offload and graph.trainer(call.role) is None
+        },
     )
     return Draft({name: _node(slot, graph, assignments) for name, slot in made.slots.items()}, made)
 

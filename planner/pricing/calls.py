@@ -20,6 +20,7 @@ from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, facto
 from planner.pricing.turns import generate_in_turns
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.train.state_layout import CHUNK
 from rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
 
 MASTER_BYTES = 4  # per parameter: master weight in float32 (optimizer.py)
@@ -27,11 +28,16 @@ OPTIMIZER_BYTES = 3 * MASTER_BYTES  # per parameter: master weight and two momen
 
 
 class _Where(NamedTuple):
-    """What a call's price depends on besides its micro-batches. classes: numbers of the mesh's device classes."""
+    """What a call's price depends on besides its micro-batches.
+
+    classes  numbers of the mesh's device classes
+    streams  the optimizer's state passes from host memory through the devices
+    """
 
     strategy: ParallelStrategy
     crossings: Crossings
     classes: tuple[int, ...]
+    streams: bool = False
 
 
 class CostModel:
@@ -78,18 +84,25 @@ class CostModel:
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
         """Seconds and bytes of a call, or of each of its parts. Of the mesh only its strategy, crossings and device
         classes matter."""
-        return self.calls(call, assignment.placement, [assignment.micro_batches])[0]
+        return self.calls(call, assignment.placement, [assignment.micro_batches], assignment.offload)[0]
 
     def calls(
-        self, call: ModelFunctionCall, placement: Placement, micro_batches: Sequence[int]
+        self,
+        call: ModelFunctionCall,
+        placement: Placement,
+        micro_batches: Sequence[int],
+        offload: bool = False,
     ) -> list[CallCost]:
-        """The cost of a call, or of each of its parts, on a placement with each of some numbers of micro-batches."""
+        """The cost of a call, or of each of its parts, on a placement with each of some numbers of micro-batches.
+
+        offload  as in its assignment: a train_step takes longer
+        """
         if not self.routes_alike(call.role, placement):
             raise ValueError(
                 f"tp={placement.strategy.tp} splits the experts of {call.role} over devices of unlike classes, whose "
                 "routers may choose unlike experts for a token. Choose a tp within the hosts of one class."
             )
-        where = self._where(placement)
+        where = self._where(placement, call, offload)
         found = self._profiled(call, where, micro_batches)
         if not (self.history and (factors := self._factors_of(call))):
             return found
@@ -109,13 +122,17 @@ class CostModel:
             found = self._factors[call.name] = {}
             for ran in self.history:
                 if ran.call == call.name:
-                    where, count = self._where(ran.assignment.placement), ran.assignment.micro_batches
+                    given = ran.assignment
+                    where, count = self._where(given.placement, call, given.offload), given.micro_batches
                     (priced,) = self._profiled(call, where, [count])
                     found[where, count] = factor_of(ran, priced.seconds, max(priced.active_bytes))
         return self._factors[call.name]
 
-    def _where(self, placement: Placement) -> _Where:
-        return _Where(placement.strategy, self._crossings(placement), self.classes_of(placement))
+    def _where(
+        self, placement: Placement, call: ModelFunctionCall | None = None, offload: bool = False
+    ) -> _Where:
+        streams = offload and call is not None and call.kind == "train_step"
+        return _Where(placement.strategy, self._crossings(placement), self.classes_of(placement), streams)
 
     def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
         """A call's price from profiles and device figures, for each of `counts` micro-batches."""
@@ -136,8 +153,15 @@ class CostModel:
             mesh = OnMesh(
                 timing, self.workload, local, trained, where.strategy, where.crossings, overlap, gpus
             )
+            if where.streams:
+                mesh = replace(mesh, streams_s=self._streams_s(trained, where))
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
+
+    def _streams_s(self, trained: Sizes, where: _Where) -> float:
+        """Seconds in which the optimizer's state passes to the fullest device and back."""
+        most = max(trained.parameters_by_stage(where.strategy.pp))
+        return self.classes.host_copy_s(2 * OPTIMIZER_BYTES * most / where.strategy.dp, where.classes)
 
     def _on_gpus(self, where: _Where) -> bool:
         return any(self._inside_calls[number].is_gpu for number in where.classes)
@@ -189,24 +213,37 @@ class CostModel:
         shares = model.weights and not (changes and model.lora is None)
         return (model.weights, model.shape, model.head) if shares else role
 
-    def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
+    def training_bytes(self, role: str, placement: Placement, offload: bool = False) -> tuple[float, ...]:
         """[stages] bytes of trained parameters, gradients and optimizer on a training device of each stage.
+
+        offload  the optimizer's state is in host memory, and two chunks of it are on the device
 
         Gradients and optimizer are shared out over dp. With dp > 1 come the gradients that are not shared out yet.
         """
         s = placement.strategy
         trained = self._trained_sizes(role, s)
-        per_parameter = self.workload.itemsize + (GRADIENT_BYTES + OPTIMIZER_BYTES) / s.dp
-        return tuple(
-            count * per_parameter + (GRADIENT_BYTES * unreduced(trained, s.pp, stage) if s.dp > 1 else 0)
-            for stage, count in enumerate(trained.parameters_by_stage(s.pp))
-        )
+
+        def held(stage: int, count: int) -> float:
+            state = 2 * min(CHUNK, count / s.dp) if offload else count / s.dp
+            size_bytes = count * (self.workload.itemsize + GRADIENT_BYTES / s.dp) + OPTIMIZER_BYTES * state
+            return size_bytes + (GRADIENT_BYTES * unreduced(trained, s.pp, stage) if s.dp > 1 else 0)
+
+        return tuple(held(stage, count) for stage, count in enumerate(trained.parameters_by_stage(s.pp)))
 
     def following_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
         """[stages] bytes of the parameters and master weights of a role that follows another, on a device of each
         stage."""
         s = placement.strategy
         per_parameter = self.workload.itemsize + MASTER_BYTES / s.dp
+        return tuple(
+            count * per_parameter for count in self._trained_sizes(role, s).parameters_by_stage(s.pp)
+        )
+
+    def state_bytes(self, role: str, placement: Placement, trained: bool) -> tuple[float, ...]:
+        """[stages] bytes of the state that a device of each stage has of a role whose weights change: master weights,
+        and where it is trained both moments, cut over dp."""
+        s = placement.strategy
+        per_parameter = (OPTIMIZER_BYTES if trained else MASTER_BYTES) / s.dp
         return tuple(
             count * per_parameter for count in self._trained_sizes(role, s).parameters_by_stage(s.pp)
         )

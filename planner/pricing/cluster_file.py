@@ -208,6 +208,7 @@ RANGES: Mapping[str, Range] = {
     "flops_per_s": Range(1e9, 1e16, "FLOP/s", FLOPS_PER_S),
     "memory_bytes_per_s": Range(1e8, 5e13, "bytes per second", BYTES_PER_S),
     "memory_bytes": Range(1e8, 1e13, "bytes", BYTES),
+    "host_memory_bytes": Range(1e8, 1e13, "bytes", BYTES),
     "inside_host.bytes_per_s": Range(1e7, 2e12, "bytes per second", BYTES_PER_S),
     "inside_host.latency_s": Range(1e-7, 1e-2, "seconds", SECONDS),
     "between_hosts.bytes_per_s": Range(1e7, BETWEEN_HOSTS, "bytes per second", BYTES_PER_S),
@@ -221,7 +222,8 @@ RANGES: Mapping[str, Range] = {
     "transfer_overhead_s": Range(1e-9, 1e-3, "seconds", SECONDS),
     "dispatch_s": Range(1e-7, 1.0, "seconds", SECONDS),
 }
-"""Figure of a DeviceProfile -> its range. 0 seconds is allowed too: it says that something costs nothing."""
+"""Figure of a DeviceProfile -> its range. 0 seconds is allowed too: it says that something costs nothing. So is a
+host_memory_bytes of 0, or none."""
 
 
 def implausible(device: DeviceProfile, where: str) -> Iterator[str]:
@@ -231,7 +233,7 @@ def implausible(device: DeviceProfile, where: str) -> Iterator[str]:
     """
     for name, known in RANGES.items():
         value = _figure(device, name)
-        if known.holds(value) or (value == 0 and known.unit == "seconds"):
+        if known.holds(value) or (value == 0 and (known.unit == "seconds" or name == "host_memory_bytes")):
             continue
         sentence = (
             f"{where}: {name}={value:g} is implausible: it is in {known.unit}, "
@@ -248,9 +250,9 @@ def implausible(device: DeviceProfile, where: str) -> Iterator[str]:
 
 
 def _figure(device: DeviceProfile, name: str) -> float:
-    """A figure by its name; `link.figure` for a link's."""
+    """A figure by its name, `link.figure` for a link's; 0 for one that nobody knows."""
     found: object = device
     for part in name.split("."):
-        found = getattr(found, part)
+        found = getattr(found, part) or 0.0
     assert isinstance(found, int | float), f"{name} is no figure"
     return float(found)

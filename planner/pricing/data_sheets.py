@@ -36,6 +36,8 @@ class DataSheet(NamedTuple):
     memory, size     bandwidth and bytes of its memory
     inside, between  links to a GPU of the same host and of another one
     host             copies to and from the host's memory
+    host_memory      bytes of the host's memory for each of its GPUs; None where GPUs of this kind are in all kinds of
+                     hosts
     """
 
     name: str
@@ -46,6 +48,7 @@ class DataSheet(NamedTuple):
     inside: float
     between: float
     host: float
+    host_memory: float | None = None
 
 
 PCIE_4, PCIE_5 = 25e9, 50e9
@@ -54,19 +57,19 @@ NIC_200, NIC_400 = 25e9, 50e9
 """One network adapter for each GPU, of 200 and 400 Gb/s, as in DGX systems."""
 
 SHEETS = (
-    DataSheet("a100-40g-sxm", "A100-SXM4-40GB", 312e12, 1.555e12, 40e9, 300e9, NIC_200, PCIE_4),
+    DataSheet("a100-40g-sxm", "A100-SXM4-40GB", 312e12, 1.555e12, 40e9, 300e9, NIC_200, PCIE_4, 128e9),
     DataSheet("a100-40g-pcie", "A100-PCIE-40GB", 312e12, 1.555e12, 40e9, PCIE_4, NIC_200, PCIE_4),
-    DataSheet("a100-80g-sxm", "A100-SXM4-80GB", 312e12, 2.039e12, 80e9, 300e9, NIC_200, PCIE_4),
+    DataSheet("a100-80g-sxm", "A100-SXM4-80GB", 312e12, 2.039e12, 80e9, 300e9, NIC_200, PCIE_4, 256e9),
     DataSheet("a100-80g-pcie", "A100 80GB PCIe", 312e12, 1.935e12, 80e9, PCIE_4, NIC_200, PCIE_4),
-    DataSheet("h100-sxm", "H100 80GB HBM3", 989e12, 3.35e12, 80e9, 450e9, NIC_400, PCIE_5),
+    DataSheet("h100-sxm", "H100 80GB HBM3", 989e12, 3.35e12, 80e9, 450e9, NIC_400, PCIE_5, 256e9),
     DataSheet("h100-pcie", "H100 PCIe", 756e12, 2e12, 80e9, PCIE_5, NIC_400, PCIE_5),
     DataSheet("h100-nvl", "H100 NVL", 835e12, 3.9e12, 94e9, PCIE_5, NIC_400, PCIE_5),
-    DataSheet("h200-sxm", "H200", 989e12, 4.8e12, 141e9, 450e9, NIC_400, PCIE_5),
+    DataSheet("h200-sxm", "H200", 989e12, 4.8e12, 141e9, 450e9, NIC_400, PCIE_5, 256e9),
     DataSheet("h200-nvl", "H200 NVL", 835e12, 4.8e12, 141e9, PCIE_5, NIC_400, PCIE_5),
     # Its link to its own CPU's memory is NVLink-C2C. A host has one; where it has two, NVLink joins them.
-    DataSheet("gh200-96g", "GH200 480GB", 989e12, 4e12, 96e9, 450e9, NIC_400, 450e9),
-    DataSheet("gh200-144g", "GH200 144G HBM3e", 989e12, 4.9e12, 144e9, 450e9, NIC_400, 450e9),
-    DataSheet("b200-sxm", "B200", 2250e12, 8e12, 180e9, 900e9, NIC_400, PCIE_5),
+    DataSheet("gh200-96g", "GH200 480GB", 989e12, 4e12, 96e9, 450e9, NIC_400, 450e9, 480e9),
+    DataSheet("gh200-144g", "GH200 144G HBM3e", 989e12, 4.9e12, 144e9, 450e9, NIC_400, 450e9, 480e9),
+    DataSheet("b200-sxm", "B200", 2250e12, 8e12, 180e9, 900e9, NIC_400, PCIE_5, 256e9),
     DataSheet("l4", "L4", 121e12, 300e9, 24e9, PCIE_4, NIC_200, PCIE_4),
     DataSheet("l40s", "L40S", 362e12, 864e9, 48e9, PCIE_4, NIC_200, PCIE_4),
     DataSheet("a40", "A40", 149.7e12, 696e9, 48e9, PCIE_4, NIC_200, PCIE_4),
@@ -74,8 +77,8 @@ SHEETS = (
     DataSheet("rtx-4090", "GeForce RTX 4090", 165.2e12, 1.008e12, 24e9, PCIE_4, NIC_200, PCIE_4),
     DataSheet("rtx-5090", "GeForce RTX 5090", 209.5e12, 1.792e12, 32e9, PCIE_5, NIC_200, PCIE_5),
 )
-"""NVIDIA's data sheets and architecture white papers. NVL and PCIe cards are priced without NVLink bridges, which
-join only pairs."""
+"""NVIDIA's data sheets and architecture white papers; hosts' memory as in DGX systems, 1 or 2 TB for 8 GPUs. NVL and
+PCIe cards are priced without NVLink bridges, which join only pairs."""
 
 SAME_SIZE = 0.1
 """Share by which memory may differ from a data sheet's: drivers report gibibytes, of which some are kept back."""

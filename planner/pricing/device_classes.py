@@ -118,6 +118,14 @@ class DeviceClasses:
         """Bytes for tensors on a device."""
         return self.rooms[self.of_host[self.cluster.host(device)]]
 
+    def host_profile(self, host: int) -> DeviceProfile:
+        """The profile of a host's devices."""
+        return self.profiles[self.of_host[host]]
+
+    def host_room_bytes(self, host: int) -> float:
+        """Bytes of a host's memory for what a plan keeps there; infinite where no figure bounds them."""
+        return self.cluster.devices_per_host * self.host_profile(host).host_room_bytes
+
     @property
     def dispatch_s(self) -> float:
         """Seconds of a plan node besides its work: those of the slowest class."""

@@ -4,6 +4,7 @@ Peaks come from data sheets (planner/pricing/data_sheets.py). Efficiencies and h
 has, are given here with their source, so that the cost model has no constants of its own.
 """
 
+import math
 from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field
@@ -55,6 +56,8 @@ class DeviceProfile(Frozen):
 
     flops_per_s         peak of matrix multiplications in the data type of training
     memory_bytes_per_s  peak bandwidth of device memory; memory_bytes: its size
+    host_memory_bytes   the device's share of its host's memory; 0: memory_bytes is that share already, as on CPUs;
+                        None: nobody knows it, and nothing is refused for it
     inside_host         link to a device of the same host; between_hosts: to a device of another host
     host_copy_bytes_per_s  bandwidth that a large copy reaches between device and host memory, in one direction
     matmul_efficiency, memory_efficiency, link_efficiency  share of the peaks that large operations reach
@@ -82,6 +85,7 @@ class DeviceProfile(Frozen):
     flops_per_s: Rate
     memory_bytes_per_s: Rate
     memory_bytes: int = Field(gt=0, le=MOST_BYTES)
+    host_memory_bytes: int | None = Field(default=None, ge=0, le=MOST_BYTES)
     inside_host: DeviceLink
     between_hosts: DeviceLink
     host_copy_bytes_per_s: Rate
@@ -107,6 +111,16 @@ class DeviceProfile(Frozen):
     def is_gpu(self) -> bool:
         """Whether CUDA's context takes memory of it."""
         return self.context_bytes > 0
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its memory is its host's."""
+        return self.host_memory_bytes == 0
+
+    @property
+    def host_room_bytes(self) -> float:
+        """Bytes of its share of its host's memory besides its process; infinite where no figure bounds them."""
+        return max(1, self.host_memory_bytes - self.process_bytes) if self.host_memory_bytes else math.inf
 
     def reserve(self, n_devices: int) -> Reserve:
         """What is kept of a device's memory in a cluster of n_devices devices."""
@@ -160,6 +174,7 @@ _EFFICIENCIES = (
 )
 _STATED = (
     "peaks: NVIDIA data sheets (dense bf16, memory); NVLink per direction; one NIC per GPU as in DGX systems",
+    "host_memory_bytes: an eighth of a DGX system's; of a GH200 its CPU's; none for cards, which any host may have",
     *_EFFICIENCIES,
 )
 _ESTIMATED = (
@@ -174,6 +189,7 @@ def _gpu(sheet: DataSheet, sources: tuple[str, ...]) -> DeviceProfile:
         flops_per_s=sheet.flops,
         memory_bytes_per_s=sheet.memory,
         memory_bytes=int(sheet.size),
+        host_memory_bytes=None if sheet.host_memory is None else int(sheet.host_memory),
         inside_host=DeviceLink(bytes_per_s=sheet.inside, latency_s=5e-6),
         between_hosts=DeviceLink(bytes_per_s=sheet.between, latency_s=15e-6),
         host_copy_bytes_per_s=sheet.host,
@@ -201,6 +217,7 @@ PRESETS: dict[str, DeviceProfile] = {
             flops_per_s=171e9,
             memory_bytes_per_s=10e9,
             memory_bytes=4 * 10**9,
+            host_memory_bytes=0,
             inside_host=DeviceLink(bytes_per_s=1e9, latency_s=3e-4),
             between_hosts=DeviceLink(bytes_per_s=1e8, latency_s=1e-3),
             host_copy_bytes_per_s=5e9,
@@ -260,10 +277,11 @@ def preset(name: str) -> DeviceProfile:
 def described(device: DeviceProfile) -> str:
     """Where a device's figures come from, as in `changed preset of cpu-slot`.
 
-    A changed memory size does not count as a change: it is the machine's own.
+    Changed memory sizes do not count as a change: they are the machine's own.
     """
     known = PRESETS.get(device.name)
     if known is None:
         return f"{'estimated' if estimated(device) else 'stated'} figures of {device.name}"
-    same = device.model_copy(update={"memory_bytes": known.memory_bytes}) == known
+    own = {name: getattr(known, name) for name in ("memory_bytes", "host_memory_bytes")}
+    same = device.model_copy(update=own) == known
     return f"{'preset' if same else 'changed preset'} of {device.name}"

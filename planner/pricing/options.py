@@ -12,14 +12,15 @@ The search proves optimality within this class of options:
 - Parts of a call: all have its option.
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
   mixture of experts has one.
-- Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses.
+- Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses; for a
+  train_step the optimizer's state is resident or in host memory.
 
 Left out are:
 - options that do not fit the memory of their devices even alone;
 - options that are neither faster nor smaller than another one on the same mesh under the same strategy. They differ
   in nothing else, so no plan gets worse;
-- all offloaded options, if the largest options of all calls fit on one device together. Onloads and offloads only
-  cost time, so they gain nothing then.
+- all offloaded options, if the largest options of all calls fit on one device together, and where some devices'
+  memory is their host's. Offloading only costs time, so it gains nothing then.
 """
 
 import math
@@ -32,6 +33,7 @@ from planner.plan.graph import blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
 from planner.plan.workload import least_share
 from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.host_memory import copied_bytes
 from planner.pricing.plans import active_part, kept_samples_bytes, remedy
 from planner.pricing.problem import OptionsTakeTooLongError, Problem, ProblemError
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -59,7 +61,9 @@ class Option(NamedTuple):
                    (RoleModel.weights): those of a frozen role unless they are offloaded, and those below adapters
     copy           [stages] bytes of a read-only copy of the trained parameters, or of the parameters while onloaded
     active         [stages] bytes beyond these while the call runs, or the evaluation that follows a train_step
-    offload        whether a frozen role's parameters are in host memory except during this call
+    host           [stages] bytes that a device keeps in its host's memory: what is offloaded, copies for commits
+    offload        whether a frozen role's parameters are in host memory except during this call, or a train_step's
+                   optimizer state always
     """
 
     first: int
@@ -71,6 +75,7 @@ class Option(NamedTuple):
     frozen: tuple[float, ...]
     copy: tuple[float, ...]
     active: tuple[float, ...]
+    host: tuple[float, ...]
     offload: bool = False
 
     @property
@@ -157,27 +162,45 @@ def all_options(
     among: Mapping[str, Collection[Placement]] | None = None,
     few: bool = False,
 ) -> tuple[tuple[Option, ...], ...]:
-    """The options of every call of the graph. Offloaded options follow the resident ones, in the same order.
+    """The options of every call of the graph: of a call that may be offloaded the offloaded ones follow the resident
+    ones, in the same order.
+
+    An option that fits its devices' memory only if it is offloaded stands in both places.
 
     among  call -> placements of which only the meshes and strategies count
     few    with few numbers of micro-batches (`micro_batch_counts`)
     Raises ProblemError and OptionsTakeTooLongError as `call_options` does.
     """
-    graph = problem.graph
+    graph, classes = problem.graph, problem.model.classes
+    on_hosts = any(device.is_on_host for device in classes.profiles)
     found = [
-        call_options(problem, call, deadline, among[call.name] if among else None, few)
+        call_options(
+            problem,
+            call,
+            deadline,
+            among[call.name] if among else None,
+            few,
+            not on_hosts and _may_offload(problem, call),
+        )
         for call in graph.calls
     ]
-    smallest = min(problem.model.classes.rooms)
-    if sum(map(_most_needed, found)) <= smallest:
-        return tuple(found)
-    roles = [call.role for call in graph.calls]
+    resident = [tuple(pair.resident for pair in pairs) for pairs in found]
+    all_fit = not any(option.offload for own in resident for option in own)
+    if on_hosts or (all_fit and sum(map(_most_needed, resident)) <= min(classes.rooms)):
+        return tuple(resident)
     return tuple(
-        options
-        if graph.changes(call.role) or roles.count(call.role) > 1
-        else (*options, *map(_offloaded, options))
-        for call, options in zip(graph.calls, found, strict=True)
+        (*own, *(pair.offloaded for pair in pairs if pair.offloaded is not None))
+        for own, pairs in zip(resident, found, strict=True)
     )
+
+
+def _may_offload(problem: Problem, call: ModelFunctionCall) -> bool:
+    """Whether a call is a train_step, or the only one of a frozen role."""
+    graph = problem.graph
+    if graph.changes(call.role):
+        trainer = graph.trainer(call.role)
+        return trainer is not None and trainer.name == call.name
+    return sum(other.role == call.role for other in graph.calls) == 1
 
 
 def _most_needed(options: Iterable[Option]) -> float:
@@ -195,8 +218,16 @@ def _most_needed(options: Iterable[Option]) -> float:
     )
 
 
-def _offloaded(option: Option) -> Option:
-    return option._replace(frozen=(0.0,) * len(option.frozen), offload=True)
+class Pair(NamedTuple):
+    """An option, and the same with what may be offloaded in host memory; None where it may not."""
+
+    resident: Option
+    offloaded: Option | None
+
+    def at(self, first: int) -> "Pair":
+        """The same on the mesh that begins at device `first`."""
+        resident, away = self
+        return Pair(Option(first, *resident[1:]), None if away is None else Option(first, *away[1:]))
 
 
 def call_options(
@@ -205,11 +236,13 @@ def call_options(
     deadline: Deadline = NO_DEADLINE,
     among: Collection[Placement] | None = None,
     few: bool = False,
-) -> tuple[Option, ...]:
-    """All options of a call with resident parameters, sorted by mesh and strategy.
+    offload: bool = False,
+) -> tuple[Pair, ...]:
+    """All options of a call, sorted by mesh and strategy.
 
-    among  placements of which only the meshes and strategies count
-    few    with few numbers of micro-batches (`micro_batch_counts`)
+    among    placements of which only the meshes and strategies count
+    few      with few numbers of micro-batches (`micro_batch_counts`)
+    offload  with offloaded ones; where only the offloaded one fits, it stands for both
     Raises ProblemError when none fits; it names the smallest shortfall and the fields that would reduce it. Raises
     OptionsTakeTooLongError when the deadline has passed.
     """
@@ -219,13 +252,13 @@ def call_options(
         if among is None
         else sorted({DeviceMesh.of(cluster, placement.devices) for placement in among})
     )
-    priced: dict[tuple[Any, ...], list[Option]] = {}
+    priced: dict[tuple[Any, ...], list[Pair]] = {}
     shortfalls: list[tuple[float, Option]] = []
-    found = list[Option]()
+    found = list[Pair]()
     for mesh in places:
         like = mesh.size, classes.layout(mesh.first, mesh.size)
         if like not in priced:
-            fitting: list[Option] = []
+            fitting: list[Pair] = []
             for strategy in strategies(problem, call, mesh.size):
                 if among is not None and strategy not in {placement.strategy for placement in among}:
                     continue
@@ -237,18 +270,25 @@ def call_options(
                         "time limit. Raise it, or choose fewer devices for a host or a smaller planning.max_tp."
                     )
                 rooms = _rooms(strategy, mesh.first, classes)
-                counts, fits = micro_batch_counts(call, strategy, few), list[Option]()
+                counts, fits = micro_batch_counts(call, strategy, few), list[Pair]()
                 # Of a generation the fewest micro-batches with which it fits: more would only take longer.
                 for tried in [[count] for count in counts] if call.kind == "generate" else [counts]:
                     alike = _prices(problem, call, strategy, mesh.first, tried)
                     lacking = _lacking(alike, rooms)
                     shortfalls += zip(lacking, alike, strict=True)
-                    fits = [o for lack, o in zip(lacking, alike, strict=True) if lack <= 0]
+                    pairs = [Pair(option, None) for option in alike]
+                    if offload:
+                        away = _offloaded(problem, call, alike)
+                        lacking_away = _lacking(away, rooms)
+                        shortfalls += zip(lacking_away, away, strict=True)
+                        pairs = list(map(Pair, alike, away))
+                        lacking = list(map(min, lacking, lacking_away))
+                    fits = [pair for lack, pair in zip(lacking, pairs, strict=True) if lack <= 0]
                     if fits:
                         break
-                fitting += _pareto(fits)
+                fitting += (_fitting(pair, rooms) for pair in _pareto(fits))
             priced[like] = fitting
-        found += [Option(mesh.first, *option[1:]) for option in priced[like]]
+        found += [pair.at(mesh.first) for pair in priced[like]]
     if not found:
         raise ProblemError(_none_fits(problem, call, shortfalls))
     return tuple(found)
@@ -268,11 +308,13 @@ def _prices(
     resident, frozen = (0.0,) * strategy.pp, copy
     if follower is not None and follower.name == call.name:
         resident, frozen = model.following_bytes(call.role, placement), resident
+        host = copied_bytes(model, call.role, placement, trained=False)
     if trainer is not None:
         frozen = tuple(map(float, model.frozen_bytes(call.role, placement)))
-    besides = (0.0,) * strategy.pp
+    besides = host = (0.0,) * strategy.pp
     if trainer is not None and trainer.name == call.name:
         resident = model.training_bytes(call.role, placement)
+        host = copied_bytes(model, call.role, placement, trained=True)
         if call.role in problem.graph.evaluated:
             besides = model.evaluation(call.role, placement).active_bytes
     resident = tuple(map(add, resident, kept_samples_bytes(call, strategy, model.workload)))
@@ -287,9 +329,34 @@ def _prices(
             frozen,
             copy,
             tuple(map(max, cost.active_bytes, besides)),
+            host,
         )
         for count, cost in zip(counts, model.calls(call, placement, counts), strict=True)
     ]
+
+
+def _offloaded(problem: Problem, call: ModelFunctionCall, alike: Sequence[Option]) -> list[Option]:
+    """Options that differ only in micro-batches, with what may be offloaded in host memory."""
+    model, one = problem.model, alike[0]
+    if not problem.graph.changes(call.role):
+        nothing = (0.0,) * len(one.frozen)
+        return [option._replace(frozen=nothing, host=option.copy, offload=True) for option in alike]
+    placement = one.assignment.placement
+    resident = model.training_bytes(call.role, placement, offload=True)
+    state = model.state_bytes(call.role, placement, trained=True)
+    host = tuple(map(add, one.host, state))
+    costs = model.calls(call, placement, [option.micro_batches for option in alike], offload=True)
+    return [
+        option._replace(seconds=cost.seconds * call.chunks, resident=resident, host=host, offload=True)
+        for option, cost in zip(alike, costs, strict=True)
+    ]
+
+
+def _fitting(pair: Pair, rooms: Sequence[tuple[int, int]]) -> Pair:
+    """The pair, or twice its offloaded option where only that fits."""
+    if pair.offloaded is None or _lacking([pair.resident], rooms)[0] <= 0:
+        return pair
+    return Pair(pair.offloaded, pair.offloaded)
 
 
 def _rooms(strategy: ParallelStrategy, first: int, classes: DeviceClasses) -> list[tuple[int, int]]:
@@ -313,12 +380,14 @@ def _lacking(alike: Sequence[Option], rooms: Sequence[tuple[int, int]]) -> list[
     return [max(map(sub, option.active, left)) for option in alike]
 
 
-def _pareto(options: Iterable[Option]) -> list[Option]:
-    """The options that no other option equals or beats in both seconds and memory of every stage."""
-    kept: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.seconds, o.active_bytes, o.micro_batches)):
-        if not any(all(a <= b for a, b in zip(k.active, option.active, strict=True)) for k in kept):
-            kept.append(option)
+def _pareto(pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs that no other one equals or beats in both seconds and memory of every stage. They differ only in
+    micro-batches, so it is the same for offloaded options."""
+    kept: list[Pair] = []
+    by_seconds = {pair.resident: pair for pair in pairs}
+    for option in sorted(by_seconds, key=lambda o: (o.seconds, o.active_bytes, o.micro_batches)):
+        if not any(all(a <= b for a, b in zip(k.resident.active, option.active, strict=True)) for k in kept):
+            kept.append(by_seconds[option])
     return kept
 
 
@@ -338,7 +407,8 @@ def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple
         (needed - memory_bytes, device, needed) for needed, (memory_bytes, device) in needs
     )
     name = classes.profile(device).name
-    parameters = f"{call.role}: {'optimizer' if call.kind == 'train_step' else 'copy'}"
+    is_state = call.kind == "train_step" and not option.offload
+    parameters = f"{call.role}: {'optimizer' if is_state else 'copy'}"
     largest = active_part(call) if option.active_bytes > max(option.held) else parameters
     return (
         f"Call {call.name!r} fits no mesh of a cluster of {problem.cluster}: at best, on {option.size} devices with "

@@ -9,6 +9,7 @@ import numpy as np
 from planner.plan.steady_state import SteadyState, steady_state
 from planner.plan.workload import Workload, fullest_share
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
+from planner.pricing.host_memory import kept_on_hosts, lack_of_host_memory, offloaded
 from planner.pricing.resharding import Heads, HeldModel, reallocation, redistribution
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import (
@@ -91,6 +92,7 @@ class PlanPrice:
     moved_bytes  transfer, reallocation or sync -> bytes that it sends between devices
     peaks        device -> its peak memory, for the devices that the plan uses
     call_bytes   call or evaluation -> the most bytes that a device holds while it runs
+    hosts        host -> part -> bytes that the plan keeps in its memory (planner/pricing/host_memory.py)
     """
 
     duration_s: dict[str, float]
@@ -98,6 +100,7 @@ class PlanPrice:
     steady: SteadyState
     peaks: dict[int, MemoryPeak]
     call_bytes: dict[str, float]
+    hosts: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     copy_s: dict[str, float] = field(default_factory=dict[str, float])
     rare_s: dict[str, float] = field(default_factory=dict[str, float])
     to_end_s: dict[str, float] = field(default_factory=dict[str, float])
@@ -248,6 +251,7 @@ class PlanMemory(NamedTuple):
 
     peaks: dict[int, MemoryPeak]
     call_bytes: dict[str, float]
+    hosts: dict[int, dict[str, float]]
 
 
 def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
@@ -257,11 +261,11 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     parameters on each placement where they are not offloaded; the weights below adapters on each placement; samples
     for later iterations on the last stage of the call that draws them. Roles with the same frozen weights hold them
     once on a placement. A copy exists from its reallocation to its release. Offloaded parameters are on the devices
-    from their onload to their offload. A call's temporary memory exists while it runs. A role that follows another
-    has its parameters and master weights where its model runs; while they are blended, the other's parameters are
-    there, too.
+    from their onload to their offload; in host memory they are all the time, also where that is the devices' own. A
+    call's temporary memory exists while it runs. A role that follows another has its parameters and master weights
+    where its model runs; while they are blended, the other's parameters are there, too.
     """
-    groups, stages = _alike(plan)
+    groups, stages = _alike(plan, model)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
     for part, on_stages in _resident(plan, model, stages):
         for device, size_bytes in on_stages:
@@ -306,7 +310,7 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
             case FetchNode() | TransferNode() | SaveNode() | SaveSamplesNode():
                 pass
     by_device = {device: peak for first, peak in peaks.items() for device in groups[first]}
-    return PlanMemory(by_device, call_bytes)
+    return PlanMemory(by_device, call_bytes, kept_on_hosts(plan, model))
 
 
 def _active(node: CallNode | EvaluateNode, model: CostModel) -> tuple[tuple[float, ...], str]:
@@ -326,12 +330,18 @@ def _resident(
     for name, (node, *_) in plan.calls.items():
         if any(kept := kept_samples_bytes(node.call, node.placement.strategy, model.workload)):
             yield f"{name}: samples drawn ahead", _by_device(stages[node.placement], kept)
+    for part, placement, kept in offloaded(plan, model):
+        on_host = [each for each in stages[placement] if model.classes.profile(each[0]).is_on_host]
+        if on_host:
+            yield part, _by_device(on_host, kept)
     there: set[Hashable] = set()
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
             if where.trained and not number:
-                held = model.training_bytes(role, placement)
-                yield f"{role}: parameters, gradients, optimizer", _by_device(stages[placement], held)
+                offload = placement in where.offloaded
+                held = model.training_bytes(role, placement, offload)
+                what = "parameters, gradients" if offload else "parameters, gradients, optimizer"
+                yield f"{role}: {what}", _by_device(stages[placement], held)
             if where.follows and not number:
                 held = model.following_bytes(role, placement)
                 yield f"{role}: parameters, master weights", _by_device(stages[placement], held)
@@ -339,18 +349,20 @@ def _resident(
             frozen = model.frozen_bytes if where.trained else model.parameter_bytes
             part = "weights below adapters" if where.trained else "frozen parameters"
             key = model.frozen_weights(role, where.changes), placement
-            if key not in there and placement not in where.offloaded and any(frozen(role, placement)):
+            away = placement in where.offloaded and not where.trained
+            if key not in there and not away and any(frozen(role, placement)):
                 there.add(key)
                 yield f"{role}: {part}", _by_device(stages[placement], frozen(role, placement))
 
 
-def _alike(plan: ExecutionPlan) -> tuple[dict[int, list[int]], dict[Placement, _Stages]]:
-    """Groups devices that are on the same stage of every placement of the plan; they hold the same bytes.
+def _alike(plan: ExecutionPlan, model: CostModel) -> tuple[dict[int, list[int]], dict[Placement, _Stages]]:
+    """Groups devices of one class that are on the same stage of every placement; they hold the same bytes.
 
     Returns (first device of a group -> its devices) and (placement -> (first device, its stage) of the groups on it).
     """
     placements = list(dict.fromkeys(p for where in plan.roles.values() for p in where.placements))
-    stage = np.full((plan.n_devices, len(placements)), -1)
+    stage = np.full((plan.n_devices, len(placements) + 1), -1)
+    stage[:, -1] = np.repeat(model.classes.of_host, model.cluster.devices_per_host)[: plan.n_devices]
     for column, placement in enumerate(placements):
         width = len(placement.devices) // placement.strategy.pp  # devices are in order of stages (pp-major)
         stage[np.array(placement.devices), column] = np.arange(len(placement.devices)) // width
@@ -371,18 +383,15 @@ def _by_device(stages: _Stages, per_stage: Iterable[float]) -> list[tuple[int, f
     return [(device, sizes[stage]) for device, stage in stages]
 
 
-def shortfall(price: PlanPrice, model: CostModel) -> str | None:
-    """One sentence about the device that lacks the most bytes of memory; None when the plan fits."""
-    return lack_of_memory(price.peaks, model)
-
-
-def lack_of_memory(peaks: Mapping[int, MemoryPeak], model: CostModel) -> str | None:
-    """`shortfall`, from device -> peak."""
+def shortfall(memory: PlanPrice | PlanMemory, model: CostModel) -> str | None:
+    """One sentence about the device that lacks the most bytes of memory, or else about such a host; None when the
+    plan fits."""
+    peaks = memory.peaks
     device = scarcest_device(peaks, model)
     peak, profile, room = peaks[device], model.classes.profile(device), model.classes.room_bytes(device)
     missing = peak.total_bytes - room
     if missing <= 0:
-        return None
+        return lack_of_host_memory(memory.hosts, model)
     largest, size_bytes = max(peak.parts.items(), key=lambda item: item[1])
     reserve = profile.reserve(model.cluster.n_devices)
     kept = f" of its {profile.memory_bytes} ({reserve})" if reserve.total_bytes else ""
@@ -413,7 +422,10 @@ def remedy(part: str) -> str:
     if part.endswith("activations"):
         return "More micro_batches, a larger dp or a smaller batch_size would lower it."
     if part.endswith("optimizer"):
-        return "A larger tp, pp or dp (ZeRO shards gradients and optimizer) on more devices would lower it."
+        return (
+            "A larger tp, pp or dp (ZeRO shards gradients and optimizer) on more devices, or offload: true for its "
+            "train_step, would lower it."
+        )
     if part.endswith("frozen parameters"):
         return "A larger tp or pp, or offload: true for its calls, would lower it."
     return "A larger tp or pp would lower it."

@@ -1,11 +1,11 @@
-"""What a plan's ranks read from disk, write to it, and hold in host memory, in bytes."""
+"""What a plan's ranks read from disk and write to it, in bytes."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from planner.plan.workload import Workload
-from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
+from planner.pricing.calls import CostModel
 from planner.pricing.plans import key_bytes
 from rlhf_tasks.parallel.layout.topology import Coordinate, Placement
 from rlhf_tasks.spec import ExecutionPlan, FetchNode, ModelFunctionCall, SaveNode, SaveSamplesNode
@@ -17,13 +17,9 @@ def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, fl
     saved: dict[str, dict[int, float]] = {}
     for node in plan.nodes:
         if isinstance(node, SaveNode):
-            state = OPTIMIZER_BYTES if plan.roles[node.role].trained else MASTER_BYTES
-            per_byte = state / model.workload.itemsize / node.placement.strategy.dp
+            state = model.state_bytes(node.role, node.placement, plan.roles[node.role].trained)
             saved[node.name] = {
-                device: per_byte * size_bytes
-                for device, _, size_bytes in _on_devices(
-                    node.placement, model.parameter_bytes(node.role, node.placement)
-                )
+                device: size_bytes for device, _, size_bytes in _on_devices(node.placement, state)
             }
         elif isinstance(node, SaveSamplesNode):
             (call, *_) = plan.calls[node.call]
@@ -57,16 +53,6 @@ def loaded_bytes(plan: ExecutionPlan, model: CostModel) -> dict[int, float]:
         for device in devices:
             read[device] += sizes[part] / len(devices)
     return dict(read)
-
-
-def offloaded_bytes(plan: ExecutionPlan, model: CostModel) -> dict[int, float]:
-    """Host -> bytes of offloaded parameters in its memory."""
-    held: dict[int, float] = defaultdict(float)
-    for role, where in plan.roles.items():
-        for placement in where.offloaded:
-            for device, _, size_bytes in _on_devices(placement, model.parameter_bytes(role, placement)):
-                held[model.cluster.host(device)] += size_bytes
-    return dict(held)
 
 
 def _ahead_bytes(plan: ExecutionPlan, call: ModelFunctionCall, workload: Workload) -> float:

@@ -37,6 +37,10 @@ def result_document(result: SearchResult) -> dict[str, Any]:
         "peak_memory_bytes": {
             str(device): round(peak.total_bytes) for device, peak in sorted(result.price.peaks.items())
         },
+        "host_memory_bytes": {
+            str(host): {part: round(size) for part, size in parts.items()}
+            for host, parts in result.price.hosts.items()
+        },
         "corrections": {
             call: {"factor": by.seconds, "added_s": by.added_s}
             for call, by in corrections(result.tables.problem).items()
@@ -112,6 +116,19 @@ def reserve_sentences(classes: DeviceClasses) -> list[str]:
         for profile, kept in reserves
         if kept.total_bytes
     ]
+
+
+def host_sentences(price: PlanPrice, model: CostModel) -> list[str]:
+    """What the fullest host keeps in its memory beside its devices'; nothing where no host keeps anything."""
+    if not price.hosts:
+        return []
+    host, parts = max(price.hosts.items(), key=lambda item: sum(item[1].values()))
+    room, several = model.classes.host_room_bytes(host), len(price.hosts) > 1
+    most = "of unknown size" if math.isinf(room) else f"of {room / 1e9:.3g} GB"
+    kept = ", ".join(
+        f"{part} {size / 1e9:.3g} GB" for part, size in sorted(parts.items(), key=lambda p: -p[1])
+    )
+    return [f"Memory of {'the fullest host' if several else f'host {host}'}, {most}, holds at most {kept}."]
 
 
 def proof_sentence(result: SearchResult) -> str:

@@ -21,7 +21,6 @@ from planner.pricing.calls import CostModel
 from planner.pricing.plans import (
     MemoryPeak,
     PlanPrice,
-    lack_of_memory,
     plan_memory,
     price_plan,
     scarcest_device,
@@ -154,11 +153,14 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
     while True:
         found = {name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in found.items()}
         plan = _plan(graph, model, found)
-        peaks = plan_memory(plan, model).peaks
-        missing = lack_of_memory(peaks, model)
+        memory = plan_memory(plan, model)
+        missing, peaks = shortfall(memory, model), memory.peaks
         if missing is None:
             return Priced(plan, price_plan(plan, model))
-        fullest = peaks[scarcest_device(peaks, model)]
+        scarcest = scarcest_device(peaks, model)
+        fullest = peaks[scarcest]
+        if fullest.total_bytes <= model.classes.room_bytes(scarcest):
+            raise PlanError(missing)  # a host's memory lacks: no other replica keeps less there
         for larger in _larger_demands(fullest, graph, found, demand):
             with suppress(PlanError):
                 found, demand = rule(graph, model.cluster, _limits(model, larger.replicas)), larger

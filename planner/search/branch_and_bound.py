@@ -172,10 +172,17 @@ def proof_class(problem: Problem) -> str:
         f"(tp up to {problem.tp_limit}) and micro-batch counts as planner/pricing/options.py lists them, "
         "contiguous stages, "
         f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in {_orders(problem.graph)}, "
-        "the same in every iteration, inserted nodes placed by rule beside them, frozen models with one call "
-        "resident or offloaded, others resident, and at most two iterations in flight; with times and memory as the "
+        "the same in every iteration, inserted nodes placed by rule beside them, "
+        f"{_offloads(problem)}, and at most two iterations in flight; with times and memory as the "
         "cost model gives them."
     )
+
+
+def _offloads(problem: Problem) -> str:
+    """What may be offloaded, in words."""
+    if any(device.is_on_host for device in problem.model.classes.profiles):
+        return "all models resident"
+    return "frozen models with one call and optimizers resident or offloaded, others resident"
 
 
 def _meshes(cluster: Cluster) -> str:

@@ -102,7 +102,9 @@ class ManualAssignment(Settings):
         default="count", description="What dp ranks get equal shares of: samples (count) or tokens."
     )
     offload: bool = Field(
-        default=False, description="Whether a frozen model is kept in host memory while it is not needed."
+        default=False,
+        description="Whether host memory keeps a frozen model while it is not needed; of a train_step: the "
+        "optimizer's state, which then passes through the devices in every step.",
     )
     order: int | None = Field(
         default=None,

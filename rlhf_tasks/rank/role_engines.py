@@ -8,13 +8,14 @@ from torch import Tensor
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.config.models import OptimizerConfig, Role
+from rlhf_tasks.parallel.comm.copier import copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise, load, load_config
-from rlhf_tasks.parallel.state.host_copies import HostCopy, copier
+from rlhf_tasks.parallel.state.host_copies import HostCopy
 from rlhf_tasks.parallel.state.reallocation import Reallocated, reallocate
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
@@ -30,7 +31,8 @@ class RoleEngines:
     """(role, placement) -> Engine, for the placements that this rank is in.
 
     A trained role is resident on its training placement; a frozen one on all its placements, except where it is
-    offloaded: there `onload` brings its weights and `offload` frees them. `reallocate` makes a copy of a trained role
+    offloaded: there `onload` brings its weights and `offload` frees them. Of a trained role that is offloaded, host
+    memory keeps the optimizer's state. `reallocate` makes a copy of a trained role
     and `release` frees it; the engine of a released copy is kept without weights. `sync` blends a trained role's
     weights into those of a role that follows it, on the first placement of that role.
 
@@ -73,7 +75,8 @@ class RoleEngines:
                 if groups.rank not in placement.devices:
                     continue
                 copy = planned.trained and number > 0
-                layout, away = self._layout(role, placement), placement in planned.offloaded
+                layout, offloads = self._layout(role, placement), placement in planned.offloaded
+                away = offloads and not planned.trained
                 if copy and layout.lora is None:
                     continue  # its weights come with its first reallocation
                 blended = bool(planned.follows) and number == 0
@@ -86,6 +89,7 @@ class RoleEngines:
                     settings,
                     blended=blended,
                     micro_batch_tokens=self._most_tokens,
+                    copies=self._copier if offloads and planned.trained else None,
                 )
                 if copy:
                     self._drop(role, placement)

@@ -28,6 +28,7 @@ KEYS = {
     "assignments",
     "transfers",
     "peak_memory_bytes",
+    "host_memory_bytes",
     "search",
     "corrections",
 }

@@ -157,6 +157,7 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
         n_seqs: int = 4,
         links_slower: float = 1.0,
         lora: Lora | None = None,
+        host_memory: float | None = None,
     ) -> Problem:
         graph = make_graph(n_seqs=n_seqs, mini_batches=2)
         if calls is not None:
@@ -172,9 +173,8 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
             intermediate_size=2048,
             vocab_size=8192,
         )
-        device = preset("a100-80g-sxm").model_copy(
-            update={"memory_bytes": int(memory), "dispatch_s": 1e-4, **ALL_FOR_TENSORS}
-        )
+        figures = {"memory_bytes": int(memory), "host_memory_bytes": host_memory and int(host_memory)}
+        device = preset("a100-80g-sxm").model_copy(update={**figures, "dispatch_s": 1e-4, **ALL_FOR_TENSORS})
         links = {
             name: link.model_copy(update={"bytes_per_s": link.bytes_per_s / links_slower})
             for name, link in (("inside_host", device.inside_host), ("between_hosts", device.between_hosts))

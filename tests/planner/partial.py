@@ -20,6 +20,7 @@ class Partial(NamedTuple):
 
     rungs   of all calls, None where each has its own
     chosen  [calls] the resident rows of the choice; time_s, excess_bytes: its value
+    bounded_s  its seconds if no optimizer were offloaded, what bounds are bounds of
     rows, meet, moves  of the partial choice, as planner.search.bounds.tree_search.SearchState has them
     """
 
@@ -27,6 +28,7 @@ class Partial(NamedTuple):
     chosen: np.ndarray
     time_s: float
     excess_bytes: float
+    bounded_s: float
     rows: np.ndarray
     meet: np.ndarray
     moves: np.ndarray
@@ -50,7 +52,9 @@ def partial_choices(tables: Tables, r: Relaxation, n_choices: int) -> Iterator[P
         choice = np.array([random.integers(len(found)) for found in tables.options])
         time_s, excess_bytes, _ = tables.evaluate(choice.tolist())
         chosen = choice + starts
-        chosen -= (chosen >= r.arrays.offloaded) * (r.arrays.offloaded - starts)
+        away = (chosen >= r.arrays.offloaded) * (r.arrays.offloaded - starts)
+        bounded_s = tables.evaluate((choice - away * (r.arrays.trainer == np.arange(n))).tolist()).time_s
+        chosen -= away
         for without, rungs in (
             (0.0, OPTION),
             (0.0, PLACEMENT),
@@ -71,7 +75,7 @@ def partial_choices(tables: Tables, r: Relaxation, n_choices: int) -> Iterator[P
                 if OPEN not in (rows[a], rows[b]):
                     moves_s(r, k, rows[a], rows[b], meet[a, b], moves[k])
             alike = rungs if not without else None
-            yield Partial(alike, chosen, time_s, excess_bytes, rows, meet, moves)
+            yield Partial(alike, chosen, time_s, excess_bytes, bounded_s, rows, meet, moves)
 
 
 def checked_after_training(problem: Problem) -> Problem:

@@ -18,8 +18,9 @@ A reallocation may be short only between slow options. It and its calls then tak
 their minima. The difference is added to the edges into the reader and to the trainer's own cycle
 (planner/search/bounds/relaxation.py, moves).
 
-Onloads, offloads and their copies are left out, so the bound is the same for an option and its offloaded twin. The
-devices of transfers are left out too, so the bound of a complete choice may be a few dispatches below its period.
+Onloads, offloads, their copies and what an offloaded optimizer costs are left out, so the bound is the same for an
+option and its offloaded twin. The devices of transfers are left out too, so the bound of a complete choice may be a
+few dispatches below its period.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false

@@ -176,10 +176,16 @@ def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
 
 
 def _least_stages(arrays: Arrays) -> Floats:
-    """[options, 4] the smallest of resident, frozen, copy, active bytes over an option's stages."""
+    """[options, 4] the smallest of resident, frozen, copy, active bytes over an option's stages; of a train_step's
+    resident bytes the lesser of the option's and its offloaded twin's."""
     begins, option = np.unique(arrays.options.stage, return_inverse=True)
     columns = (arrays.stages[name] for name in ("resident", "frozen", "copy", "active"))
-    return np.stack([np.minimum.reduceat(column, begins)[option] for column in columns], axis=1)
+    least = np.stack([np.minimum.reduceat(column, begins)[option] for column in columns], axis=1)
+    for call in np.flatnonzero(arrays.trainer == np.arange(arrays.n_calls)):
+        own, away, end = arrays.start[call], arrays.offloaded[call], arrays.start[call + 1]
+        if away < end:
+            least[own:away, 0] = np.minimum(least[own:away, 0], least[away:end, 0])
+    return least
 
 
 def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, bool]]:
@@ -334,7 +340,7 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
         row = choice[call]
         if placed(o, row):
             needed[call], static[call] = r.least[row, 3], r.least[row, 0]
-            if may_offload(r.arrays, call):
+            if may_offload(r.arrays, call) and r.arrays.trainer[call] < 0:
                 needed[call] += r.least[row, 2]
             elif not _stands_before(o, r.arrays.weights, choice, call):
                 static[call] += r.least[row, 1]

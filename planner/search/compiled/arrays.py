@@ -56,7 +56,7 @@ OPTION_ROW = np.dtype(
             (name, "i8")
             for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "classes", "stage")
         ),
-        *((name, "f8") for name in ("resident", "frozen", "copy", "active", "layer")),
+        *((name, "f8") for name in ("resident", "frozen", "copy", "active", "host", "layer")),
         ("layers", "i8"),
     ]
 )
@@ -72,12 +72,12 @@ place            number of the placement
 strategy         number of (dp, tp, pp) together with the device classes along the mesh
 classes          row of Arrays.wires: the slowest links of the mesh's device classes
 stage            row of its first stage in Arrays.stages
-resident .. active  bytes, each the maximum over the stages
+resident .. host  bytes, each the maximum over the stages
 layer            bytes of a layer, as a reallocation moves it (planner.pricing.resharding.HeldModel)
 layers           layers of the stage that has most
 """
 
-STAGE_ROW = np.dtype([(name, "f8") for name in ("resident", "frozen", "copy", "active")])
+STAGE_ROW = np.dtype([(name, "f8") for name in ("resident", "frozen", "copy", "active", "host")])
 """Bytes of a stage, as in planner.pricing.options.Option."""
 
 SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", "i8"), ("moved", "i8")])
@@ -87,8 +87,8 @@ mask   bit c: the slot occupies the mesh of call c
 moved  of a transfer, its index in Skeletons.transfers
 """
 
-MEMORY_ROW = np.dtype([("first", "i8"), ("bytes", "f8")])
-"""Bytes of memory of each device from device `first` on."""
+MEMORY_ROW = np.dtype([("first", "i8"), ("bytes", "f8"), ("host", "f8")])
+"""Bytes of memory of each device, and of its host for what a plan keeps there, from device `first` on."""
 
 TRANSFER_ROW = np.dtype([("bytes", "f8"), ("overhead_s", "f8")])
 """What a transfer moves: bytes of all samples, and seconds besides its messages, dispatch included."""
@@ -129,7 +129,7 @@ class ModelArrays(NamedTuple):
 class Arrays(NamedTuple):
     """Everything that the price of a choice needs.
 
-    memory_bytes  bytes for tensors on the smallest device
+    memory_bytes  bytes for tensors on the smallest device; host_bytes: for what a plan keeps, on the smallest host
     memories    [runs] MEMORY_ROW: those of all devices, ascending
     per_host    devices of a host
     dispatch_s  seconds of a node besides its work
@@ -139,8 +139,8 @@ class Arrays(NamedTuple):
     chunks      [calls] int64: parts into which the call is cut
     weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen
     start       [calls + 1] int64: row of each call's first option
-    offloaded   [calls] int64: row of its first option with offloaded parameters; the next call's start if there is
-                none. The rows from start to here are the same options with resident parameters, in the same order
+    offloaded   [calls] int64: row of the first of its offloaded options; the next call's start if there are none. The
+                rows from start to here are the same options, in the same order, with all resident that fits so
     options     [options of all calls] OPTION_ROW
     stages      [stages of all different options] STAGE_ROW
     sides       [sides, 4] int64: first head, distance of heads, dp, number of blocks that are dealt separately
@@ -150,6 +150,7 @@ class Arrays(NamedTuple):
 
     n_calls: int
     memory_bytes: float
+    host_bytes: float
     memories: Rows
     dispatch_s: float
     sync_share: float
@@ -186,22 +187,35 @@ def make_arrays(
     roles = [graph.roles.index(call.role) for call in graph.calls]
     rows, stages, sides, wires = _option_rows(problem, options)
     weights = _Numbers()
-    memories = [(first, float(model.classes.rooms[number])) for first, number in model.classes.runs]
+    per_host = problem.cluster.devices_per_host
+    memories = [
+        (
+            first,
+            float(model.classes.rooms[number]),
+            per_host * model.classes.profiles[number].host_room_bytes,
+        )
+        for first, number in model.classes.runs
+    ]
     start = np.cumsum([0, *map(len, options)])
-    resident = [sum(not option.offload for option in of_call) for of_call in options]
+    resident = [len(of_call) // 2 if of_call[-1].offload else len(of_call) for of_call in options]
     offloaded = start[:-1] + np.array(resident)
     if before is not None and ((before.offloaded < before.start[1:]) == (offloaded < start[1:])).all():
         skeletons = before.skeletons
     else:
-        offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}
+        offloadable = {
+            call.name
+            for call, of_call in zip(graph.calls, options, strict=True)
+            if of_call[-1].offload and not graph.changes(call.role)
+        }
         skeletons = _skeletons(problem, orders, offloadable)
     return Arrays(
         n_calls=len(graph.calls),
-        memory_bytes=min(memory for _, memory in memories),
+        memory_bytes=min(device for _, device, _ in memories),
+        host_bytes=min(host for _, _, host in memories),
         memories=_table(MEMORY_ROW, memories),
         dispatch_s=model.classes.dispatch_s,
         sync_share=1 / model.workload.sync_every,
-        per_host=problem.cluster.devices_per_host,
+        per_host=per_host,
         role=np.array(roles),
         trainer=np.array(trained_by),
         chunks=np.array([call.chunks for call in graph.calls]),
@@ -244,7 +258,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
             degrees, layout = (s.dp, s.tp, s.pp), layouts[mesh]
             alike = (degrees, layout, option.micro_batches, option.offload)
             if alike not in known:
-                by_stage = option.resident, option.frozen, option.copy, option.active
+                by_stage = option.resident, option.frozen, option.copy, option.active, option.host
                 most = tuple(map(max, by_stage))
                 within = tuple(sorted({number for _, number in layout}))
                 layer = problem.model.layer_bytes(call.role, s.tp)

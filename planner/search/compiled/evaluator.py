@@ -28,7 +28,7 @@ from planner.search.compiled.arrays import (
     Arrays,
 )
 from planner.search.compiled.compile import compiled, inner
-from planner.search.compiled.memory_peaks import excesses, surely_fits
+from planner.search.compiled.memory_peaks import excesses, host_excess, surely_fits
 from planner.search.compiled.resharding import reallocation_s, transfer_s
 
 Ints = NDArray[np.int64]
@@ -144,8 +144,10 @@ def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[f
     n_masks = device_masks(arrays, rows, masks)
     n_chains = _chains(arrays, made, rows, masks, n_masks, chains)
     excess = np.zeros(s.order.shape[1])
-    if not endless and not surely_fits(arrays, made, rows, chains, masks, n_masks):
-        excess = excesses(arrays, made, rows, chains)
+    if not endless:
+        if not surely_fits(arrays, made, rows, chains, masks, n_masks):
+            excess = excesses(arrays, made, rows, chains)
+        excess = np.maximum(excess, host_excess(arrays, rows))
     seconds = np.empty(len(chains))
     durations(arrays, made, rows, chains, seconds)
     best, order = fastest_order(arrays, made, seconds, chains, n_chains, excess, limit)

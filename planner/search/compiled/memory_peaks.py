@@ -1,4 +1,4 @@
-"""The memory that devices lack under a choice of options, compiled: the peaks of planner.pricing.plans.
+"""The memory that devices and hosts lack under a choice of options, compiled: as planner.pricing.plans has it.
 
 Common parameters: made, the number of the skeleton; rows, [calls] int64 rows of options; chains, [slots] int64, 0 for
 idle slots.
@@ -82,10 +82,16 @@ def _note_excess(
 @inner
 def memory_of(arrays: Arrays, device: int) -> float:
     """Bytes of memory of a device."""
+    return arrays.memories[_run_of(arrays, device)].bytes
+
+
+@inner
+def _run_of(arrays: Arrays, device: int) -> int:
+    """The row of a device in Arrays.memories."""
     run = 0
     while run + 1 < len(arrays.memories) and arrays.memories[run + 1].first <= device:
         run += 1
-    return arrays.memories[run].bytes
+    return run
 
 
 @inner
@@ -135,3 +141,46 @@ def _peak(arrays: Arrays, made: int, order: int, chains: Ints, stage: Ints, resi
         elif slot.kind == CALL:
             peak = max(peak, held + arrays.stages[at].active)
     return peak
+
+
+@inner
+def host_excess(arrays: Arrays, rows: Ints) -> float:
+    """Bytes that the host lacks which lacks most; 0 if none does.
+
+    What hosts keep grows from one host to the next only where a stage begins, and behind a host in whose midst one
+    begins. Their memory changes where a run of another device class begins.
+    """
+    most = 0.0
+    for c in range(len(rows)):
+        most += arrays.options[rows[c]].host * min(arrays.options[rows[c]].size, arrays.per_host)
+    if most <= arrays.host_bytes:
+        return 0.0
+    worst = 0.0
+    for c in range(len(rows)):
+        option = arrays.options[rows[c]]
+        for p in range(option.pp):
+            first = option.first + p * option.dp * option.tp
+            worst = max(worst, _host_lacks(arrays, rows, first // arrays.per_host))
+            if first // arrays.per_host < (first + option.dp * option.tp - 1) // arrays.per_host:
+                worst = max(worst, _host_lacks(arrays, rows, first // arrays.per_host + 1))
+    for run in range(1, len(arrays.memories)):
+        worst = max(worst, _host_lacks(arrays, rows, arrays.memories[run].first // arrays.per_host))
+    return worst
+
+
+@inner
+def _host_lacks(arrays: Arrays, rows: Ints, host: int) -> float:
+    """Bytes that a host lacks; negative if some are left."""
+    begin, kept = host * arrays.per_host, 0.0
+    end = begin + arrays.per_host
+    for c in range(len(rows)):
+        option = arrays.options[rows[c]]
+        width = option.dp * option.tp
+        for p in range(max(0, (begin - option.first) // width), option.pp):
+            first = option.first + p * width
+            if first >= end:
+                break
+            there = min(end, first + width) - max(begin, first)
+            if there > 0:
+                kept += there * arrays.stages[option.stage + p].host
+    return kept - arrays.memories[_run_of(arrays, begin)].host

@@ -21,7 +21,7 @@ class Value(NamedTuple):
     """The price of a choice under its best order of calls.
 
     time_s        steady-state seconds per iteration
-    excess_bytes  bytes of memory that the fullest device lacks; the plan fits if it is 0
+    excess_bytes  bytes of memory that the fullest device or host lacks; the plan fits if it is 0
     order         index of the order in Tables.orders: that of least excess; among these, of least time; among these,
                   the first
     """

@@ -1,4 +1,4 @@
-"""Process groups and point-to-point messages.
+"""Process groups, point-to-point messages, and copies between host memory and the device.
 
 parallel/layout decides which messages are sent.
 """

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, predicting, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.copier import Copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout.flops import forward_flops, training_flops
 from rlhf_tasks.parallel.layout.slices import Layout
@@ -57,6 +58,7 @@ class Engine:
     optimizer_settings  None for frozen and blended roles and read-only copies
     blended             the weights are blended with others: they have master weights, and no optimizer
     master              the state that commits hold: an `Optimizer` where the role trains, None where nothing changes
+    copies              where the optimizer's state is kept in host memory, what copies it; None: it is on the device
     micro_batch_tokens  most tokens of a micro-batch (`split`); None: only the calls' numbers of micro-batches count
     version             the number of train calls applied to these weights. The caller increments it, because one
                         train call may be many calls of `train_step`
@@ -73,6 +75,7 @@ class Engine:
         version: int = 0,
         blended: bool = False,
         micro_batch_tokens: int | None = None,
+        copies: Copier | None = None,
     ) -> None:
         self.stage = stage
         self.micro_batch_tokens = micro_batch_tokens
@@ -93,7 +96,7 @@ class Engine:
             trained = stage.trained_slices()
             for parameter in trained.values():
                 parameter.requires_grad_()
-            self.master = Optimizer(trained, layout, groups, optimizer_settings)
+            self.master = Optimizer(trained, layout, groups, optimizer_settings, copies)
         self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
         tp_rank, tp_devices = self.coordinate.tp, self.placement.tp_group(groups.rank)
         self._shard = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices])

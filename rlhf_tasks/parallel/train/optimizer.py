@@ -9,7 +9,7 @@ gradient (gradients.py).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from rlhf_tasks.parallel.comm.copier import Copier, host_zeros
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.train.gradients import Gradients
-from rlhf_tasks.parallel.train.state_layout import Bucket, StateLayout
+from rlhf_tasks.parallel.train.state_layout import CHUNK, Bucket, StateLayout
+from rlhf_tasks.parallel.train.streamed import streamed
 from rlhf_tasks.system.failpoints import Point, reach
 
 # torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
@@ -79,8 +81,11 @@ class MasterWeights:
     step    the number of updates applied; skipped ones do not count
     """
 
-    def __init__(self, slices: Mapping[str, nn.Parameter], layout: Layout, groups: ProcessGroups) -> None:
+    def __init__(
+        self, slices: Mapping[str, nn.Parameter], layout: Layout, groups: ProcessGroups, on_host: bool = False
+    ) -> None:
         self.step = 0
+        self._on_host = on_host
         device = groups.rank
         self._group = groups[layout.placement.dp_group(device)]
         state = StateLayout(layout)
@@ -95,10 +100,17 @@ class MasterWeights:
             flat = self._flat[piece.name] = self._weights[piece.start : piece.stop]
             flat.view_as(parameter).copy_(parameter.detach())
             parameter.data = flat.view_as(parameter)
-        master = torch.zeros(self._buckets[-1].share.stop, dtype=self._precise, device=on)
+        master = self._zeros()
         for name, start, stop, at in self._kept:
             master[at : at + stop - start] = self._flat[name][start:stop]
         self._state: dict[StateKind, Tensor] = {"master": master}
+
+    def _zeros(self) -> Tensor:
+        """A new tensor of the state, flat: on the device, or in host memory."""
+        size, on = self._buckets[-1].share.stop, self._weights.device
+        if self._on_host:
+            return host_zeros(size, self._precise, on)
+        return torch.zeros(size, dtype=self._precise, device=on)
 
     def blend(self, slices: Mapping[str, Tensor], share: float) -> None:
         """Set the master weights to share * slices + (1 - share) * master weights, and the weights to these.
@@ -112,7 +124,7 @@ class MasterWeights:
             other = slices[name].detach().flatten()[start:stop]
             master[at : at + stop - start] += other.to(master.dtype) * share
         self.step += 1
-        self._gather(self._buckets)
+        self._gather((bucket, self._share(bucket)) for bucket in self._buckets)
 
     def shard_state(self) -> Iterator[StateShard]:
         """This rank's share of the state, as views. The shares of a dp group cover each element exactly once."""
@@ -141,17 +153,20 @@ class MasterWeights:
             if elements:
                 raise ValueError(f"optimizer state {kind} of {name}: {elements} elements are missing.")
         self.step = step
-        self._gather(self._buckets)
+        self._gather((bucket, self._share(bucket)) for bucket in self._buckets)
 
-    def _gather(self, ready: Iterable[Bucket]) -> None:
-        """All-gather the weights of buckets from the master weights of all dp ranks, each as soon as it is ready.
+    def _share(self, bucket: Bucket) -> Tensor:
+        """This rank's share of a bucket's weights, from its master weights: on the device, in the weights' dtype."""
+        return self._state["master"][slice(*bucket.share)].to(self._weights.device, self._weights.dtype)
+
+    def _gather(self, ready: Iterable[tuple[Bucket, Tensor]]) -> None:
+        """All-gather the weights of buckets, each as soon as it is ready, from this rank's share and all dp ranks'.
 
         Only one is on its way at a time, to save memory.
         """
         on_its_way: tuple[dist.Work, Tensor] | None = None
-        for bucket in ready:
+        for bucket, share in ready:
             weights = self._weights[bucket.start : bucket.stop]
-            share = self._state["master"][slice(*bucket.share)].to(weights.dtype)
             if self._group is None:
                 weights.copy_(share)
             else:
@@ -165,7 +180,11 @@ class MasterWeights:
 
 
 class Optimizer(MasterWeights):
-    """The optimizer of one rank's parameters: AdamW, with gradients and two moments."""
+    """The optimizer of one rank's parameters: AdamW, with gradients and two moments.
+
+    copies  where the state is kept in host memory, what copies it to the device and back during a step; None: it is
+            on the device. Either way every bit is the same
+    """
 
     def __init__(
         self,
@@ -173,13 +192,13 @@ class Optimizer(MasterWeights):
         layout: Layout,
         groups: ProcessGroups,
         settings: OptimizerSettings,
+        copies: Copier | None = None,
     ) -> None:
-        super().__init__(slices, layout, groups)
-        self.settings = settings
+        super().__init__(slices, layout, groups, on_host=copies is not None)
+        self.settings, self._copies = settings, copies
         self._mesh = groups[layout.placement.devices]
         self.gradients = Gradients(slices, layout, groups, self._precise)
-        self._state["exp_avg"] = torch.zeros_like(self._state["master"])
-        self._state["exp_avg_sq"] = torch.zeros_like(self._state["master"])
+        self._state |= {"exp_avg": self._zeros(), "exp_avg_sq": self._zeros()}
         self._counted = self._primary_ranges(layout, groups.rank)
 
     def apply(self, learning_rate: float, finite: bool = True) -> StepReport:
@@ -218,38 +237,75 @@ class Optimizer(MasterWeights):
         bound = self.settings.max_grad_norm
         return 1.0 if bound is None else min(1.0, bound / (norm + 1e-6))
 
-    def _updated(self, gradient: Tensor, learning_rate: float, factor: float) -> Iterator[Bucket]:
-        """Make one AdamW step on this rank's shares, and give each bucket when it has made it.
-
-        A share has a multiple of ALIGNMENT elements, so that no bit depends on how the buffer is shared out.
-        """
+    def _updated(
+        self, gradient: Tensor, learning_rate: float, factor: float
+    ) -> Iterator[tuple[Bucket, Tensor]]:
+        """Make one AdamW step on this rank's shares, and give each bucket when it has made it, with its new share."""
         if factor < 1:
             gradient.mul_(factor)  # in the kernel the factor would be rounded to float32
-        beta1, beta2 = self.settings.betas
-        step = torch.tensor(
-            self.step - 1.0, device=gradient.device
-        )  # the kernel's own count, before this step
-        for bucket in self._buckets:
-            share = slice(*bucket.share)
-            master, mean, square = (self._state[kind][share] for kind in ("master", "exp_avg", "exp_avg_sq"))
-            adamw(
-                [master],
-                [gradient[share]],
-                [mean],
-                [square],
-                [],
-                [step.clone()],
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=learning_rate,
-                weight_decay=self.settings.weight_decay if bucket.decayed else 0.0,
-                eps=self.settings.eps,
-            )
-            yield bucket
+        if self._copies is None:
+            for bucket in self._buckets:
+                share = slice(*bucket.share)
+                self._update(bucket, gradient[share], [held[share] for held in self._held], learning_rate)
+                yield bucket, self._share(bucket)
+        else:
+            yield from self._updated_in_chunks(gradient, learning_rate, self._copies)
         reach(Point.OPTIMIZER_STEP)
+
+    def _updated_in_chunks(
+        self, gradient: Tensor, learning_rate: float, copies: Copier
+    ) -> Iterator[tuple[Bucket, Tensor]]:
+        """As `_updated`, with the state in host memory."""
+        chunks = [list(_chunks(*bucket.share)) for bucket in self._buckets]
+        pieces = streamed(self._held, [chunk for own in chunks for chunk in own], gradient.device, copies)
+        for bucket, own in zip(self._buckets, chunks, strict=True):
+            share = self._weights.new_empty(bucket.share.size)
+            for start, stop in own:
+                state = next(pieces)
+                self._update(bucket, gradient[start:stop], state, learning_rate)
+                share[start - bucket.share.start : stop - bucket.share.start] = state[0]
+            yield bucket, share
+        for _ in pieces:
+            raise AssertionError("every chunk belongs to a bucket")
+
+    @property
+    def _held(self) -> list[Tensor]:
+        """The state, flat: master weights and both moments."""
+        return [self._state["master"], self._state["exp_avg"], self._state["exp_avg_sq"]]
+
+    def _update(
+        self, bucket: Bucket, gradient: Tensor, state: Sequence[Tensor], learning_rate: float
+    ) -> None:
+        """Make one AdamW step on a part of this rank's share of a bucket: the same elements of gradient and state.
+
+        A part has a multiple of ALIGNMENT elements, so that no bit depends on how the buffer is shared out.
+        """
+        master, mean, square = state
+        beta1, beta2 = self.settings.betas
+        adamw(
+            [master],
+            [gradient],
+            [mean],
+            [square],
+            [],
+            [
+                torch.full((), self.step - 1.0, device=gradient.device)
+            ],  # the kernel's own count, before this step
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=learning_rate,
+            weight_decay=self.settings.weight_decay if bucket.decayed else 0.0,
+            eps=self.settings.eps,
+        )
+
+
+def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """A range of elements in parts of at most CHUNK."""
+    for first in range(start, stop, CHUNK):
+        yield first, min(first + CHUNK, stop)
 
 
 def _square_norm(tensor: Tensor) -> float:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
-if TYPE_CHECKING:  # the planner, which loads no torch, reads BUCKET
+if TYPE_CHECKING:  # the planner, which loads no torch, reads BUCKET and CHUNK
     from torch import Tensor
 
 BUCKET = 1 << 22
@@ -28,6 +28,10 @@ ALIGNMENT = 16
 
 A fused kernel computes in vectors of at most 16 elements. What is left of a tensor it computes one by one, and rounds
 differently there."""
+
+CHUNK = 1 << 22
+"""Most elements of state in host memory that are on the device at a time, twice: 50 MB of master weights and moments,
+against which the latency of a copy is small. A multiple of ALIGNMENT."""
 
 
 class BufferRange(NamedTuple):

@@ -118,6 +118,7 @@ def test_a_host_of_gpus_has_the_device_with_the_least_memory(two_gpus):
     device = device_here(2)
     assert (device.name, device.memory_bytes) == ("h100-sxm", 85017755648)
     assert device_here(1).memory_bytes == 85520809984
+    assert device.host_memory_bytes == memory_bytes() // 2, "each has its share of the host's"
 
 
 def test_an_empty_choice_leaves_cpu_slots(two_gpus):

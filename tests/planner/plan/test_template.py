@@ -50,16 +50,35 @@ def test_the_next_call_on_the_devices_waits_for_the_memory(offloading):
     [
         (
             "actor_generate",
-            "'actor_generate': offload is for frozen roles, and 'actor' is trained by 'actor_train'",
+            "'actor_generate': offload is for frozen roles and for training, and 'actor' is trained by 'actor_train'",
         ),
-        ("critic_train", "'critic_train': offload is for frozen roles"),
+        (
+            "critic_inference",
+            "'critic_inference': .* or give it to 'critic_train': host memory then keeps its optim",
+        ),
     ],
 )
-def test_trained_roles_are_not_offloaded(make_graph, assign, changed, message):
+def test_weights_that_train_are_not_offloaded(make_graph, assign, changed, message):
     graph = make_graph()
     places = {c.name: assign([0], offload=c.name == changed) for c in graph.calls}
     with pytest.raises(PlanError, match=message):
         build_plan(graph, places, Cluster(1, 1))
+
+
+def test_an_offloaded_optimizer_needs_no_nodes(make_graph, assign):
+    graph = make_graph()
+    plans = [
+        build_plan(
+            graph,
+            {c.name: assign([0], offload=offload and c.kind == "train_step") for c in graph.calls},
+            Cluster(1, 1),
+        )
+        for offload in (False, True)
+    ]
+    names = [[node.name for node in plan.nodes] for plan in plans]
+    assert names[0] == names[1]
+    assert plans[1].roles["actor"].offloaded == (plans[1].node("actor_train").placement,)
+    assert plans[1].roles["ref"].offloaded == plans[0].roles["actor"].offloaded == ()
 
 
 @pytest.fixture

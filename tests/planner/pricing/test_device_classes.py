@@ -112,7 +112,7 @@ def test_the_experts_of_a_mixture_are_split_over_devices_of_one_class(make_graph
     classes = DeviceClasses.host_by_host(cluster, [A100, A100, H100])
     for call in graph.calls:
         model = ppo_cost(cluster, mixture, classes)
-        options = call_options(Problem(graph, model, max_tp=4), call)
+        options = [pair.resident for pair in call_options(Problem(graph, model, max_tp=4), call)]
         wide = {option.first for option in options if option.strategy.tp == 4}
         assert wide == {0}, "hosts 0 and 1 are of one class, 1 and 2 of two"
         assert any(option.size == 6 and option.strategy.tp == 2 for option in options)
@@ -120,7 +120,10 @@ def test_the_experts_of_a_mixture_are_split_over_devices_of_one_class(make_graph
             ValueError, match=r"tp=4 splits the experts of \w+ over devices of unlike classes"
         ):
             model.call(call, assign([2, 3, 4, 5], tp=4))
-        dense = call_options(Problem(graph, ppo_cost(cluster, device=classes), max_tp=4), call)
+        dense = [
+            pair.resident
+            for pair in call_options(Problem(graph, ppo_cost(cluster, device=classes), max_tp=4), call)
+        ]
         assert {option.first for option in dense if option.strategy.tp == 4} == {0, 2}
 
 
@@ -168,7 +171,7 @@ def test_a_save_is_as_slow_as_the_slowest_host():
 def test_options_fit_the_memory_of_their_own_class(problem_on):
     small = renamed(A100, "small", memory_bytes=400_000_000, **ALL_FOR_TENSORS)
     asked = problem_on([A100, small])
-    options = call_options(asked, asked.graph.call("actor_train"))
+    options = [pair.resident for pair in call_options(asked, asked.graph.call("actor_train"))]
     alone = [o for o in options if o.size == 1]
     assert {o.first for o in alone} == {0, 1}, "one small device cannot hold the optimizer"
     assert any(o.first == 0 and o.size == 4 for o in options)

@@ -49,7 +49,7 @@ def test_a_cluster_of_17_hosts_can_be_used_wholly_and_by_single_hosts():
 def test_every_strategy_fills_its_mesh_and_keeps_the_limits(problem):
     asked = problem(max_tp=4)
     for call in asked.graph.calls:
-        for option in call_options(asked, call):
+        for option, _ in call_options(asked, call):
             s = option.strategy
             assert s.size == option.size
             assert s.tp <= 4
@@ -62,7 +62,7 @@ def test_no_dp_rank_is_without_a_group(make_graph, problem):
     asked = problem(Cluster(2, 8))
     grouped = replace(asked, graph=make_graph(n_seqs=asked.graph.n_seqs, group_size=16))
     for call in grouped.graph.calls:
-        options = call_options(grouped, call)
+        options = [pair.resident for pair in call_options(grouped, call)]
         assert max(option.strategy.dp for option in options) <= call.n_groups // call.mini_batches
         assert max(option.strategy.dp for option in options) > 1 or call.n_groups == call.mini_batches
 
@@ -70,7 +70,7 @@ def test_no_dp_rank_is_without_a_group(make_graph, problem):
 def test_options_keep_their_price_wherever_their_mesh_lies(problem):
     asked = problem(Cluster(2, 8))
     for call in asked.graph.calls:
-        for option in call_options(asked, call)[::7]:
+        for option, _ in call_options(asked, call)[::7]:
             cost = asked.model.call(call, option.assignment)
             assert option.seconds == cost.seconds
             assert option.active == cost.active_bytes
@@ -91,7 +91,7 @@ def test_what_is_left_out_is_matched_in_time_and_memory(problem):
     """For every count that fits, an option at least as fast and as small is there; of a generation, one as fast."""
     asked = problem(Cluster(1, 4))
     for call in asked.graph.calls:
-        kept = call_options(asked, call)
+        kept = [pair.resident for pair in call_options(asked, call)]
         for strategy in {option.strategy for option in kept}:
             alike = [option for option in kept if option.strategy == strategy and option.first == 0]
             for count in micro_batch_counts(call, strategy):

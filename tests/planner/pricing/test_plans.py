@@ -131,7 +131,7 @@ def test_batches_that_are_drawn_ahead_lie_where_they_are_drawn(small_problem, as
         wanted = 2 * 4 * sum(key_bytes(key, asked.model.workload) for key in {*call.inputs, *call.outputs})
         assert peaks[0].parts.get(part) == (wanted if staleness else None)
         assert part not in peaks[1].parts
-        option = next(o for o in call_options(asked, call) if o.size == 1)
+        option = next(o for o, _ in call_options(asked, call) if o.size == 1)
         assert option.resident == ((wanted,) if staleness else (0.0,))
 
 

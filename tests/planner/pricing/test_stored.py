@@ -1,4 +1,4 @@
-"""Bytes that ranks read, write and keep on hosts, against the sizes of the models."""
+"""Bytes that ranks read and write, against the sizes of the models."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import deployments
 from flows.run.disk_room import disk_need
 from flows.run.planning import hardware_of, problem_of, shapes_of
 from planner.plan.build import build_plan
-from planner.pricing.stored import loaded_bytes, offloaded_bytes, saved_bytes
+from planner.pricing.stored import loaded_bytes, saved_bytes
 from planner.search.baselines import heuristic_plan
 from rlhf_tasks.algorithms.configurations import load_config
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -37,15 +37,10 @@ def test_the_parts_of_a_snapshot_add_up_to_a_commit(name):
             assert set(parts[node.name]) == set(node.devices)
 
 
-def everywhere(asked, n_devices, strategy, **changes):
+def everywhere(asked, n_devices, strategy):
     """A plan with all calls on all devices."""
     assignment = CallAssignment(placement=Placement(tuple(range(n_devices)), strategy))
-    frozen = {"ref_inference", "reward_inference"}
-    assignments = {
-        call.name: assignment.model_copy(update=changes) if call.name in frozen else assignment
-        for call in asked.graph.calls
-    }
-    return build_plan(asked.graph, assignments, asked.cluster)
+    return build_plan(asked.graph, {call.name: assignment for call in asked.graph.calls}, asked.cluster)
 
 
 @pytest.mark.parametrize("strategy", [ParallelStrategy(8), ParallelStrategy(2, 4), ParallelStrategy(1, 2, 4)])
@@ -62,12 +57,3 @@ def test_each_host_reads_its_own():
     split = loaded_bytes(everywhere(asked, 16, ParallelStrategy(1, 8, 2)), asked.model)
     assert sum(replicated.values()) == pytest.approx(8 * SEVEN_B, rel=0.03)
     assert sum(split.values()) == pytest.approx(4 * SEVEN_B, rel=0.03)
-
-
-def test_offloaded_models_lie_in_the_memory_of_their_host():
-    _, asked = problem("plan-ppo-7b-7b")
-    away = everywhere(asked, 8, ParallelStrategy(2, 4), offload=True)
-    held = offloaded_bytes(away, asked.model)
-    assert set(held) == {0}
-    assert held[0] == pytest.approx(2 * 2 * SEVEN_B, rel=0.03), "two models, two replicas each"
-    assert offloaded_bytes(everywhere(asked, 8, ParallelStrategy(2, 4)), asked.model) == {}

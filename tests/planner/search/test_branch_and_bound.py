@@ -10,6 +10,7 @@ import pytest
 from planner import deadline
 from planner.deadline import Deadline
 from planner.plan.mesh import Cluster
+from planner.pricing.plans import price_plan
 from planner.search import branch_and_bound as branch
 from planner.search.annealing import greedy_choice, neighbours, start_state
 from planner.search.bounds.root_bound import call_cycles
@@ -110,6 +111,26 @@ def test_equals_enumeration_on_all_six_calls_of_ppo(small_problem, cluster, memo
     assert lower_bound_s == pytest.approx(best, rel=2e-9)
 
 
+def test_equals_enumeration_where_a_host_has_no_memory_for_the_best_plan(small_problem):
+    """Two hosts of one device keep copies for commits and offloaded models. They have a bit less memory than the best
+    plan keeps on the fuller one."""
+
+    def of_host(tables, state):
+        price = price_plan(tables.plan(state.choice.tolist()), tables.problem.model)
+        return max(sum(parts.values()) for parts in price.hosts.values())
+
+    wide = Tables(small_problem(Cluster(2, 1), None, 1, 0.8e9, n_seqs=2))
+    best, _ = proved(wide)
+    host_memory = of_host(wide, best) - 1000
+    tight = Tables(small_problem(Cluster(2, 1), None, 1, 0.8e9, n_seqs=2, host_memory=host_memory))
+    assert tight.evaluate(best.choice.tolist()).excess_bytes == pytest.approx(1000, abs=1)
+    state, lower_bound_s = proved(tight)
+    assert (state.excess_bytes, of_host(tight, state) <= host_memory) == (0, True)
+    assert state.time_s == pytest.approx(enumerated(tight), rel=1e-9)
+    assert state.time_s > best.time_s
+    assert lower_bound_s == pytest.approx(state.time_s, rel=2e-9)
+
+
 @pytest.mark.parametrize("memory", [80e9, 0.7e9, 0.6e9])
 def test_equals_enumeration_of_options_that_none_was_pruned_of(small_problem, monkeypatch, memory):
     """Options that another one matches in time and memory are left out of the search: no plan gets worse."""
@@ -190,6 +211,25 @@ def test_roles_are_offloaded_where_memory_lacks_and_only_there(small_problem, me
     assert state.time_s <= min(fitting, default=np.inf) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("cluster", "memory"), [(Cluster(1, 1), 0.6e9), (Cluster(1, 2), 0.36e9)], ids=str)
+def test_equals_enumeration_where_training_fits_only_with_its_optimizer_in_host_memory(
+    small_problem, cluster, memory
+):
+    """Of the 41 million parameters float32 gradients and state alone take 660 MB, or half of that on two devices."""
+    tables = Tables(small_problem(cluster, SAMPLE_AND_LEARN, 1, memory))
+    state, lower_bound_s = proved(tables)
+    best = enumerated(tables)
+    assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(best, rel=1e-9)
+    assert lower_bound_s == pytest.approx(best, rel=2e-9)
+    plan = tables.plan(state.choice.tolist())
+    assert plan.node("actor_train").assignment.offload
+    assert plan.roles["actor"].offloaded
+    assert "actor: offloaded optimizer" in price_plan(plan, tables.problem.model).hosts[0]
+    roomy = Tables(small_problem(cluster, SAMPLE_AND_LEARN, 1))
+    assert not any(option.offload for own in roomy.options for option in own)
+
+
 def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
     tables = Tables(small_problem(Cluster(1, 4)))
     state = start_state(tables, greedy_choice(tables))
@@ -212,7 +252,7 @@ def test_bounds_by_groups_rise_and_stay_below_the_best_plan(small_problem):
 
 def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem):
     """Each call fits alone, together they do not."""
-    tables = Tables(small_problem(Cluster(1, 1), max_tp=1, memory=1.0e9))
+    tables = Tables(small_problem(Cluster(1, 1), max_tp=1, memory=0.6e9))
     state, lower_bound_s = proved(tables)
     assert state.excess_bytes > 0
     assert lower_bound_s > state.time_s

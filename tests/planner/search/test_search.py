@@ -394,7 +394,7 @@ def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(sma
 def test_a_search_where_nothing_fits_together_says_what_lacks(small_problem, mode):
     """Each call fits the one device alone, together they do not."""
     with pytest.raises(PlanError, match=r"Device 0 \(a100-80g-sxm\) lacks \d+ bytes: .* would lower it\."):
-        find_plan(small_problem(Cluster(1, 1), memory=1.0e9), mode, 1)
+        find_plan(small_problem(Cluster(1, 1), memory=0.6e9), mode, 1)
 
 
 def test_bad_requests(problem):

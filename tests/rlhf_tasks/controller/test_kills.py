@@ -29,7 +29,11 @@ OFFLOADED = {
     "ref_inference": {"devices": [0], "offload": True},
     "reward_inference": {"devices": [1], "offload": True},
 }
-LATER = {**OFFLOADED, "actor_train": {"devices": [1]}, "critic_train": {"devices": [0]}}
+LATER = {
+    **OFFLOADED,
+    "actor_train": {"devices": [1], "offload": True},
+    "critic_train": {"devices": [0], "offload": True},
+}
 HEADS = {Point.FETCH: (0,), Point.REWARD: (1,)}  # of the calls that only heads do something in
 CORE = {  # of the default suite; all others are for the long one
     (Point.OPTIMIZER_STEP, 0),

@@ -33,7 +33,7 @@ PLAN = {
     "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2, "offload": True},
     "reward_inference": {"devices": [2], "offload": True},
     "critic_inference": {"devices": [3]},
-    "actor_train": {"devices": [0, 1], "dp": 2},
+    "actor_train": {"devices": [0, 1], "dp": 2, "offload": True},
     "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
 }
 

@@ -1,22 +1,19 @@
-"""PPO with ref and reward in host memory between their calls gives the bits of PPO with both resident.
+"""PPO with ref and reward in host memory between their calls, or with the optimizers there, gives the bits of PPO
+with all of them resident.
 
-The copies here are the most awkward ones that are allowed: until somebody waits for them, they have not begun, and
-the parameters are not numbers.
+The copies here are the most awkward ones that are allowed (tests/rlhf_tasks/lazy_copies.py).
 """
 
 import json
-import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 from flows.run.prepare import prepare
 from rlhf_tasks.data.token_file import ROWS
-from rlhf_tasks.parallel.state.host_copies import ThreadCopier
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank import role_engines
@@ -24,6 +21,7 @@ from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.spec import ExecutionPlan, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
 from tests import rendezvous
+from tests.rlhf_tasks.lazy_copies import LazyCopier
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
@@ -36,24 +34,6 @@ PLAN = {
     "actor_train": MESH,
     "critic_train": {"devices": [0, 1], "pp": 2},
 }
-
-
-class LazyCopier(ThreadCopier):
-    """Copies at the last moment: when somebody waits."""
-
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> "LazyArrival":
-        for _, there in pairs:
-            there.fill_(math.nan)
-        return LazyArrival(pairs)
-
-
-class LazyArrival:
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._pairs = pairs
-
-    def wait(self) -> None:
-        for values, there in self._pairs:
-            there.copy_(values)
 
 
 def generation(
@@ -77,11 +57,13 @@ def generation(
     )
 
 
-def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str) -> list[dict]:
-    """Metrics of two iterations as one rank saw them, node by node."""
+def run_iterations(
+    rank: int, world: int, plan_json: str, config: dict, folder: str
+) -> tuple[list[dict], int]:
+    """Metrics of two iterations as one rank saw them, node by node, and the number of copies that were started."""
     dist.destroy_process_group()
-    real = role_engines.copier
-    role_engines.copier = lambda device: LazyCopier()
+    real, copies = role_engines.copier, LazyCopier()
+    role_engines.copier = lambda device: copies
     try:
         plan = ExecutionPlan.model_validate_json(plan_json)
         executor = NodeExecutor(rank, lambda part: None)
@@ -98,7 +80,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
                 )
             seen.append(_timeless(metrics))
         executor.close(keep_state=False)
-        return seen
+        return seen, copies.started
     finally:
         role_engines.copier = real
 
@@ -107,10 +89,13 @@ def _timeless(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if "time" not in name and "per_s" not in name}
 
 
-def planned(folder: Path, assignments: dict, n_ranks: int, offload: bool):
-    """(config, plan) of a run whose frozen roles are offloaded or not."""
-    frozen = ("ref_inference", "reward_inference")
-    places = {call: {**given, "offload": offload and call in frozen} for call, given in assignments.items()}
+FROZEN = ("ref_inference", "reward_inference")
+TRAINED = ("actor_train", "critic_train")
+
+
+def planned(folder: Path, assignments: dict, n_ranks: int, offloaded: Collection[str]):
+    """(config, plan) of a run some of whose calls are offloaded."""
+    places = {call: {**given, "offload": call in offloaded} for call, given in assignments.items()}
     config = ppo_config(folder, plan=places, cluster={"devices_per_host": n_ranks})
     prepared = prepare(config)
     prepared.rows.keep(folder)
@@ -119,21 +104,27 @@ def planned(folder: Path, assignments: dict, n_ranks: int, offload: bool):
 
 @pytest.mark.dist
 def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path):
-    metrics = []
-    for offload in (False, True):
-        config, plan = planned(tmp_path, PLAN, 2, offload)
-        assert any(isinstance(node, OnloadNode) for node in plan.nodes) == offload
-        folder = tmp_path / f"run-{offload}"
+    metrics, started = [], []
+    for number, offloaded in enumerate(((), FROZEN, TRAINED)):
+        config, plan = planned(tmp_path, PLAN, 2, offloaded)
+        assert any(isinstance(node, OnloadNode) for node in plan.nodes) == (offloaded == FROZEN)
+        folder = tmp_path / f"run-{number}"
         folder.mkdir()
         shutil.copy(tmp_path / ROWS, folder)
         arguments = plan.model_dump_json(), json.loads(config.model_dump_json()), str(folder)
-        metrics.append(ranks.run(2, run_iterations, *arguments))
-    assert metrics[0] == metrics[1]
+        seen, copies = zip(*ranks.run(2, run_iterations, *arguments), strict=True)
+        metrics.append(seen)
+        started.append(copies)
+    n_steps = 2 * 2 * config.num_mini_batches  # of two roles in two iterations
+    assert started[0] == (0, 0)
+    assert min(started[1]) > 0
+    assert min(started[2]) >= 2 * n_steps, "the state of every step comes to the device, and goes back"
+    assert metrics[0] == metrics[1] == metrics[2]
     assert any("loss" in name for name in metrics[0][0][1])
 
 
 def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_path):
-    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, True)
+    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, FROZEN)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     executor, losses = NodeExecutor(0, lambda part: None), []
     for n in range(3):
@@ -154,7 +145,7 @@ def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_pa
 
 def test_a_model_is_refused_while_it_is_offloaded(tmp_path):
     """With onloads left out, the first call that needs one says so."""
-    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, True)
+    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, FROZEN)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     executor = NodeExecutor(0, lambda part: None)
     document = json.loads(config.model_dump_json())

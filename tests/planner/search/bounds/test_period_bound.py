@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved m
 @pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
 def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem, cluster):
     """On PPO: calls open or known by option, placement, strategy or size, and of some pairs who shares devices."""
-    tables = Tables(small_problem(cluster, memory=1e9))
+    tables = Tables(small_problem(cluster, memory=0.5e9))
     assert any(option.offload for options in tables.options for option in options)
     r, tight, lacking = relaxation(tables), dict.fromkeys((OPTION, PLACEMENT, KIND, GROUP), 0), 0
     allowed = np.zeros(r.arrays.n_calls)
@@ -24,7 +24,7 @@ def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem
         _holds(r, p, allowed)
         assert p.excess_bytes > 0 or not lacks(r, p.rows)
         if p.rungs is not None:
-            tight[p.rungs] += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+            tight[p.rungs] += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.bounded_s, allowed)
             lacking += p.excess_bytes > 0 and lacks(r, p.rows)
     assert tight[OPTION] > 150
     assert tight[PLACEMENT] > 150
@@ -40,7 +40,7 @@ def test_it_does_where_generation_runs_ahead(small_problem, cluster):
     allowed, tight = np.zeros(r.arrays.n_calls), 0
     for p in partial_choices(tables, r, 150):
         _holds(r, p, allowed)
-        tight += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+        tight += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.bounded_s, allowed)
     assert tight > 50
 
 
@@ -63,7 +63,7 @@ def test_it_does_where_moves_take_longer_than_calls(small_problem, cluster, chec
     allowed, tight = np.zeros(r.arrays.n_calls), 0
     for p in partial_choices(tables, r, 150):
         _holds(r, p, allowed)
-        tight += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+        tight += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.bounded_s, allowed)
     assert tight > 100
 
 

@@ -1,6 +1,7 @@
 """The compiled price of a choice against the plan that is built from it and its replay."""
 
 from functools import cache
+from operator import gt
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,7 @@ def make_tables(
     sync_every: int | None = None,
     max_rounds: int = 1,
     staleness: int = 0,
+    host_memory_bytes: int | None = None,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices.
 
@@ -120,6 +122,7 @@ def make_tables(
             "memory_bytes": memory_bytes + 10**9,
             "context_bytes": 10**9,
             "host_copy_bytes_per_s": host_copy_bytes_per_s,
+            "host_memory_bytes": host_memory_bytes,
         }
     )
     device = slow_down(device, slower)
@@ -157,6 +160,16 @@ def tables_of(name: str) -> Tables:
         ),
         "2x2, slow host links": lambda: make_tables(
             Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8
+        ),
+        "4x2, little memory of hosts": lambda: make_tables(
+            Cluster(4, 2), memory_bytes=230 * 10**6, host_memory_bytes=100 * 10**6
+        ),
+        "3x4, two classes, little memory of hosts": lambda: make_tables(
+            Cluster(3, 4),
+            n_seqs=24,
+            memory_bytes=230 * 10**6,
+            host_memory_bytes=60 * 10**6,
+            last_host=preset("h200-sxm").model_copy(update={"host_memory_bytes": 20 * 10**6}),
         ),
         "2x2, adapters": lambda: make_tables(Cluster(2, 2), lora=LORA),
         "2x2, adapters, little memory": lambda: make_tables(
@@ -199,14 +212,16 @@ NAMES = [
     *("2x2, drawn 1 ahead", "2x2, parts drawn 1 ahead", "2x2, drawn 2 ahead, little memory"),
     *("2x2, parts, reference follows", "2x2, rounds", "2x2, rounds, little memory"),
     *("3x2, two classes, reference follows", "2x2, little memory, reference follows"),
+    *("4x2, little memory of hosts", "3x4, two classes, little memory of hosts"),
 ]
 
 
-def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
+def test_where_memory_may_lack_frozen_roles_and_optimizers_may_be_offloaded():
+    trained = {"actor_train", "critic_train"}
     for name, offloadable in (
         ("1x8", set()),
-        ("2x2, slow host links", {"ref_inference", "reward_inference"}),
-        ("2x2, little memory, reference follows", {"reward_inference"}),
+        ("2x2, slow host links", {"ref_inference", "reward_inference", *trained}),
+        ("2x2, little memory, reference follows", {"reward_inference", *trained}),
     ):
         found = tables_of(name)
         options = dict(zip(found.calls, found.options, strict=True))
@@ -214,7 +229,18 @@ def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
         for call in offloadable:
             half = len(options[call]) // 2
             twins = zip(options[call][:half], options[call][half:], strict=True)
-            assert all(b._replace(offload=False, frozen=a.frozen) == a and b.offload for a, b in twins)
+            for a, b in twins:
+                assert b.offload
+                if call in trained:
+                    assert b == a or (b.seconds > a.seconds and min(map(gt, b.host, a.host)))
+                    assert b._replace(**{name: getattr(a, name) for name in STATE}) == a
+                else:
+                    assert b.host == a.copy
+                    assert b._replace(offload=False, frozen=a.frozen, host=a.host) == a
+
+
+STATE = ("seconds", "resident", "host", "offload")
+"""What differs where an optimizer is offloaded."""
 
 
 def draw_choice(data: st.DataObject, tables: Tables) -> list[int]:
@@ -232,9 +258,10 @@ def _alike(a, b) -> bool:
 
 
 def lacking(price: PlanPrice, classes: DeviceClasses) -> float:
-    """Bytes that the device lacks which lacks most."""
+    """Bytes that the device or host lacks which lacks most."""
     missing = (peak.total_bytes - classes.room_bytes(device) for device, peak in price.peaks.items())
-    return max(0.0, *missing)
+    on_hosts = (sum(parts.values()) - classes.host_room_bytes(host) for host, parts in price.hosts.items())
+    return max(0.0, *missing, *on_hosts)
 
 
 @pytest.mark.parametrize("name", NAMES)

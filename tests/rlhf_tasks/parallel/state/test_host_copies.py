@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_tasks.parallel.state import host_copies
-from rlhf_tasks.parallel.state.host_copies import HostCopy, ThreadCopier, copier
+from rlhf_tasks.parallel.comm import copier as copying
+from rlhf_tasks.parallel.comm.copier import ThreadCopier, copier
+from rlhf_tasks.parallel.state.host_copies import HostCopy
 
 CPU = torch.device("cpu")
 PATIENCE_S = 120.0
@@ -17,7 +18,7 @@ PATIENCE_S = 120.0
 @pytest.fixture
 def gate(monkeypatch):
     """Copies pass only while the gate is open; it tells when one has come to it, and what has passed."""
-    opened, reached, passed, real = threading.Event(), threading.Event(), [], host_copies._copy
+    opened, reached, passed, real = threading.Event(), threading.Event(), [], copying._copy
 
     def gated(pairs):
         reached.set()
@@ -25,7 +26,7 @@ def gate(monkeypatch):
         real(pairs)
         passed.append([tuple(there.shape) for _, there in pairs])
 
-    monkeypatch.setattr(host_copies, "_copy", gated)
+    monkeypatch.setattr(copying, "_copy", gated)
     opened.reached, opened.passed = reached, passed  # type: ignore[attr-defined]
     yield opened
     opened.set()

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_tasks.parallel.comm.copier import Copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.train import optimizer as optimizer_module
 from rlhf_tasks.parallel.train import state_layout
 from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
+from tests.rlhf_tasks.lazy_copies import LazyCopier
 from tests.tiny_models import held_slices
 
 pytestmark = pytest.mark.dist
@@ -80,10 +83,12 @@ def _engine(
     return layout, groups, slices, _optimizer(slices, layout, groups, SETTINGS)
 
 
-def _optimizer(slices, layout: Layout, groups: ProcessGroups, settings: OptimizerSettings) -> Optimizer:
+def _optimizer(
+    slices, layout: Layout, groups: ProcessGroups, settings: OptimizerSettings, copies: Copier | None = None
+) -> Optimizer:
     """With small buckets, so that a model has several of them."""
     with patch.object(state_layout, "BUCKET", BUCKET):
-        return Optimizer(slices, layout, groups, settings)
+        return Optimizer(slices, layout, groups, settings, copies)
 
 
 def _backward(
@@ -245,6 +250,56 @@ def test_no_bit_depends_on_how_the_buffer_is_shared_out(ranks, dp: int) -> None:
         for size in (1, dp)
     )
     assert all(torch.equal(shared[key], alone[key]) for key in alone)
+
+
+def _resident_and_offloaded(rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype) -> list:
+    """Of an optimizer whose state is on the device, and of one whose state is in host memory and comes in chunks:
+    norms, weights and state after four steps, of which one is not finite; and of another one, of the other kind, that
+    takes over the state before the last step."""
+    layout = Layout(GROUPED, "lm", Placement(tuple(range(world)), strategy))
+    groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
+
+    def made(copies: Copier | None) -> tuple[dict[str, nn.Parameter], Optimizer]:
+        slices = {n: nn.Parameter(t) for n, t in held_slices(layout, rank, _whole(GROUPED, 0, dtype)).items()}
+        return slices, _optimizer(slices, layout, groups, SETTINGS, copies)
+
+    def stepped(slices: dict[str, nn.Parameter], optimizer: Optimizer, step: int) -> float:
+        _backward(optimizer, slices, _contribution(layout, rank, step, dtype), parts=1)
+        return optimizer.apply(RATES[0], finite=step != 2).grad_norm
+
+    found = []
+    for copies, others in ((None, LazyCopier()), (LazyCopier(), None)):
+        slices, optimizer = made(copies)
+        norms = [stepped(slices, optimizer, step) for step in (1, 2, 3)]
+        again, following = made(others)
+        following.load_shard_state(optimizer.shard_state(), optimizer.step)
+        norms += [stepped(slices, optimizer, 4), stepped(again, following, 4)]
+        found.append(
+            (
+                norms,
+                [tensor.detach().clone() for own in (slices, again) for tensor in own.values()],
+                [s.tensor.clone() for own in (optimizer, following) for s in own.shard_state()],
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.size in (1, 4)], ids=str)
+def test_every_bit_of_an_offloaded_optimizer_is_that_of_a_resident_one(ranks, strategy, dtype) -> None:
+    """Chunks of two vectors of a kernel: the largest shares have several, the last of which is shorter."""
+    for (norms, weights, state), (other_norms, other_weights, other_state) in ranks.run(
+        strategy.size, _in_small_chunks, strategy, dtype
+    ):
+        assert norms == other_norms
+        assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(state, other_state, strict=True))
+        assert all(torch.isfinite(tensor).all() for tensor in (*weights, *state))
+
+
+def _in_small_chunks(rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype) -> list:
+    with patch.object(optimizer_module, "CHUNK", 32):
+        return _resident_and_offloaded(rank, world, strategy, dtype)
 
 
 def test_devices_in_any_order_and_float32(ranks) -> None:

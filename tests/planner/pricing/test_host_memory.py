@@ -1,0 +1,96 @@
+"""What plans keep in hosts' memory, against the sizes of the models, and plans that do not fit it."""
+
+from functools import partial
+
+import pytest
+
+from planner.plan.build import build_plan
+from planner.plan.mesh import Cluster
+from planner.pricing.devices import preset
+from planner.pricing.host_memory import kept_on_hosts
+from planner.pricing.plans import plan_memory, price_plan, shortfall
+
+SEVEN_B = 6.74e9  # parameters of Llama-2 7B
+FROZEN = ("ref_inference", "reward_inference")
+
+
+@pytest.fixture
+def plan_of(make_graph, assign):
+    """plan_of(cluster, devices, dp, tp, offload, calls): all calls on some devices; some of them offloaded or not."""
+
+    def make(cluster, devices, dp, tp, offload, calls=FROZEN):
+        graph, where = make_graph(), partial(assign, devices, dp, tp)
+        given = {call.name: where(offload=offload and call.name in calls) for call in graph.calls}
+        return build_plan(graph, given, cluster)
+
+    return make
+
+
+def test_a_host_keeps_what_its_devices_offload_and_copies_for_commits(plan_of, ppo_cost):
+    cluster = Cluster(2, 8)
+    model = ppo_cost(cluster)
+    away = kept_on_hosts(plan_of(cluster, range(16), 2, 8, True), model)
+    assert set(away) == {0, 1}, "half of the devices are on each host"
+    for parts in away.values():
+        assert parts["ref: offloaded parameters"] == pytest.approx(2 * SEVEN_B, rel=0.03), "of one replica"
+        assert parts["actor: copies for commits"] == pytest.approx(2 * 12 * SEVEN_B / 2, rel=0.03), (
+            "two snapshots may be waiting, and a host has half of the state"
+        )
+    resident = kept_on_hosts(plan_of(cluster, range(16), 2, 8, False), model)
+    assert set(resident[0]) == {"actor: copies for commits", "critic: copies for commits"}
+
+
+def test_where_the_devices_memory_is_the_hosts_it_counts_once_and_on_the_device(plan_of, ppo_cost):
+    cluster = Cluster(1, 4)
+    on_host = ppo_cost(cluster, device=preset("cpu-slot"))
+    beside = ppo_cost(cluster, device=preset("cpu-slot").model_copy(update={"host_memory_bytes": 4 * 10**9}))
+    plan = plan_of(cluster, range(4), 1, 4, True)
+    found, other = plan_memory(plan, on_host), plan_memory(plan, beside)
+    assert found.hosts == {}
+    for device, peak in found.peaks.items():
+        assert peak.parts["ref: offloaded parameters"] == pytest.approx(2 * SEVEN_B / 4, rel=0.03)
+        assert "ref: offloaded parameters" not in other.peaks[device].parts
+    assert "ref: offloaded parameters" in other.hosts[0]
+
+
+def test_a_plan_that_its_hosts_have_no_memory_for_is_refused_in_one_sentence(plan_of, ppo_cost):
+    cluster = Cluster(1, 8)
+
+    def told(share, offload=True):
+        device = preset("h200-sxm").model_copy(update={"host_memory_bytes": share})
+        model = ppo_cost(cluster, device=device)
+        price = price_plan(plan_of(cluster, range(8), 8, 1, offload), model)
+        return shortfall(price, model), sum(price.hosts.get(0, {}).values())
+
+    sentence, needed = told(10**9)
+    assert sentence.startswith(
+        f"Host 0 (h200-sxm) lacks {needed - 8e9:.0f} bytes of its own memory: the plan keeps {needed:.0f} there, and "
+        "it has 8000000000 (its devices' host_memory_bytes). Most of it, "
+    )
+    assert sentence.endswith("copies for commits. A larger dp on more hosts would lower it.")
+    assert told(None)[0] is None, "nobody knows the host's memory"
+    assert told(int(needed / 8) + 1)[0] is None
+    assert "lacks" in told(int(needed / 8) - 1)[0]
+    assert told(int(needed / 8) - 1, offload=False)[0] is None
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 8), (2, 4)])
+def test_an_offloaded_optimizer_leaves_two_chunks_on_the_device_and_takes_the_way_there_and_back(
+    plan_of, ppo_cost, dp, tp
+):
+    cluster = Cluster(1, 8)
+    model = ppo_cost(cluster)
+    resident, away = (
+        price_plan(plan_of(cluster, range(8), dp, tp, offload, ("actor_train",)), model)
+        for offload in (False, True)
+    )
+    saved = resident.peaks[0].total_bytes - away.peaks[0].total_bytes
+    state = 12 * SEVEN_B / 8
+    assert saved == pytest.approx(state - 2 * 12 * 2**22, rel=0.02)
+    assert away.hosts[0]["actor: offloaded optimizer"] == pytest.approx(12 * SEVEN_B, rel=0.02)
+    assert "actor: offloaded optimizer" not in resident.hosts[0]
+    longer_s = away.duration_s["actor_train"] - resident.duration_s["actor_train"]
+    steps, bytes_per_s = 2, preset("a100-80g-sxm").host_copy_bytes_per_s
+    assert longer_s == pytest.approx(steps * 2 * state / bytes_per_s, rel=0.02)
+    others = {name: seconds for name, seconds in away.duration_s.items() if name != "actor_train"}
+    assert others == {name: resident.duration_s[name] for name in others}
