@@ -135,13 +135,17 @@ class WandB:
 
 
 class MLflow:
-    """MLflow: MLFLOW_TRACKING_URI, by default the data base `mlflow.db` beside the run folders."""
+    """MLflow: MLFLOW_TRACKING_URI, by default the data base `mlflow.db` beside the run folders, and there the folder
+    `mlflow` for what it keeps as files."""
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.parent / 'mlflow.db'}"
+        told = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = told or f"sqlite:///{run.folder.parent / 'mlflow.db'}"
+        # A server knows where its files lie; a data base alone would put them into the working directory.
+        self._files = None if told else (run.folder.parent / "mlflow").absolute().as_uri()
         self._client, self._metric = MlflowClient(uri), Metric
         if run.id:
             self._client.update_run(run.id, status="RUNNING")
@@ -155,7 +159,9 @@ class MLflow:
     def _experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self._client.get_experiment_by_name(name)
-        return self._client.create_experiment(name) if found is None else found.experiment_id
+        if found is not None:
+            return found.experiment_id
+        return self._client.create_experiment(name, artifact_location=self._files)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)

@@ -73,7 +73,6 @@ class OnMesh:
     trained  the same object; or for a model with adapters, sizes of these
     overlap  share of a backward pass that hides the reduction of gradients
     gpus     whether GPUs are among the devices
-    streams_s  seconds in which the optimizer's state passes from host memory to a device and back; 0: it is there
     """
 
     timing: Timing
@@ -84,7 +83,6 @@ class OnMesh:
     crossings: Crossings
     overlap: float = 0.0
     gpus: bool = False
-    streams_s: float = 0.0
 
     def share(self, call: ModelFunctionCall, mini_batches: int = 1) -> int:
         """Sequences of the fullest dp rank, of a call's batch or part, or of one of its mini-batches."""
@@ -383,7 +381,7 @@ def _update_s(mesh: OnMesh) -> float:
     """Seconds of an optimizer step after the reduction of gradients: update shares, gather weights."""
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
     parameters = max(mesh.trained.parameters_by_stage(s.pp))
-    seconds = mesh.timing.update_s(parameters, s.dp) + mesh.streams_s
+    seconds = mesh.timing.update_s(parameters, s.dp)
     seconds += mesh.exchange_s("all_gather", s.dp, parameters * itemsize, crossings.dp)
     if (
         mesh.has_adapters and s.tp > 1

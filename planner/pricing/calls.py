@@ -48,7 +48,7 @@ class CostModel:
     models    role -> its model
     measured  profiles of some of the models on these devices. Other models, and tp degrees that were not measured,
               are priced by `device`
-    ran       figures of earlier runs of the same calls. Under an assignment that ran, a call costs what it did then.
+    history   figures of earlier runs of the same calls. Under an assignment that ran, a call costs what it did then.
               Under any other assignment its price is multiplied by a factor: how far off the prices of the
               assignments that ran were (planner/pricing/run_history.py)
     Raises ValueError for a profile of a model that no role has or of a device that the cluster does not have, and
@@ -136,6 +136,10 @@ class CostModel:
 
     def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
         """A call's price from profiles and device figures, for each of `counts` micro-batches."""
+        if where.streams:
+            kept = self._profiled(call, where._replace(streams=False), counts)
+            streams_s = call.mini_batches * self.workload.epochs * self._streams_s(call.role, where)
+            return [replace(cost, seconds=cost.seconds + streams_s) for cost in kept]
         sizes = call.n_seqs, call.group_size, call.mini_batches, call.chunks, call.segment_tokens
         key = call.name, call.role, call.kind, sizes, where
         known = self._costs.setdefault(key, {})
@@ -153,14 +157,12 @@ class CostModel:
             mesh = OnMesh(
                 timing, self.workload, local, trained, where.strategy, where.crossings, overlap, gpus
             )
-            if where.streams:
-                mesh = replace(mesh, streams_s=self._streams_s(trained, where))
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
 
-    def _streams_s(self, trained: Sizes, where: _Where) -> float:
-        """Seconds in which the optimizer's state passes to the fullest device and back."""
-        most = max(trained.parameters_by_stage(where.strategy.pp))
+    def _streams_s(self, role: str, where: _Where) -> float:
+        """Seconds in which the optimizer's state passes to the fullest device and back, once."""
+        most = max(self._trained_sizes(role, where.strategy).parameters_by_stage(where.strategy.pp))
         return self.classes.host_copy_s(2 * OPTIMIZER_BYTES * most / where.strategy.dp, where.classes)
 
     def _on_gpus(self, where: _Where) -> bool:

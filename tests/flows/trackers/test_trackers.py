@@ -122,6 +122,8 @@ def test_a_resumed_run_continues_its_tracker_run_with_every_step_once(tmp_path: 
     if name == "mlflow":
         info = only_mlflow_run(MlflowClient(f"sqlite:///{run.folder.parent / 'mlflow.db'}")).info
         assert (info.run_name, info.status) == ("tiny", "FINISHED")
+        (kept,) = (run.folder.parent / "mlflow").rglob("config.json")
+        assert kept.as_uri().startswith(info.artifact_uri)
     assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
