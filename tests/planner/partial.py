@@ -20,12 +20,14 @@ class Partial(NamedTuple):
 
     rungs   of all calls, None where each has its own
     chosen  [calls] the resident rows of the choice; time_s, excess_bytes: its value
+    away    [calls] bool: what the choice offloads
     bounded_s  its seconds if no optimizer were offloaded, what bounds are bounds of
     rows, meet, moves  of the partial choice, as planner.search.bounds.tree_search.SearchState has them
     """
 
     rungs: int | None
     chosen: np.ndarray
+    away: np.ndarray
     time_s: float
     excess_bytes: float
     bounded_s: float
@@ -75,7 +77,7 @@ def partial_choices(tables: Tables, r: Relaxation, n_choices: int) -> Iterator[P
                 if OPEN not in (rows[a], rows[b]):
                     moves_s(r, k, rows[a], rows[b], meet[a, b], moves[k])
             alike = rungs if not without else None
-            yield Partial(alike, chosen, time_s, excess_bytes, bounded_s, rows, meet, moves)
+            yield Partial(alike, chosen, away > 0, time_s, excess_bytes, bounded_s, rows, meet, moves)
 
 
 def checked_after_training(problem: Problem) -> Problem:

@@ -18,9 +18,9 @@ A reallocation may be short only between slow options. It and its calls then tak
 their minima. The difference is added to the edges into the reader and to the trainer's own cycle
 (planner/search/bounds/relaxation.py, moves).
 
-Onloads, offloads, their copies and what an offloaded optimizer costs are left out, so the bound is the same for an
-option and its offloaded twin. The devices of transfers are left out too, so the bound of a complete choice may be a
-few dispatches below its period.
+Onloads, offloads and their copies are left out, so the bound is the same for an option and its offloaded twin. Only
+where an optimizer must be offloaded (relaxation.py, must_offload), its call takes longer. The devices of transfers are
+left out too, so the bound of a complete choice may be a few dispatches below its period.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -39,6 +39,7 @@ from planner.search.bounds.relaxation import (
     READER,
     TRAINER,
     Relaxation,
+    must_offload,
     seconds_of,
 )
 from planner.search.compiled.arrays import Rows
@@ -68,6 +69,8 @@ def exceeds_period(
     for call in range(n):
         if choice[call] != OPEN and r.arrays.trainer[call] == call:
             trailing[call] = r.arrays.options[choice[call]].save_s + r.arrays.options[choice[call]].evaluate_s
+            if must_offload(r, choice, call):
+                seconds[call] += r.away_s[choice[call]]
     # occupied: seconds on the call's devices; before: seconds of the moves directly before a node;
     # joined: seconds of slower options that the moves' columns count already, so `allowed` adds them again
     occupied, before, joined = seconds + trailing, np.zeros(n + len(moves)), np.zeros(n)

@@ -47,7 +47,9 @@ class Relaxation(NamedTuple):
     above         [rows] the row one level up; OPEN for groups and for offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
     spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
-    least         [rows, 4] the smallest of resident, frozen, copy, active bytes over the stages
+    least         [rows, 5] the smallest of resident, frozen, copy, active bytes over the stages, and of the resident
+                  bytes of a train_step whose optimizer is offloaded
+    away_s        [rows] the least seconds that a train_step takes more if its optimizer is offloaded; 0: other calls
     fastest       [calls] seconds of the fastest option
     data          [calls, calls] bool: whether an edge of data leads from one to the other
     ends, begins  [calls] bool: whether the call is the last, the first of a path of data
@@ -65,6 +67,7 @@ class Relaxation(NamedTuple):
     spots: Ints
     spot: Ints
     least: Floats
+    away_s: Floats
     fastest: Floats
     data: Bools
     ends: Bools
@@ -95,6 +98,7 @@ def relaxation(tables: Tables) -> Relaxation:
         spots=(spots := _spots(ladder))[0],
         spot=spots[1],
         least=ladder.least,
+        away_s=ladder.away_s,
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
@@ -119,6 +123,7 @@ class _Ladder(NamedTuple):
     begin: Ints
     below: Ints
     least: Floats
+    away_s: Floats
 
 
 _RUNGS = (
@@ -134,7 +139,7 @@ def _ladder(arrays: Arrays) -> _Ladder:
     options, n = arrays.options, len(arrays.options)
     call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
     members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
-    least = _least_stages(arrays)
+    least, away_s = _least_stages(arrays)
     above, begin, below = np.full(n, OPEN), [np.zeros(1, np.int64)], list[Ints]()
     for alike, opened in _RUNGS:
         keys = np.stack([call[members], *(options[name][members] for name in alike)])
@@ -153,9 +158,10 @@ def _ladder(arrays: Arrays) -> _Ladder:
         above = np.concatenate([above, np.full(len(rows), OPEN)])
         call = np.concatenate([call, call[members[starts]]])
         least = np.concatenate([least, np.minimum.reduceat(least[members], starts)])
+        away_s = np.concatenate([away_s, np.minimum.reduceat(away_s[members], starts)])
         options = np.concatenate([options, rows]).view(np.recarray)
         members = first + np.arange(len(rows))
-    return _Ladder(options, above, np.concatenate(begin), np.concatenate(below), least)
+    return _Ladder(options, above, np.concatenate(begin), np.concatenate(below), least, away_s)
 
 
 def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
@@ -175,17 +181,18 @@ def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
     return np.array(begin), np.concatenate(found)
 
 
-def _least_stages(arrays: Arrays) -> Floats:
-    """[options, 4] the smallest of resident, frozen, copy, active bytes over an option's stages; of a train_step's
-    resident bytes the lesser of the option's and its offloaded twin's."""
+def _least_stages(arrays: Arrays) -> tuple[Floats, Floats]:
+    """(least, away_s) of Relaxation, of options."""
     begins, option = np.unique(arrays.options.stage, return_inverse=True)
-    columns = (arrays.stages[name] for name in ("resident", "frozen", "copy", "active"))
+    columns = (arrays.stages[name] for name in ("resident", "frozen", "copy", "active", "resident"))
     least = np.stack([np.minimum.reduceat(column, begins)[option] for column in columns], axis=1)
+    away_s, seconds = np.zeros(len(least)), arrays.options.seconds
     for call in np.flatnonzero(arrays.trainer == np.arange(arrays.n_calls)):
         own, away, end = arrays.start[call], arrays.offloaded[call], arrays.start[call + 1]
         if away < end:
-            least[own:away, 0] = np.minimum(least[own:away, 0], least[away:end, 0])
-    return least
+            least[own:away, 4] = least[away:end, 0]
+            away_s[own:away] = np.maximum(seconds[away:end] - seconds[own:away], 0.0)
+    return least, away_s
 
 
 def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, bool]]:
@@ -326,20 +333,21 @@ def may_offload(arrays: Arrays, call: int) -> bool:
 
 
 @compiled
-def lacks(r: Relaxation, choice: Ints) -> bool:
+def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
     """Whether some device certainly lacks memory for the calls with placements.
 
     choice  [calls] int64 rows, or OPEN
+    kept    number of a train_step whose optimizer is not offloaded, or OPEN
 
-    Each call counts with its least stage, and as if it were offloaded if it can be. Only the first device of each
-    mesh is checked: one of these holds the most.
+    Each call counts with its least stage, and as if it were offloaded if it can be and is not kept. Only the first
+    device of each mesh is checked: one of these holds the most.
     """
     o, n = r.arrays.options, r.arrays.n_calls
     static, needed = np.zeros(n), np.zeros(n)
     for call in range(n):
         row = choice[call]
         if placed(o, row):
-            needed[call], static[call] = r.least[row, 3], r.least[row, 0]
+            needed[call], static[call] = r.least[row, 3], r.least[row, 0 if call == kept else 4]
             if may_offload(r.arrays, call) and r.arrays.trainer[call] < 0:
                 needed[call] += r.least[row, 2]
             elif not _stands_before(o, r.arrays.weights, choice, call):
@@ -359,6 +367,14 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
             if held + peak > memory_of(r.arrays, device):
                 return True
     return False
+
+
+@compiled
+def must_offload(r: Relaxation, choice: Ints, call: int) -> bool:
+    """Whether a call is a train_step whose optimizer certainly has no room on its devices beside the calls with
+    placements."""
+    trains = r.arrays.trainer[call] == call and may_offload(r.arrays, call)
+    return trains and placed(r.arrays.options, choice[call]) and lacks(r, choice, call)
 
 
 @inner

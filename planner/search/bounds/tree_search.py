@@ -37,6 +37,7 @@ from planner.search.bounds.relaxation import (
     lacks,
     may_offload,
     moves_s,
+    must_offload,
     placed,
     relation,
     seconds_of,
@@ -136,19 +137,27 @@ def _complete(r: Relaxation, state: SearchState, threshold: float) -> float:
     the threshold; else infinity.
     """
     a, n, fastest_s = r.arrays, r.arrays.n_calls, np.inf
+    must = [must_offload(r, state.choice, call) for call in range(n)]
     for twins in range(1 << n):  # bit c: call c takes its offloaded twin
         choice, exist = state.choice.copy(), True
         for call in range(n):
             if twins >> call & 1:
                 exist = exist and may_offload(a, call)
-                # Twins are in the same order as the resident options, at a constant distance.
-                choice[call] += a.offloaded[call] - a.start[call]
+                choice[call] = _twin(r, call, choice[call])
+            else:
+                exist = exist and not must[call]
         if exist:
             state.counts[1] += 1
             time_s, excess_bytes, _ = priced(a, choice - a.start[:n], min(threshold, fastest_s), False)
             if excess_bytes <= 0 and time_s < min(threshold, fastest_s):
                 state.found[:], fastest_s = choice, time_s
     return fastest_s
+
+
+@inner
+def _twin(r: Relaxation, call: int, row: int) -> int:
+    """The offloaded twin of an option: twins follow in the same order as the resident options."""
+    return row + r.arrays.offloaded[call] - r.arrays.start[call]
 
 
 @inner
@@ -217,7 +226,7 @@ def _may_stay(r: Relaxation, t: Tree, state: SearchState, depth: int, threshold:
             allowed[each] = min(allowed[each], state.allowed[depth, each])
     if kind != BELOW:
         return covers(r, t, choice, state.meet, state.moves, threshold)
-    return not has_place or (not lacks(r, choice) and _fast_enough(r, state, threshold))
+    return not has_place or (not lacks(r, choice, OPEN) and _fast_enough(r, state, threshold))
 
 
 @inner
@@ -237,7 +246,8 @@ def _allow(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: flo
 
 @inner
 def _fast_enough(r: Relaxation, state: SearchState, threshold: float) -> bool:
-    """Whether the fastest options at the calls' placements, with unlimited memory, have a period below the threshold.
+    """Whether the fastest options at the calls' placements, with unlimited memory but for optimizers that must be
+    offloaded, have a period below the threshold.
 
     True if some call has no placement yet.
     """
@@ -248,6 +258,9 @@ def _fast_enough(r: Relaxation, state: SearchState, threshold: float) -> bool:
             return True
         if rows[call] >= n_options:
             rows[call] = r.below[r.begin[rows[call] - n_options]]
+    for call in range(len(rows)):
+        if must_offload(r, state.choice, call):
+            rows[call] = _twin(r, call, rows[call])
     state.counts[1] += 1
     return priced(a, rows - a.start[: len(rows)], threshold, True)[0] < threshold
 

@@ -178,7 +178,10 @@ def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(ru
         ({"actor_trains": {"devices": [0]}}, ("actor_trains", "the calls of ppo are actor_generate")),
         ({"actor_train": {"devices": [0, 1], "dp": 4}}, ("actor_train", "dp=4", "4 devices", "file.yaml")),
         ({"actor_train": {"devices": [2]}}, ("actor_train", "devices 0 to 1")),
-        ({"actor_generate": {"devices": [0], "offload": True}}, ("actor_generate", "offload is for frozen roles")),
+        (
+            {"actor_generate": {"devices": [0], "offload": True}},
+            ("actor_generate", "offload is for frozen roles"),
+        ),
         ({"actor_train": {"devices": [0], "tpp": 1}}, ("actor_train.tpp: unknown key",)),
         (
             {"actor_train": {"devices": [0, 1], "dp": 2, "micro_batches": 5000}},

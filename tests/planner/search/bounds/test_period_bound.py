@@ -5,7 +5,7 @@ import pytest
 
 from planner.plan.mesh import Cluster
 from planner.search.bounds.period_bound import exceeds_period
-from planner.search.bounds.relaxation import lacks, relaxation
+from planner.search.bounds.relaxation import OPEN, lacks, must_offload, relaxation
 from planner.search.compiled.tables import Tables
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 from tests.planner.partial import GROUP, KIND, OPTION, PLACEMENT, checked_after_training, partial_choices
@@ -19,18 +19,21 @@ def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem
     tables = Tables(small_problem(cluster, memory=0.5e9))
     assert any(option.offload for options in tables.options for option in options)
     r, tight, lacking = relaxation(tables), dict.fromkeys((OPTION, PLACEMENT, KIND, GROUP), 0), 0
+    slower = 0
     allowed = np.zeros(r.arrays.n_calls)
     for p in partial_choices(tables, r, 200):
         _holds(r, p, allowed)
-        assert p.excess_bytes > 0 or not lacks(r, p.rows)
+        assert p.excess_bytes > 0 or not lacks(r, p.rows, OPEN)
         if p.rungs is not None:
             tight[p.rungs] += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.bounded_s, allowed)
-            lacking += p.excess_bytes > 0 and lacks(r, p.rows)
+            lacking += p.excess_bytes > 0 and lacks(r, p.rows, OPEN)
+            slower += p.excess_bytes == 0 and bool(_must_offload(r, p).any())
     assert tight[OPTION] > 150
     assert tight[PLACEMENT] > 150
     assert tight[KIND] > 100
     assert tight[GROUP] > 50
     assert lacking > 30
+    assert slower > 10
 
 
 @pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
@@ -67,8 +70,16 @@ def test_it_does_where_moves_take_longer_than_calls(small_problem, cluster, chec
     assert tight > 100
 
 
+def _must_offload(r, p):
+    """[calls] bool: the train_steps whose optimizers have no room on their devices."""
+    return np.array([must_offload(r, p.rows, call) for call in range(r.arrays.n_calls)])
+
+
 def _holds(r, p, allowed):
-    """No completion is cut, and no option of it forbidden."""
+    """No completion is cut, and no option of it forbidden. What keeps an optimizer that has no room is none."""
+    if (_must_offload(r, p) & ~p.away).any():
+        assert p.excess_bytes > 0
+        return
     assert not exceeds_period(r, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9), allowed)
     seconds, loose = r.arrays.options.seconds[p.chosen], p.rows != p.chosen
     assert all(seconds[loose] <= allowed[loose] * (1 + 1e-9))
