@@ -84,11 +84,11 @@ def build_plan(
     made = draft(graph, assignments)
     if call_order is None:
         found = total_order(_order_problem(made, duration_s, copy_s))
-        places = np.array([[found.index(name) for name in made.skeleton.moving]])
+        places = np.array([[found.index(name) for name in made.template.moving]])
     else:
-        places = OrderRule(levels(graph), [node_order(graph, call_order)]).places(made.skeleton)
-    names = list(made.skeleton.slots)
-    order = [names[int(i)] for i in with_trailing(made.skeleton, places)[0].argsort()]
+        places = OrderRule(levels(graph), [node_order(graph, call_order)]).places(made.template)
+    names = list(made.template.slots)
+    order = [names[int(i)] for i in with_trailing(made.template, places)[0].argsort()]
     edges = _edges(made, order)
     nodes = tuple(
         made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})
@@ -217,7 +217,7 @@ def _order_problem(
     made: Draft, duration_s: Callable[[PlanNode], float], copy_s: Callable[[OnloadNode], float]
 ) -> OrderProblem:
     """The input of planner.plan.node_order: the nodes whose order is chosen, with rough durations."""
-    moving = {name: made.nodes[name] for name in made.skeleton.moving}
+    moving = {name: made.nodes[name] for name in made.template.moving}
     return OrderProblem(
         after={name: frozenset(made.after[name]) for name in moving},
         across={name: frozenset(made.across[name] & moving.keys()) for name in moving},

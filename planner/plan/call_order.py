@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan.graph import DataflowGraph
-from planner.plan.template import Skeleton, Slot, SlotKind
+from planner.plan.template import PlanTemplate, Slot, SlotKind
 
 Ints = NDArray[np.int64]
 
@@ -80,7 +80,7 @@ def node_order(graph: DataflowGraph, call_order: Sequence[str]) -> list[str]:
 
 
 class OrderRule:
-    """Where a skeleton's slots stand under each of some orders of the calls.
+    """Where a template's slots stand under each of some orders of the calls.
 
     level   node of a call -> its depth (`levels`)
     orders  of these nodes (`node_order`)
@@ -96,30 +96,30 @@ class OrderRule:
         ]
         self._wishes: dict[tuple[SlotKind, tuple[str, ...]], Ints] = {}
 
-    def places(self, made: Skeleton) -> Ints:
-        """The place of each slot of `made.moving` under each order: [orders, slots that move] int64.
+    def places(self, template: PlanTemplate) -> Ints:
+        """The place of each slot of `template.moving` under each order: [orders, slots that move] int64.
 
         A slot with a smaller number comes earlier; no two numbers of a row are equal.
         """
-        names = made.moving
+        names = template.moving
         number = {name: i for i, name in enumerate(names)}
-        wishes = [self._wish(made, made.slots[name]) for name in names]
+        wishes = [self._wish(template, template.slots[name]) for name in names]
         # Equal wishes are told apart by the slot's number, so that all places of an order differ.
         places = np.stack(wishes, axis=1) * len(names) + np.arange(len(names))
-        edges = [(number[before], i) for name, i in number.items() for before in made.after[name]]
+        edges = [(number[before], i) for name, i in number.items() for before in template.after[name]]
         early, late = np.array(edges).T
         for unheeded in np.flatnonzero((places[:, early] > places[:, late]).any(axis=1)):
             places[unheeded] = _heeding(places[unheeded].tolist(), edges)
         return places
 
-    def _wish(self, made: Skeleton, slot: Slot) -> Ints:
+    def _wish(self, template: PlanTemplate, slot: Slot) -> Ints:
         """Where the rule puts a slot under each order: [orders] int64, the smallest first.
 
         Slots between which the rule does not decide have equal numbers.
         """
         calls = (slot.name,)
         if slot.kind != "call":
-            calls = tuple(n for n in self._at if slot.name in made.after[n])
+            calls = tuple(n for n in self._at if slot.name in template.after[n])
         if slot.kind == "reallocate":  # its train_step waits for it too, but only to change the parameters
             calls = tuple(n for n in calls if n != slot.source)
         if (slot.kind, calls) not in self._wishes:
@@ -160,16 +160,16 @@ def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[in
     return [order.index(i) for i in range(len(wishes))]
 
 
-def with_trailing(made: Skeleton, places: Ints) -> Ints:
+def with_trailing(template: PlanTemplate, places: Ints) -> Ints:
     """The places of all slots, [orders, slots] int64, from those of the slots that move, [orders, slots that move].
 
     A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step; a
     sync, and behind it its save, the later of its two calls. Nothing else comes between. No two places of an order
     are equal.
     """
-    column = {name: i for i, name in enumerate(made.moving)}
-    trailing = [name for name in made.slots if name not in column]
-    leaders = [[column[before] for before in made.after[name] if before in column] for name in trailing]
+    column = {name: i for i, name in enumerate(template.moving)}
+    trailing = [name for name in template.slots if name not in column]
+    leaders = [[column[before] for before in template.after[name] if before in column] for name in trailing]
     most = max(map(len, leaders), default=1)
     # Rows are padded to one width by repeating the first leader, which does not change the maximum.
     table = np.array([each + each[:1] * (most - len(each)) for each in leaders], np.int64)
@@ -179,4 +179,4 @@ def with_trailing(made: Skeleton, places: Ints) -> Ints:
     n = len(trailing) + 2
     found = np.hstack([places * n, last * n + np.arange(1, n - 1)])
     number = {name: i for i, name in enumerate((*column, *trailing))}
-    return found[:, [number[name] for name in made.slots]]
+    return found[:, [number[name] for name in template.slots]]

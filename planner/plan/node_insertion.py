@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.plan.graph import DataflowGraph
-from planner.plan.template import FETCH, Skeleton, Slot, plan_skeleton
+from planner.plan.template import FETCH, PlanTemplate, Slot, plan_template
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import Balance
 from rlhf_tasks.spec import (
@@ -34,25 +34,25 @@ from rlhf_tasks.spec import (
 
 @dataclass(frozen=True)
 class Draft:
-    """Nodes without edges, by name, and the skeleton that has the edges."""
+    """Nodes without edges, by name, and the template that has the edges."""
 
     nodes: Mapping[str, PlanNode]
-    skeleton: Skeleton
+    template: PlanTemplate
 
     @property
     def after(self) -> Mapping[str, set[str]]:
-        return self.skeleton.after
+        return self.template.after
 
     @property
     def across(self) -> Mapping[str, set[str]]:
-        return self.skeleton.across
+        return self.template.across
 
 
 def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Draft:
     """All nodes of one iteration with their data and version edges."""
     source = assignments[graph.source.name]
     by_tokens = [call for call in graph.calls if assignments[call.name].balance == "tokens"]
-    made = plan_skeleton(
+    template = plan_template(
         graph,
         where={
             FETCH: where(graph.source, source.placement, "count"),
@@ -69,7 +69,7 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
             if assignments[call.name].offload and graph.trainer(call.role) is None
         },
     )
-    return Draft({name: _node(slot, graph, assignments) for name, slot in made.slots.items()}, made)
+    return Draft({name: _node(slot, graph, assignments) for name, slot in template.slots.items()}, template)
 
 
 def role_placements(

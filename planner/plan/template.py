@@ -60,7 +60,7 @@ class Slot(NamedTuple):
 
 
 @dataclass
-class Skeleton:
+class PlanTemplate:
     """Slots by name, and their edges.
 
     after, across  slot -> the slots that must have finished in the same iteration; in the iteration before
@@ -76,8 +76,8 @@ class Skeleton:
         self.after[slot.name] = set(after or ())
         self.across[slot.name] = set()
 
-    def join(self, other: "Skeleton") -> None:
-        """Adds the slots and edges of another skeleton; slots of one name are the same."""
+    def join(self, other: "PlanTemplate") -> None:
+        """Adds the slots and edges of another template; slots of one name are the same."""
         for name, slot in other.slots.items():
             if name not in self.slots:
                 self.add(slot)
@@ -90,14 +90,14 @@ class Skeleton:
         return [name for name, slot in self.slots.items() if slot.kind not in TRAILING]
 
 
-def plan_skeleton(
+def plan_template(
     graph: DataflowGraph,
     where: Mapping[str, Hashable],
     placement: Mapping[str, Hashable],
     dealt_by: Mapping[str, str] | None = None,
     offloaded: Collection[str] = (),
-    moved: "Skeleton | None" = None,
-) -> Skeleton:
+    moved: "PlanTemplate | None" = None,
+) -> PlanTemplate:
     """The slots of one iteration with their data and version edges. Where nothing moves, there is no slot.
 
     where      call or FETCH -> label; equal labels mean that every sample lies on the same rank for both
@@ -107,37 +107,39 @@ def plan_skeleton(
     moved      `with_transfers` of the same graph, sides and lengths; made here where it is not given
     """
     moved = moved or with_transfers(graph, where, dealt_by or {})
-    made = _with_calls(graph)
-    _add_copies(made, graph, placement)
-    _add_onloads(made, graph, placement, offloaded)
-    made.join(moved)
-    _add_syncs(made, graph)
-    _add_saves(made, graph)
-    _add_sample_saves(made, graph)
-    return made
+    template = _with_calls(graph)
+    _add_copies(template, graph, placement)
+    _add_onloads(template, graph, placement, offloaded)
+    template.join(moved)
+    _add_syncs(template, graph)
+    _add_saves(template, graph)
+    _add_sample_saves(template, graph)
+    return template
 
 
-def _with_calls(graph: DataflowGraph) -> Skeleton:
+def _with_calls(graph: DataflowGraph) -> PlanTemplate:
     """The fetch, and the calls' nodes one after another."""
-    made, source = Skeleton(), graph.source.name
-    made.add(Slot(FETCH, "fetch", source, source, graph.dataset_keys))
+    template, source = PlanTemplate(), graph.source.name
+    template.add(Slot(FETCH, "fetch", source, source, graph.dataset_keys))
     for call in graph.calls:
         for number, name in enumerate(call.nodes):
             before = {call.nodes[number - 1]} if number else set[str]()
-            made.add(Slot(name, "call", call.name, call.name, part=Part(number, call.chunks)), after=before)
-    return made
+            template.add(
+                Slot(name, "call", call.name, call.name, part=Part(number, call.chunks)), after=before
+            )
+    return template
 
 
 def with_transfers(
     graph: DataflowGraph, where: Mapping[str, Hashable], dealt_by: Mapping[str, str]
-) -> Skeleton:
-    """The calls and their transfers, which do not depend on placements. The arguments are those of `skeleton`."""
-    made = _with_calls(graph)
-    _add_transfers(made, graph, where, dealt_by)
-    return made
+) -> PlanTemplate:
+    """The calls and their transfers, which do not depend on placements. Arguments as in `plan_template`."""
+    template = _with_calls(graph)
+    _add_transfers(template, graph, where, dealt_by)
+    return template
 
 
-def _add_copies(made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Hashable]) -> None:
+def _add_copies(template: PlanTemplate, graph: DataflowGraph, placement: Mapping[str, Hashable]) -> None:
     """The version edges of every trained role, and a reallocation before and a release after each copy's readers."""
     for role in graph.roles:
         trainer = graph.trainer(role)
@@ -150,29 +152,32 @@ def _add_copies(made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Ha
         for (place, updated), names in readers.items():
             nodes = [node for name in names for node in graph.call(name).nodes]
             if place == placement[trainer.name]:
-                _order_readers(made, trainer.name, nodes, updated)
+                _order_readers(template, trainer.name, nodes, updated)
                 continue
             reallocate = f"reallocate_{role}_to_{names[0]}"
-            made.add(Slot(reallocate, "reallocate", names[0], trainer.name))
-            _order_readers(made, trainer.name, [reallocate], updated)
+            template.add(Slot(reallocate, "reallocate", names[0], trainer.name))
+            _order_readers(template, trainer.name, [reallocate], updated)
             for node in nodes:
-                made.after[node].add(reallocate)
+                template.after[node].add(reallocate)
             release = Slot(f"release_{role}_of_{names[0]}", "release", names[0], trainer.name)
-            made.add(release, after=set(nodes))
+            template.add(release, after=set(nodes))
 
 
-def _order_readers(made: Skeleton, trainer: str, readers: list[str], updated: bool) -> None:
+def _order_readers(template: PlanTemplate, trainer: str, readers: list[str], updated: bool) -> None:
     """Version edges that keep each reader of the trained parameters between one train_step and the next."""
     for reader in readers:
         if updated:
-            made.after[reader].add(trainer)
+            template.after[reader].add(trainer)
         else:
-            made.across[reader].add(trainer)
-            made.after[trainer].add(reader)
+            template.across[reader].add(trainer)
+            template.after[trainer].add(reader)
 
 
 def _add_onloads(
-    made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Hashable], offloaded: Collection[str]
+    template: PlanTemplate,
+    graph: DataflowGraph,
+    placement: Mapping[str, Hashable],
+    offloaded: Collection[str],
 ) -> None:
     """An onload before, and an offload after, the readers of every offloaded role on each placement."""
     readers: dict[tuple[str, Hashable], list[str]] = {}
@@ -181,14 +186,14 @@ def _add_onloads(
             readers.setdefault((call.role, placement[call.name]), []).append(call.name)
     for (role, _), names in readers.items():
         onload = f"onload_{role}_to_{names[0]}"
-        made.add(Slot(onload, "onload", names[0], names[0]))
+        template.add(Slot(onload, "onload", names[0], names[0]))
         nodes = [node for name in names for node in graph.call(name).nodes]
         for node in nodes:
-            made.after[node].add(onload)
-        made.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(nodes))
+            template.after[node].add(onload)
+        template.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(nodes))
 
 
-def _add_syncs(made: Skeleton, graph: DataflowGraph) -> None:
+def _add_syncs(template: PlanTemplate, graph: DataflowGraph) -> None:
     """A sync and a save of each role that follows another: after the train_step and the call that runs its model.
 
     Both calls of the next iteration wait for the sync, and the call that runs the model for the save.
@@ -198,14 +203,14 @@ def _add_syncs(made: Skeleton, graph: DataflowGraph) -> None:
         assert reader is not None, "the graph has checked this"
         assert trainer is not None, "the graph has checked this"
         sync, save = f"sync_{role}", f"save_{role}"
-        made.add(Slot(sync, "sync", reader.name, trainer.name), after={*reader.nodes, trainer.name})
-        made.add(Slot(save, "save", reader.name, reader.name), after={*reader.nodes, trainer.name, sync})
+        template.add(Slot(sync, "sync", reader.name, trainer.name), after={*reader.nodes, trainer.name})
+        template.add(Slot(save, "save", reader.name, reader.name), after={*reader.nodes, trainer.name, sync})
         for node in reader.nodes:
-            made.across[node] |= {sync, save}
-        made.across[trainer.name].add(sync)
+            template.across[node] |= {sync, save}
+        template.across[trainer.name].add(sync)
 
 
-def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
+def _add_saves(template: PlanTemplate, graph: DataflowGraph) -> None:
     """After each train_step a save, then an evaluation where the role is evaluated. The next train_step waits.
 
     An evaluation before the first iteration directly follows the fetch, so all other nodes on its devices come later.
@@ -213,25 +218,27 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
     for role in graph.roles:
         trainer = graph.trainer(role)
         if trainer is not None:
-            made.add(Slot(f"save_{role}", "save", trainer.name, trainer.name), after={trainer.name})
-            made.across[trainer.name].add(f"save_{role}")
+            template.add(Slot(f"save_{role}", "save", trainer.name, trainer.name), after={trainer.name})
+            template.across[trainer.name].add(f"save_{role}")
         if (
             trainer is not None and role in graph.evaluated
         ):  # behind the save, whose files are written meanwhile
-            made.add(Slot(f"evaluate_{role}", "evaluate", trainer.name, trainer.name), after={trainer.name})
-            made.across[trainer.name].add(f"evaluate_{role}")
+            template.add(
+                Slot(f"evaluate_{role}", "evaluate", trainer.name, trainer.name), after={trainer.name}
+            )
+            template.across[trainer.name].add(f"evaluate_{role}")
             if graph.on_start:
                 first = f"evaluate_{role}_at_start"
-                made.add(Slot(first, "evaluate_first", trainer.name, trainer.name), after={FETCH})
-                made.across[first].add(trainer.name)
+                template.add(Slot(first, "evaluate_first", trainer.name, trainer.name), after={FETCH})
+                template.across[first].add(trainer.name)
 
 
-def _add_sample_saves(made: Skeleton, graph: DataflowGraph) -> None:
+def _add_sample_saves(template: PlanTemplate, graph: DataflowGraph) -> None:
     """After each call that runs ahead, or generates in segments, a save of what it has made for later iterations."""
     for call in graph.calls:
         if call.lead or call.segment_tokens:
             slot = Slot(f"save_samples_of_{call.name}", "save_samples", call.name, call.name)
-            made.add(slot, after=set(call.nodes))
+            template.add(slot, after=set(call.nodes))
 
 
 class _Holding(NamedTuple):
@@ -250,14 +257,14 @@ class _Holding(NamedTuple):
         """The nodes that brought the samples of a part."""
         return {self.nodes[part.number]} if len(self.nodes) == part.of else set(self.nodes)
 
-    def before(self, made: Skeleton, name: str, part: Part, lag: int) -> None:
+    def before(self, template: PlanTemplate, name: str, part: Part, lag: int) -> None:
         """Let slot `name` wait for the samples of a part, which were brought `lag` iterations ago.
 
         Those of two iterations ago or more are there without an edge: that iteration has ended (docs/protocol.md,
         delivery).
         """
         if lag < IN_FLIGHT:
-            (made.across if lag else made.after)[name].update(self.of(part))
+            (template.across if lag else template.after)[name].update(self.of(part))
 
 
 class _Keys:
@@ -307,7 +314,7 @@ class _Keys:
 
 
 def _add_transfers(
-    made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable], dealt_by: Mapping[str, str]
+    template: PlanTemplate, graph: DataflowGraph, where: Mapping[str, Hashable], dealt_by: Mapping[str, str]
 ) -> None:
     """Walk the calls in data order, and add transfers for the keys that a call lacks: one per source side, for each
     of its parts."""
@@ -319,7 +326,7 @@ def _add_transfers(
             for key in call.inputs:
                 if key not in missing:
                     holding = keys.held[key][here]
-                    holding.before(made, node, part, holding.lead - call.lead)
+                    holding.before(template, node, part, holding.lead - call.lead)
         # The key whose lengths deal this call's samples comes first: the other transfers need the lengths.
         sources = sorted(keys.sources(missing).items(), key=lambda item: dealing not in item[1])
         for source, moved in sources:
@@ -327,22 +334,22 @@ def _add_transfers(
             names = tuple(f"transfer_{graph.producer(native) or FETCH}_to_{node}" for node in call.nodes)
             for (part, node), name in zip(parts, names, strict=True):
                 held_by = keys.held[native][source].call
-                made.add(Slot(name, "transfer", call.name, held_by, tuple(moved), part))
+                template.add(Slot(name, "transfer", call.name, held_by, tuple(moved), part))
                 needed = [keys.held[key][source] for key in moved]
                 if dealing is not None and dealing not in moved:
                     needed.append(keys.held[dealing][here])
                 for holding in needed:
-                    holding.before(made, name, part, holding.lead - call.lead)
-                made.after[node].add(name)
+                    holding.before(template, name, part, holding.lead - call.lead)
+                template.after[node].add(name)
             for key in moved:
                 keys.put(key, call.name, names)
-        _add_earlier(made, graph, where, call)
+        _add_earlier(template, graph, where, call)
         for key in call.outputs:
             keys.put(key, call.name, call.nodes)
 
 
 def _add_earlier(
-    made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable], call: ModelFunctionCall
+    template: PlanTemplate, graph: DataflowGraph, where: Mapping[str, Hashable], call: ModelFunctionCall
 ) -> None:
     """What each part of a call reads of the part before it; what lies farther back came with that part."""
     made_by: dict[str, list[str]] = {}
@@ -351,12 +358,12 @@ def _add_earlier(
     for (name, moved), (part, node) in product(made_by.items(), _parts(call)[1:]):
         before, producer = Part(part.number - 1, part.of), graph.call(name)
         if where[name] == where[call.name]:
-            made.after[node].add(producer.nodes[before.number])
+            template.after[node].add(producer.nodes[before.number])
             continue
         transfer = f"transfer_{name}_to_{node}"
-        made.add(Slot(transfer, "transfer", call.name, name, tuple(moved), before))
-        made.after[transfer].add(producer.nodes[before.number])
-        made.after[node].add(transfer)
+        template.add(Slot(transfer, "transfer", call.name, name, tuple(moved), before))
+        template.after[transfer].add(producer.nodes[before.number])
+        template.after[node].add(transfer)
 
 
 def _parts(call: ModelFunctionCall) -> list[tuple[Part, str]]:

@@ -1,6 +1,6 @@
-"""A plan search's tables as arrays for compiled code: options, skeletons, models, links.
+"""A plan search's tables as arrays for compiled code: options, templates, models, links.
 
-The options of all calls are in one table: option j of call c is row start[c] + j. A skeleton (planner.plan.template)
+The options of all calls are in one table: option j of call c is row start[c] + j. A template (planner.plan.template)
 holds the nodes of all plans with the same pattern, that is, with the same pairs of calls that have equal sides and
 equal placements. Its slots are numbered. It contains the onloads and offloads of all calls whose role may be
 offloaded; if a call's option is resident, these slots are idle. Orders are those of planner.plan.call_order.
@@ -18,7 +18,7 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.node_insertion import dealing
 from planner.plan.steady_state import waits
 from planner.plan.template import FETCH as FETCHED
-from planner.plan.template import Skeleton, Slot, SlotKind, plan_skeleton, with_transfers
+from planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, with_transfers
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.options import Option
 from planner.pricing.plans import evaluation_s, save_s, transfer_size
@@ -81,10 +81,10 @@ STAGE_ROW = np.dtype([(name, "f8") for name in ("resident", "frozen", "copy", "a
 """Bytes of a stage, as in planner.pricing.options.Option."""
 
 SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", "i8"), ("moved", "i8")])
-"""A slot of a skeleton: planner.plan.template.Slot with calls by number.
+"""A slot of a template: planner.plan.template.Slot with calls by number.
 
 mask   bit c: the slot occupies the mesh of call c
-moved  of a transfer, its index in Skeletons.transfers
+moved  of a transfer, its index in Templates.transfers
 """
 
 MEMORY_ROW = np.dtype([("first", "i8"), ("bytes", "f8"), ("host", "f8")])
@@ -94,15 +94,15 @@ TRANSFER_ROW = np.dtype([("bytes", "f8"), ("overhead_s", "f8")])
 """What a transfer moves: bytes of all samples, and seconds besides its messages, dispatch included."""
 
 
-class Skeletons(NamedTuple):
-    """Skeletons of all patterns.
+class Templates(NamedTuple):
+    """The plan templates of all patterns.
 
-    of             [patterns] int64: number of a pattern's skeleton (planner.search.compiled.evaluator.pattern)
-    size           [skeletons] int64: number of slots
-    slots          [skeletons, slots] SLOT_ROW
-    after, across  [skeletons, slots, most] int64: slots of the same iteration, of the previous iteration that must
+    of             [patterns] int64: number of a pattern's template (planner.search.compiled.evaluator.pattern)
+    size           [templates] int64: number of slots
+    slots          [templates, slots] SLOT_ROW
+    after, across  [templates, slots, most] int64: slots of the same iteration, of the previous iteration that must
                    have finished; padded with -1
-    order          [skeletons, orders, slots] int64: slots in the total order
+    order          [templates, orders, slots] int64: slots in the total order
     transfers      [different transfers] TRANSFER_ROW
     """
 
@@ -165,7 +165,7 @@ class Arrays(NamedTuple):
     stages: Rows
     sides: Ints
     wires: Floats
-    skeletons: Skeletons
+    templates: Templates
     models: ModelArrays
 
 
@@ -177,7 +177,7 @@ def make_arrays(
 ) -> Arrays:
     """The arrays of a problem with these options and orders of calls.
 
-    before  those of other options with the same orders, whose skeletons serve where the same calls can be offloaded
+    before  those of other options with the same orders, whose templates serve where the same calls can be offloaded
     """
     graph, model = problem.graph, problem.model
     number = {call.name: i for i, call in enumerate(graph.calls)}
@@ -200,14 +200,14 @@ def make_arrays(
     resident = [len(of_call) // 2 if of_call[-1].offload else len(of_call) for of_call in options]
     offloaded = start[:-1] + np.array(resident)
     if before is not None and ((before.offloaded < before.start[1:]) == (offloaded < start[1:])).all():
-        skeletons = before.skeletons
+        templates = before.templates
     else:
         offloadable = {
             call.name
             for call, of_call in zip(graph.calls, options, strict=True)
             if of_call[-1].offload and not graph.changes(call.role)
         }
-        skeletons = _skeletons(problem, orders, offloadable)
+        templates = _templates(problem, orders, offloadable)
     return Arrays(
         n_calls=len(graph.calls),
         memory_bytes=min(device for _, device, _ in memories),
@@ -226,7 +226,7 @@ def make_arrays(
         stages=stages,
         sides=sides,
         wires=wires,
-        skeletons=skeletons,
+        templates=templates,
         models=ModelArrays(
             np.array([shape.layers for shape in shapes]),
             np.array([model.classes.reallocation_overhead_s(shape.layers) for shape in shapes])
@@ -298,54 +298,58 @@ class _Numbers(dict[Any, int]):
         return self[key]
 
 
-def _skeletons(
+def _templates(
     problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str]
-) -> Skeletons:
-    """The skeletons of all patterns. offloadable: names of the calls that have offloaded options."""
+) -> Templates:
+    """The templates of all patterns. offloadable: names of the calls that have offloaded options."""
     graph = problem.graph
     found: dict[tuple, int] = {}
-    different: list[Skeleton] = []
+    different: list[PlanTemplate] = []
     of = np.full(n_patterns(graph), -1)
-    moved = dict[tuple[str | int, ...], Skeleton]()  # by sides: a few patterns of placements have the same
+    moved = dict[
+        tuple[str | int, ...], PlanTemplate
+    ]()  # by sides: a few patterns of placements have the same
     for pattern, where, placement in _patterns(graph):
         sides = tuple(where.values())
         where = {**where, FETCHED: where[graph.source.name]}
         if sides not in moved:
             moved[sides] = with_transfers(graph, where, {})
-        made = plan_skeleton(graph, where, placement, offloaded=offloadable, moved=moved[sides])
+        template = plan_template(graph, where, placement, offloaded=offloadable, moved=moved[sides])
         key = (
-            tuple(made.slots.values()),
-            *(frozenset(e[n]) for n in made.slots for e in (made.after, made.across)),
+            tuple(template.slots.values()),
+            *(frozenset(e[n]) for n in template.slots for e in (template.after, template.across)),
         )
         if key not in found:
             found[key] = len(different)
-            different.append(made)
+            different.append(template)
         of[pattern] = found[key]
-    onloads = [[n for n, slot in made.slots.items() if slot.kind == "onload"] for made in different]
-    # Edges of the same iteration, with a COPY slot after the skeleton's own slots for each onload.
-    before = [waits(made.after, own) for made, own in zip(different, onloads, strict=True)]
+    onloads = [[n for n, slot in template.slots.items() if slot.kind == "onload"] for template in different]
+    # Edges of the same iteration, with a COPY slot after the template's own slots for each onload.
+    before = [waits(template.after, own) for template, own in zip(different, onloads, strict=True)]
     n_slots = max(map(len, before))
-    most = max(len(e) for edges in (*before, *(made.across for made in different)) for e in edges.values())
+    most = max(
+        len(e) for edges in (*before, *(template.across for template in different)) for e in edges.values()
+    )
     slots = np.zeros((len(different), n_slots), SLOT_ROW).view(np.recarray)
     after, across = (np.full((len(different), n_slots, most), -1) for _ in range(2))
     order = np.zeros((len(different), len(orders), n_slots), np.int64)
     rule = OrderRule(levels(graph), [node_order(graph, order) for order in orders])
     row_of = _SlotRows(problem)
-    for i, made in enumerate(different):
-        started_by = [made.slots[name] for name in onloads[i]]
-        rows = [row_of[slot] for slot in made.slots.values()]
+    for i, template in enumerate(different):
+        started_by = [template.slots[name] for name in onloads[i]]
+        rows = [row_of[slot] for slot in template.slots.values()]
         rows += [(COPY, *row_of[slot][1:]) for slot in started_by]
         slots[i, : len(rows)] = rows
         place = {name: j for j, name in enumerate(before[i])}
-        for table, edges in ((after, before[i]), (across, made.across)):
+        for table, edges in ((after, before[i]), (across, template.across)):
             for name, earlier in edges.items():
                 if earlier:
                     table[i, place[name], : len(earlier)] = sorted(place[other] for other in earlier)
-        places = with_trailing(made, rule.places(made))
+        places = with_trailing(template, rule.places(template))
         copies = places[:, [place[name] for name in onloads[i]]] + 1  # the place directly after their onloads
         order[i, :, : len(rows)] = np.hstack([places, copies]).argsort(axis=1)
     sizes = np.array([*map(len, before)])
-    return Skeletons(of, sizes, slots, after, across, order, _table(TRANSFER_ROW, row_of.transfers))
+    return Templates(of, sizes, slots, after, across, order, _table(TRANSFER_ROW, row_of.transfers))
 
 
 class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):

@@ -63,16 +63,16 @@ def pattern(arrays: Arrays, rows: Ints) -> int:
 
 
 @inner
-def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats) -> None:
-    """Writes the seconds of every slot of a skeleton to out, [slots] float64; 0 for idle ones.
+def durations(arrays: Arrays, template: int, rows: Ints, chains: Ints, out: Floats) -> None:
+    """Writes the seconds of every slot of a template to out, [slots] float64; 0 for idle ones.
 
-    made    number of the skeleton
-    rows    [calls] int64 rows of options
-    chains  [slots] int64 chains of each slot (`_chains`)
+    template  number of the plan template
+    rows      [calls] int64 rows of options
+    chains    [slots] int64 chains of each slot (`_chains`)
     """
     options = arrays.options
     for i in range(len(out)):
-        slot = arrays.skeletons.slots[made, i]
+        slot = arrays.templates.slots[template, i]
         here, there = int(rows[slot.call]), int(rows[slot.source])
         if not chains[i]:
             out[i] = 0.0
@@ -137,25 +137,25 @@ def value(arrays: Arrays, choice: Ints, limit: float) -> tuple[float, float, int
 @inner
 def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[float, float, int]:
     """`value` with a limit in seconds; if `endless`, memory is unlimited, so that every order is allowed."""
-    n_calls, s = arrays.n_calls, arrays.skeletons
+    n_calls, s = arrays.n_calls, arrays.templates
     rows = arrays.start[:n_calls] + choice
-    made = s.of[pattern(arrays, rows)]
-    masks, chains = np.empty(n_calls, np.int64), np.zeros(s.size[made], np.int64)
+    template = s.of[pattern(arrays, rows)]
+    masks, chains = np.empty(n_calls, np.int64), np.zeros(s.size[template], np.int64)
     n_masks = device_masks(arrays, rows, masks)
-    n_chains = _chains(arrays, made, rows, masks, n_masks, chains)
+    n_chains = _chains(arrays, template, rows, masks, n_masks, chains)
     excess = np.zeros(s.order.shape[1])
     if not endless:
-        if not surely_fits(arrays, made, rows, chains, masks, n_masks):
-            excess = excesses(arrays, made, rows, chains)
+        if not surely_fits(arrays, template, rows, chains, masks, n_masks):
+            excess = excesses(arrays, template, rows, chains)
         excess = np.maximum(excess, host_excess(arrays, rows))
     seconds = np.empty(len(chains))
-    durations(arrays, made, rows, chains, seconds)
-    best, order = fastest_order(arrays, made, seconds, chains, n_chains, excess, limit)
+    durations(arrays, template, rows, chains, seconds)
+    best, order = fastest_order(arrays, template, seconds, chains, n_chains, excess, limit)
     return best, excess.min(), order
 
 
 @inner
-def _chains(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int, out: Ints) -> int:
+def _chains(arrays: Arrays, template: int, rows: Ints, masks: Ints, n_masks: int, out: Ints) -> int:
     """Writes the chains of each slot to out ([slots] int64, bit k: chain k); returns the number of chains.
 
     Chain k has the slots on the devices of masks[k]. If there are several copies, chain n_masks + k has the copies to
@@ -163,7 +163,7 @@ def _chains(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int, ou
     """
     copies = 0
     for i in range(len(out)):
-        slot = arrays.skeletons.slots[made, i]
+        slot = arrays.templates.slots[template, i]
         serves = slot.kind == ONLOAD or slot.kind == OFFLOAD or slot.kind == COPY
         if serves and rows[slot.call] < arrays.offloaded[slot.call]:
             continue
@@ -176,14 +176,14 @@ def _chains(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int, ou
 
 @inner
 def fastest_order(
-    arrays: Arrays, made: int, seconds: Floats, chains: Ints, n_chains: int, excess: Floats, limit: float
+    arrays: Arrays, template: int, seconds: Floats, chains: Ints, n_chains: int, excess: Floats, limit: float
 ) -> tuple[float, int]:
     """(seconds per iteration, order) of the fastest order of least excess; infinite if not below the limit.
 
     seconds, chains  [slots] of each slot; excess: [orders] missing bytes
     """
-    s = arrays.skeletons
-    orders, after, across = s.order[made, :, : len(seconds)], s.after[made], s.across[made]
+    s = arrays.templates
+    orders, after, across = s.order[template, :, : len(seconds)], s.after[template], s.across[template]
     load = np.zeros(n_chains)
     for i in range(len(seconds)):
         for k in range(n_chains):
@@ -216,7 +216,7 @@ def _period(
     lower: float,
     limit: float,
 ) -> float:
-    """Seconds per iteration of a skeleton in an order, or infinity if these are not below `limit`.
+    """Seconds per iteration of a template in an order, or infinity if these are not below `limit`.
 
     They are the maximum cycle ratio (planner.plan.steady_state).
 

@@ -1,7 +1,7 @@
 """The memory that devices and hosts lack under a choice of options, compiled: as planner.pricing.plans has it.
 
-Common parameters: made, the number of the skeleton; rows, [calls] int64 rows of options; chains, [slots] int64, 0 for
-idle slots.
+Common parameters: template, the number of the plan template; rows, [calls] int64 rows of options; chains, [slots]
+int64, 0 for idle slots.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ def _counts(options: Rows, weights: Ints, rows: Ints, call: int) -> bool:
 
 
 @inner
-def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints, n_masks: int) -> bool:
+def surely_fits(arrays: Arrays, template: int, rows: Ints, chains: Ints, masks: Ints, n_masks: int) -> bool:
     """Whether every device holds the largest stages, all copies and the largest call at once: a fast sufficient test.
 
     masks  [n_masks] sets of calls that share a device (bit c: call c)
@@ -38,8 +38,8 @@ def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints
                 if _counts(arrays.options, arrays.weights, rows, c):
                     held += arrays.options[rows[c]].frozen
                 active = max(active, arrays.options[rows[c]].active)
-        for i in range(arrays.skeletons.size[made]):
-            slot = arrays.skeletons.slots[made, i]
+        for i in range(arrays.templates.size[template]):
+            slot = arrays.templates.slots[template, i]
             brings = slot.kind == REALLOCATE or slot.kind == SYNC or (slot.kind == ONLOAD and chains[i] > 0)
             if brings and masks[k] >> slot.call & 1:
                 held += arrays.options[rows[slot.call]].copy
@@ -49,34 +49,36 @@ def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints
 
 
 @inner
-def excesses(arrays: Arrays, made: int, rows: Ints, chains: Ints) -> Floats:
+def excesses(arrays: Arrays, template: int, rows: Ints, chains: Ints) -> Floats:
     """[orders] float64: bytes that the fullest device lacks.
 
     Along the devices, the bytes held change only where a stage begins or a mesh ends, and at an end they only shrink.
     The memory available changes only where a run of another device class begins. So the first devices of all stages
     and of all runs stand for all devices.
     """
-    worst = np.zeros(arrays.skeletons.order.shape[1])
+    worst = np.zeros(arrays.templates.order.shape[1])
     stage = np.empty(len(rows), np.int64)
     for c in range(len(rows)):
         option = arrays.options[rows[c]]
         for p in range(option.pp):
-            _note_excess(arrays, made, rows, chains, option.first + p * option.dp * option.tp, stage, worst)
+            _note_excess(
+                arrays, template, rows, chains, option.first + p * option.dp * option.tp, stage, worst
+            )
     for run in range(1, len(arrays.memories)):
-        _note_excess(arrays, made, rows, chains, arrays.memories[run].first, stage, worst)
+        _note_excess(arrays, template, rows, chains, arrays.memories[run].first, stage, worst)
     return worst
 
 
 @inner
 def _note_excess(
-    arrays: Arrays, made: int, rows: Ints, chains: Ints, device: int, stage: Ints, worst: Floats
+    arrays: Arrays, template: int, rows: Ints, chains: Ints, device: int, stage: Ints, worst: Floats
 ) -> None:
     """Raises worst, [orders] missing bytes, to those of a device. stage: [calls] int64, working memory."""
     there = memory_of(arrays, device)
-    resident, most = _stages_on(arrays, made, rows, chains, device, stage)
+    resident, most = _stages_on(arrays, template, rows, chains, device, stage)
     if most > there:
         for order in range(len(worst)):
-            worst[order] = max(worst[order], _peak(arrays, made, order, chains, stage, resident) - there)
+            worst[order] = max(worst[order], _peak(arrays, template, order, chains, stage, resident) - there)
 
 
 @inner
@@ -96,7 +98,7 @@ def _run_of(arrays: Arrays, device: int) -> int:
 
 @inner
 def _stages_on(
-    arrays: Arrays, made: int, rows: Ints, chains: Ints, device: int, stage: Ints
+    arrays: Arrays, template: int, rows: Ints, chains: Ints, device: int, stage: Ints
 ) -> tuple[float, float]:
     """Writes the row of each call's stage on a device to stage, [calls] int64; -1 if the device is not in its mesh.
 
@@ -113,8 +115,8 @@ def _stages_on(
             resident += arrays.stages[stage[c]].resident
             if _counts(arrays.options, arrays.weights, rows, c):
                 resident += arrays.stages[stage[c]].frozen
-    for i in range(arrays.skeletons.size[made]):
-        slot = arrays.skeletons.slots[made, i]
+    for i in range(arrays.templates.size[template]):
+        slot = arrays.templates.slots[template, i]
         brings = slot.kind == REALLOCATE or slot.kind == SYNC or (slot.kind == ONLOAD and chains[i] > 0)
         if brings and stage[slot.call] >= 0:
             copies += arrays.stages[stage[slot.call]].copy
@@ -122,12 +124,12 @@ def _stages_on(
 
 
 @inner
-def _peak(arrays: Arrays, made: int, order: int, chains: Ints, stage: Ints, resident: float) -> float:
+def _peak(arrays: Arrays, template: int, order: int, chains: Ints, stage: Ints, resident: float) -> float:
     """The most bytes that a device holds in an order. stage: as `_stages_on` writes it."""
     held, peak = resident, 0.0
-    for j in range(arrays.skeletons.size[made]):
-        i = arrays.skeletons.order[made, order, j]
-        slot = arrays.skeletons.slots[made, i]
+    for j in range(arrays.templates.size[template]):
+        i = arrays.templates.order[template, order, j]
+        slot = arrays.templates.slots[template, i]
         at = stage[slot.call]
         if at < 0 or not chains[i]:
             continue

@@ -46,9 +46,9 @@ def reallocation_s(arrays: Arrays, role: int, source: int, destination: int) -> 
 def transfer_s(arrays: Arrays, moved: int, source: int, destination: int) -> float:
     """Seconds in which samples move from one option to another, dispatch and overhead included.
 
-    moved  index into Skeletons.transfers
+    moved  index into Templates.transfers
     """
-    transfer, wires = arrays.skeletons.transfers[moved], _wires(arrays, source, destination)
+    transfer, wires = arrays.templates.transfers[moved], _wires(arrays, source, destination)
     held, wanted = _heads(arrays, source), _heads(arrays, destination)
     return transfer.overhead_s + _redistribution(held, wanted, transfer.bytes, arrays.per_host, wires)[0]
 

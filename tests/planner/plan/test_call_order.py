@@ -6,7 +6,7 @@ import pytest
 from planner.plan.build import PlanError, build_plan
 from planner.plan.call_order import OrderRule, call_orders, levels, with_trailing
 from planner.plan.mesh import Cluster
-from planner.plan.template import Skeleton, Slot
+from planner.plan.template import PlanTemplate, Slot
 from planner.report.report import plan_document
 from rlhf_tasks.config.cluster import ManualAssignment
 
@@ -68,7 +68,7 @@ def test_onloads_of_a_level_come_before_its_transfers(scattered, assign):
 
 def test_what_a_slot_needs_outweighs_where_it_would_like_to_be():
     """A transfer would like to stand before the first call of its level, but brings what that call makes."""
-    made = Skeleton()
+    made = PlanTemplate()
     for name in ("a", "b", "c"):
         made.add(Slot(name, "call", name, name), after={"transfer"} if name == "b" else set())
     made.add(Slot("transfer", "transfer", "b", "a"), after={"a"})
