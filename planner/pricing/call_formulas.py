@@ -176,10 +176,10 @@ class OnMesh:
         # A repeated token would have attended to its prompt, the others do to more than the mean.
         context = (whole * context - repeated * (self.shared or self.workload.prompt_tokens)) / tokens
         layer_s = timing.layer_s(kind, tokens, context) * self._layer_factor(kind, tokens, context)
-        repeated = {"none": 0.0, "selective": REWORK, "full": 1.0}[self.workload.recompute]
-        if kind == "backward" and repeated:
+        rework = {"none": 0.0, "selective": REWORK, "full": 1.0}[self.workload.recompute]
+        if kind == "backward" and rework:
             forward_s = timing.layer_s("forward", tokens, context)
-            layer_s += repeated * forward_s * self._layer_factor("forward", tokens, context)
+            layer_s += rework * forward_s * self._layer_factor("forward", tokens, context)
         embedding_s = timing.embedding_s(kind, tokens)
         passing = tokens if kind in ("prefill", "decode") else self.counted(whole)
         head_s = timing.head_s(kind, passing, context)
