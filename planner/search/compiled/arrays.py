@@ -192,7 +192,7 @@ def make_arrays(
         (
             first,
             float(model.classes.rooms[number]),
-            per_host * model.classes.profiles[number].host_room_bytes,
+            float(per_host * model.classes.profiles[number].host_room_bytes),
         )
         for first, number in model.classes.runs
     ]

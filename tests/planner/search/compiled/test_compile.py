@@ -1,8 +1,12 @@
 import pickle
 
 import pytest
+from numba import typeof
 
+from planner.plan.mesh import Cluster
+from planner.search.bounds.relaxation import relaxation
 from planner.search.compiled.compile import LINKED, PLANNER, _Index
+from planner.search.compiled.tables import Tables
 
 
 def test_every_module_with_compiled_functions_makes_stale_code_stale():
@@ -28,3 +32,13 @@ def test_an_index_of_kept_code_that_cannot_be_read_counts_as_empty(tmp_path, ind
     assert kept.load("key") is None
     kept.save("key", "again")
     assert kept.load("key") == "again"
+
+
+@pytest.mark.parametrize(
+    "figures", [{"host_memory": 100e9}, {"memory": 0.5e9}, {"calls": ("actor_generate", "actor_train")}]
+)
+def test_code_that_is_compiled_for_one_problem_serves_another(small_problem, figures):
+    """Numba compiles anew, for a minute, where an argument is of another type."""
+    usual, other = (Tables(small_problem(Cluster(1, 2), **given)) for given in ({}, figures))
+    assert typeof(usual.arrays) == typeof(other.arrays)
+    assert typeof(relaxation(usual)) == typeof(relaxation(other))
