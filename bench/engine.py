@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.copier import Copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
@@ -162,8 +163,13 @@ def build_engine(
     groups: ProcessGroups,
     dtype: torch.dtype,
     rank: int | None = None,
+    copies: Copier | None = None,
 ) -> Engine:
-    """A trainable engine with its slices of the whole model's weights. rank: of adapters; None: all weights train."""
+    """A trainable engine with its slices of the whole model's weights.
+
+    rank    of adapters; None: all weights train
+    copies  copies the optimizer's state from and to host memory, where it is kept; None: it is on the device
+    """
     config = whole.config
     placement = Placement(tuple(range(strategy.size)), strategy)
     shape = ModelShape.from_config(config.to_dict())
@@ -178,7 +184,7 @@ def build_engine(
         mine.data.copy_(parameters[name].detach().narrow(dim, rows.start, rows.size))
     initialise_adapters(stage, seed=0)
     settings = OptimizerSettings(BETAS, eps=1e-8, weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM)
-    return Engine(stage, layout, groups, settings)
+    return Engine(stage, layout, groups, settings, copies=copies)
 
 
 def _share(engine: Engine, key: str, sequences: list[Tensor]) -> SampleBatch:

@@ -33,6 +33,7 @@ from flows.cluster.this_machine import described_gpus
 from planner.pricing.devices import device_of
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.copier import copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, uniform
@@ -127,6 +128,7 @@ def checks(groups: ProcessGroups) -> list[Check]:
         found.append(Check(f"cached decode - full forward, log-probs, {name}", _decode_error(engine), bound))
     found.append(Check("greedy tokens unlike transformers', fp32", _greedy_mismatches(exact, groups), 0))
     found += _train_checks(exact, groups, sequences)
+    found.append(_offloaded_elements_unlike_resident(rough, groups, sequences))
     return found
 
 
@@ -197,6 +199,22 @@ def _train_checks(model: PreTrainedModel, groups: ProcessGroups, sequences: list
         # AdamW's first step moves each weight by its gradient's sign. Where that is noise, single weights differ.
         Check("train step, fp32: weights, mean / learning rate", float(max(moved)) / LEARNING_RATE, 1e-2),
     ]
+
+
+def _offloaded_elements_unlike_resident(
+    model: PreTrainedModel, groups: ProcessGroups, sequences: list[Tensor]
+) -> Check:
+    """Two steps with the optimizer's state on the device, and two with it in host memory."""
+    copies, states = copier(CUDA), []
+    for kept in (None, copies):
+        engine = build_engine(model, ParallelStrategy(), groups, torch.bfloat16, copies=kept)
+        for _ in range(2):
+            engine_training(engine, sequences, micro_batches=2)()
+        assert engine.master is not None
+        states.append([shard.tensor.cpu() for shard in engine.master.shard_state()])
+    copies.close()
+    unlike = sum(int((mine != theirs).sum()) for mine, theirs in zip(*states, strict=True))
+    return Check("two steps, offloaded optimizer: elements unlike a resident one's", unlike, 0)
 
 
 # Work to time
@@ -322,9 +340,21 @@ def _time_training(groups: ProcessGroups, size: str, rounds: int, peak_flops: fl
     ours = seconds(engine_training(engine, sequences, micro_batches), rounds)
     del engine
     torch.cuda.empty_cache()
+    copies = copier(CUDA)
+    engine = build_engine(
+        build_model(size, torch.bfloat16), ParallelStrategy(), groups, torch.bfloat16, copies=copies
+    )
+    offloaded = seconds(engine_training(engine, sequences, micro_batches), rounds)
+    copies.close()
+    del engine
+    torch.cuda.empty_cache()
     plain = build_model(size, torch.float32).train()
     theirs = seconds(plain_training(plain, sequences, micro_batches, autocast=True), rounds)
-    rows = (("transformers, autocast", theirs), ("engine", ours))
+    rows = (
+        ("transformers, autocast", theirs),
+        ("engine", ours),
+        ("engine, optimizer in host memory", offloaded),
+    )
     return [Timing(f"training, {name}", sum(lengths), s, flops / s / peak_flops) for name, s in rows]
 
 

@@ -1,0 +1,224 @@
+"""Whole PPO runs by the command line on this machine's devices: planned beside measured, a killed rank, offloading.
+
+    python -m bench.whole_runs [--size tiny|110m|1b] [--rows planned killed offload] [--iterations 6] [--folder DIR]
+                               [--out FILE]
+
+The models are Llamas with random weights, which answer every prompt at full length. Their profile is measured first
+(`prefect-rlhf profile`), and `plan: auto` chooses the plan. All rows follow this plan:
+
+    planned   nothing else: seconds and bytes of each call, planned and measured
+    killed    SIGKILL to rank 0 when it has trained in the third iteration; the run replaces it and goes on
+    offload   the optimizers' state is kept in host memory
+
+The last commits of `killed` and `offload` are compared with that of `planned`, byte by byte. Prints one JSON line per
+row. Exit status 1 when a commit differs.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from flows.demo.data import byte_tokenizer
+from rlhf_tasks.checkpoint.commits import step_folder
+from rlhf_tasks.checkpoint.manifest import verify
+from rlhf_tasks.spec import CallNode, ExecutionPlan
+from rlhf_tasks.system.failpoints import VARIABLE
+
+
+class Size(NamedTuple):
+    """A model, and the work of one iteration.
+
+    model       fields of LlamaConfig
+    batch_size  sequences per iteration, of prompt_tokens and new_tokens each
+    """
+
+    model: Mapping[str, int]
+    batch_size: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+def _llama(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int
+) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+    }
+
+
+SIZES = {
+    "tiny": Size(_llama(128, 2, 4, 2, 384, 512), 16, 16, 16),
+    "110m": Size(_llama(768, 12, 12, 12, 2048, 32000), 128, 128, 128),
+    "1b": Size(_llama(2048, 16, 32, 8, 8192, 128256), 128, 128, 256),
+}
+ROWS = ("planned", "killed", "offload")
+COMMIT_EVERY = 2  # iterations
+KILLED = "trained:kill@rank0@iter2@gen0"
+REWARD = (
+    "def longest(prompts, completions, **columns):\n    return [float(len(set(c))) for c in completions]\n"
+)
+
+
+def write_inputs(folder: Path, size: Size) -> int:
+    """The folder `model`, prompts and a reward; gives the model's number of parameters."""
+    vocab = size.model["vocab_size"]
+    set_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**size.model, eos_token_id=vocab, tie_word_embeddings=True))
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    byte_tokenizer().save(str(folder / "model" / "tokenizer.json"))
+    rows = [{"prompt": f"{number:04d}".ljust(size.prompt_tokens, ".")} for number in range(1024)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return model.num_parameters()
+
+
+def document_of(folder: Path, size: Size, iterations: int) -> dict[str, Any]:
+    """The configuration that all rows share."""
+    return {
+        "type": "ppo",
+        "models": {"actor": str(folder / "model")},
+        "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_tokens": size.prompt_tokens},
+        "sampling": {"max_completion_length": size.new_tokens},
+        "rewards": [{"function": f"{folder / 'reward.py'}:longest"}],
+        "output_dir": str(folder / "runs"),
+        "batch_size": size.batch_size,
+        "num_mini_batches": 2,
+        "total_iterations": iterations,
+        "snapshot_every": COMMIT_EVERY,
+        "cluster": {"devices_per_host": 1},
+        "plan": "auto",
+    }
+
+
+def command(folder: Path, name: str, *words: str, failpoint: str = "") -> float:
+    """Run `prefect-rlhf` with these words to its end; the seconds that it took."""
+    began_s, log = time.perf_counter(), folder / f"{name}.log"
+    with log.open("a") as file:
+        ended = subprocess.run(
+            [sys.executable, "-m", "flows.cli", *words],
+            env={**os.environ, VARIABLE: failpoint},
+            stdout=file,
+            stderr=file,
+            check=False,
+        )
+    if ended.returncode:
+        raise SystemExit(f"{name} ended with {ended.returncode}:\n{log.read_text()[-6000:]}")
+    return time.perf_counter() - began_s
+
+
+def manual(plan: ExecutionPlan, offload: bool) -> dict[str, Any]:
+    """The plan's choices as a configuration's `plan`, with or without offloaded optimizers."""
+    chosen = {}
+    for node in plan.nodes:
+        if isinstance(node, CallNode):
+            assignment, strategy = node.assignment, node.assignment.placement.strategy
+            chosen[node.name] = {
+                "devices": list(assignment.placement.devices),
+                "dp": strategy.dp,
+                "tp": strategy.tp,
+                "pp": strategy.pp,
+                "micro_batches": assignment.micro_batches,
+                "balance": assignment.balance,
+                "offload": offload and node.name.endswith("_train"),
+            }
+    return chosen
+
+
+def run(folder: Path, name: str, document: dict[str, Any], failpoint: str = "") -> dict[str, Any]:
+    """A run to its end. Returns its figures, the files of its last commit and its plan; its folder is removed."""
+    file, found = folder / f"{name}.yaml", folder / "runs" / name
+    file.write_text(yaml.safe_dump({**document, "name": name}))
+    seconds = command(folder, name, "run", "ppo", "--config", str(file), failpoint=failpoint)
+    summary = json.loads((found / "summary.json").read_text())
+    files = verify(step_folder(found, document["total_iterations"])).files
+    plan = ExecutionPlan.model_validate_json((found / "plan.json").read_text())
+    shutil.rmtree(found)
+    return {
+        "row": name,
+        "seconds": round(seconds, 1),
+        "seconds_per_iteration": summary["seconds_per_iteration"],
+        "commit_bytes": sum(stored.size_bytes for stored in files),
+        **{
+            key: summary["planned_and_measured"][key]
+            for key in ("iteration", "calls", "call_memory_bytes", "peak_memory_bytes")
+        },
+        "files": sorted((stored.size_bytes, stored.sha256) for stored in files),
+        "plan": plan,
+    }
+
+
+def tell(row: Mapping[str, Any], out: Path | None) -> None:
+    """Print a row, and append it to a file."""
+    line = json.dumps({key: value for key, value in row.items() if key not in ("files", "plan")})
+    print(line, flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(line + "\n")
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> bool:
+    """Do the rows; whether all commits are equal."""
+    size = SIZES[arguments.size]
+    parameters = write_inputs(folder, size)
+    document = document_of(folder, size, arguments.iterations)
+    (folder / "profile.yaml").write_text(yaml.safe_dump(document))
+    profile_s = command(folder, "profile", "profile", "--config", str(folder / "profile.yaml"))
+    cuda = torch.cuda.is_available()
+    tell(
+        {
+            "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+            "torch": torch.__version__,
+            "size": arguments.size,
+            "parameters": parameters,
+            "profile_s": round(profile_s, 1),
+        },
+        arguments.out,
+    )
+    planned = run(folder, "planned", document)
+    choices = {offload: manual(planned["plan"], offload) for offload in (False, True)}
+    tell({**planned, "choices": choices[False]}, arguments.out)
+    equal = True
+    for name in arguments.rows:
+        if name == "planned":
+            continue
+        changed = {**document, "plan": choices[name == "offload"]}
+        row = run(folder, name, changed, KILLED if name == "killed" else "")
+        row["same_bytes"] = row["files"] == planned["files"]
+        equal = equal and row["same_bytes"]
+        tell(row, arguments.out)
+    return equal
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="110m")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--folder", type=Path, default=None, help="on a disk with room for three commits")
+    parser.add_argument("--out", type=Path, default=None, help="append the rows to a file")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        return int(not measure(arguments, Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
