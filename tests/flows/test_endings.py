@@ -52,12 +52,10 @@ def wait_gone(processes, seconds):
     assert not alive, f"left after {seconds} s: {alive}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    [
-        signal.SIGKILL,
-        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)),
-    ],
+    [signal.SIGKILL, signal.SIGINT, signal.SIGTERM],
     ids=["killed", "interrupted", "terminated"],
 )
 def test_a_run_that_is_ended_leaves_no_process_and_can_go_on(prefect, tmp_path, number):

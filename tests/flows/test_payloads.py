@@ -19,6 +19,7 @@ pytestmark = [
 ITERATIONS = 2
 
 
+@pytest.mark.slow
 def test_nothing_that_prefect_is_told_of_a_node_grows_with_the_tokens(
     cluster, prefect, tmp_path, monkeypatch
 ):

@@ -161,7 +161,11 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in list(PLANS)[1:-1]), list(PLANS)[-1]]
 )
-@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 4, "alpha": 8.0}}], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"lora": {"rank": 4, "alpha": 8.0}}, marks=pytest.mark.slow)],
+    ids=["whole", "adapters"],
+)
 def test_so_do_mixtures_of_experts(ranks, tmp_path, name, changes):
     """An actor whose experts are split in other ways to generate and to learn. Adapters are on q, k, v and o."""
     ppo_config(tmp_path)

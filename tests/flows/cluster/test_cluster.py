@@ -277,6 +277,7 @@ def threads():
     return torch.get_num_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_worker_of_our_cluster_whose_nanny_has_ended_gets_another(tmp_path, monkeypatch):
     """So does a nanny whose next worker fails while it starts. Either has all cores and malloc as it is."""

@@ -230,6 +230,7 @@ def test_a_sound_data_base_stays_and_one_that_is_locked_is_put_aside(tmp_path, m
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_data_base_is_replaced_by_an_empty_one_that_the_first_server_of_an_account_makes(
     tmp_path, caplog, monkeypatch
 ):

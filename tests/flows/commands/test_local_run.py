@@ -122,6 +122,7 @@ def kill_server(folder):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

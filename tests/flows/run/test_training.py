@@ -184,6 +184,7 @@ def test_a_hook_can_stop_the_run_early(cluster, tmp_path):
     assert 3 <= result.committed_step <= 6
 
 
+@pytest.mark.slow
 def test_a_plan_changes_between_iterations_without_losing_a_step(cluster, tmp_path):
     heard = []
 

@@ -88,7 +88,9 @@ def test_equals_enumeration(small_problem, cluster, calls, max_tp, memory):
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("cluster", [Cluster(1, 2), Cluster(2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "cluster", [Cluster(1, 2), pytest.param(Cluster(2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_equals_enumeration_where_generation_runs_ahead(small_problem, cluster, staleness):
     tables = Tables(problem_ahead_by(staleness, small_problem(cluster, SAMPLE_AND_LEARN, 1)))
     state, lower_bound_s = proved(tables)

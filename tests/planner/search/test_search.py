@@ -371,7 +371,7 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
 
 
 @pytest.mark.parametrize("mode", ["search", "mcmc"])
-@pytest.mark.parametrize("looks", [1, 60, 400])
+@pytest.mark.parametrize("looks", [1, 60, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(small_problem, mode, looks):
     """While few options are priced, which here takes 60 looks and more, that is a plan by rule without a bound."""
     problem, asked = small_problem(Cluster(2, 4)), [0]

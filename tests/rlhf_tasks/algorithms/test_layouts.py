@@ -225,6 +225,11 @@ CASES = [
     ("distillation", ("teacher_inference", "actor_train"), "lm", {}),
 ]
 
+MARKED = [
+    pytest.param(*case, marks=[pytest.mark.slow] if case[3] and case[0] != "ppo" else []) for case in CASES
+]
+"""Options other than PPO's are for the slow suite."""
+
 
 def _case_id(value: Any) -> str:
     if isinstance(value, dict):
@@ -235,7 +240,7 @@ def _case_id(value: Any) -> str:
 @pytest.mark.parametrize(
     "strategies", [STRATEGIES, pytest.param(SIMPLER, marks=pytest.mark.slow)], ids=["covering", "simpler"]
 )
-@pytest.mark.parametrize(("kind", "calls", "head", "options"), CASES, ids=_case_id)
+@pytest.mark.parametrize(("kind", "calls", "head", "options"), MARKED, ids=_case_id)
 def test_functions_do_not_depend_on_the_layout(
     ranks: Any,
     kind: str,

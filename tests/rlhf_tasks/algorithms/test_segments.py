@@ -161,7 +161,7 @@ class Counts:
         return lambda *_: 0.0
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_planner_prices_the_steps_and_the_reading_that_there_are(
     start: Any, monkeypatch: Any, micro_batches: int
 ):

@@ -21,17 +21,18 @@ import asyncio, os, time
 from pathlib import Path
 
 class Room:
-    """Answers with the number of the turn; the later the sample, the sooner."""
+    """Answers with the number of the turn. Sample 0 waits until so many lines are in the log."""
 
-    def __init__(self, first_s=0.0, log=None):
-        self.first_s, self.log = first_s, log
+    def __init__(self, lines=0, log=None):
+        self.lines, self.log = lines, log
 
     def reset(self, row, seed):
         self.row, self.seed, self.turns = row, seed, 0
 
     async def step(self, text):
         self.turns += 1
-        await asyncio.sleep(self.first_s if self.row["n"] == 0 else 0)
+        while self.row["n"] == 0 and self.lines > len(Path(self.log).read_text().split("\\n")) - 1:
+            await asyncio.sleep(0.01)
         if self.log:
             with open(self.log, "a") as file:
                 file.write(f"{self.row['n']} {text}\\n")
@@ -209,7 +210,8 @@ def episodes(*texts: str, samples=(0, 1, 2, 3)) -> list[Episode]:
 @pytest.mark.parametrize("processes", [1, 3])
 def test_answers_come_in_the_order_of_the_samples_whichever_is_first(start, tmp_path, processes):
     log = tmp_path / "log"
-    process = start("Room", processes, first_s=0.4, log=str(log))
+    log.touch()
+    process = start("Room", processes, lines=3, log=str(log))
     assert process.answers(episodes("a")) == [Answer(f"a:1:{100 + n}", n / 2, False) for n in range(4)]
     assert log.read_text().split("\n")[3] == "0 a", "the first sample was answered last"
     found = process.answers(episodes("a", "end", samples=(0, 2)))

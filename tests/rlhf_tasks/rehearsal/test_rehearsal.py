@@ -230,6 +230,7 @@ def test_fewer_snapshots_repeat_more_work_after_a_fault():
     assert len(tenth.story.commits) == 2
 
 
+@pytest.mark.slow
 def test_quiet_times_are_counted_as_they_would_have_been_rehearsed():
     faults = [
         RankFault(kind="kill", at_s=4_000, rank=2),
