@@ -34,9 +34,10 @@ demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Pref
 	$(BIN)/prefect-rlhf demo
 
 # In `test`: a shell's background command ignores SIGINT, which tests send to what they start.
-test: $(STAMP)  ## the default suite: what starts servers and clusters, and beside it the rest
-	log=$$(mktemp); env --default-signal=INT $(BIN)/python -m pytest --durations 25 -m "$(DEFAULT) and not cluster" >"$$log" 2>&1 & rest=$$!; \
+test: $(STAMP)  ## the default suite in two halves: what starts servers and clusters, then the planner's; beside it the rest
+	log=$$(mktemp); env --default-signal=INT $(BIN)/python -m pytest --durations 25 -m "$(DEFAULT) and not cluster" --ignore tests/planner >"$$log" 2>&1 & rest=$$!; \
 	$(BIN)/python -m pytest --durations 25 -m "$(DEFAULT) and cluster"; failed=$$?; \
+	$(BIN)/python -m pytest --durations 10 -m "$(DEFAULT)" tests/planner || failed=1; \
 	wait $$rest || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 
 test-whole: $(STAMP)  ## the product from end to end: a deployment, a killed run, the demo with few iterations

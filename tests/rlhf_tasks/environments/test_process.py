@@ -252,7 +252,7 @@ def test_environments_that_no_turn_comes_to_any_more_are_let_go_as_a_new_batch_b
 
 
 SENTENCES = {
-    "raises": ("step raised KeyError: 'no such door' at {file}:36.", 1),
+    "raises": ("step raised KeyError: 'no such door' at {file}:37.", 1),
     "leaves": ("step ended its process with exit status 3.", 1),
     "none": ("step returned None. Return (observation, reward, done).", 1),
     "two": ("step returned ('on', 1.0). Return (observation, reward, done).", 1),
