@@ -1,13 +1,17 @@
 """Measures what commits cost: how fast a rank's part is written, and a run of large state that is killed and resumed.
 
     python -m bench.checkpoint [--parameters 1e9] [--repeats 3] [--folder DIR]
+    python -m bench.checkpoint --copy [--parameters 1e8] [--repeats 3]
     python -m bench.checkpoint --run [--parameters 1e8] [--ranks 1] [--folder DIR]
 
 The first writes the part of one rank that trains so many parameters: float32 master weights and two moments, 12 bytes
 each, hashed, synced and read back. Beside it, in turns, stands a plain write of the same bytes with one fsync. The
 tensors share 256 MiB of memory, so 1e9 parameters are 12 GB on the disk and not in memory.
 
-The second fine-tunes a model of this size for four iterations with a commit each, is killed with SIGKILL in the third
+The second copies such a state from a GPU to host memory, which is all that training waits for: to memory that torch
+allocates each time, to pinned memory for the first time, and to the same again.
+
+The third fine-tunes a model of this size for four iterations with a commit each, is killed with SIGKILL in the third
 while a commit is written, and goes on by its command. Its last commit is compared with that of an undisturbed run,
 byte by byte. It needs about 40 bytes of memory for each parameter. Prints one JSON line per row.
 """
@@ -31,6 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from flows.demo.data import byte_tokenizer
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import verify
+from rlhf_tasks.parallel.comm.copier import host_copies
 from rlhf_tasks.parallel.state.files import write_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.system.failpoints import VARIABLE
@@ -93,6 +98,33 @@ def measure_writing(parameters: int, repeats: int, folder: Path) -> None:
         "of_plain_each": [round(a[0] / b[0], 3) for a, b in zip(*taken.values(), strict=True)],
     }
     print(json.dumps(row), flush=True)
+
+
+def measure_copying(parameters: int, repeats: int) -> None:
+    """Print what it takes to copy a state of this size from a GPU, in three ways."""
+    sizes = [min(WIDTH * WIDTH, parameters - start) for start in range(0, parameters, WIDTH * WIDTH)]
+    state = [torch.randn(size, device="cuda") for size in sizes for _ in range(3)]
+    kept: list[torch.Tensor] = []
+
+    def again() -> list[torch.Tensor]:
+        return host_copies(state, kept)
+
+    seconds: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        for name, copy in (
+            ("plain", lambda: [one.to("cpu", copy=True) for one in state]),
+            ("pinned", lambda: host_copies(state)),
+            ("again", again),
+        ):
+            began_s = time.perf_counter()
+            copies = copy()
+            seconds.setdefault(name, []).append(time.perf_counter() - began_s)
+            kept = kept or (copies if name == "pinned" else [])
+            assert all(torch.equal(one.cpu(), there) for one, there in zip(state, copies, strict=True))
+    n_bytes = sum(one.nbytes for one in state)
+    medians = {name: round(statistics.median(taken), 3) for name, taken in seconds.items()}
+    print(json.dumps({"bytes": n_bytes, "device": torch.cuda.get_device_name(0), "seconds": medians}))
 
 
 def write_model(folder: Path, parameters: int) -> int:
@@ -188,12 +220,15 @@ def main() -> None:
     )
     parser.add_argument("--parameters", type=float, default=None)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--copy", action="store_true")
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        if given.run:
+        if given.copy:
+            measure_copying(int(given.parameters or 1e8), given.repeats)
+        elif given.run:
             measure_run(int(given.parameters or 1e8), given.ranks, Path(folder))
         else:
             measure_writing(int(given.parameters or 1e9), given.repeats, Path(folder))

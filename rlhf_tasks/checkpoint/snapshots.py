@@ -1,10 +1,13 @@
 """A rank's part in checkpoints: copies a role's state to host memory, writes it in the background, restores it."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
 from rlhf_tasks.checkpoint.drawn_samples import IterationMetrics, packed_bytes
@@ -17,6 +20,7 @@ from rlhf_tasks.checkpoint.manifest import (
     read_manifest,
 )
 from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.comm.copier import host_copies
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.state.files import (
@@ -62,18 +66,19 @@ class SnapshotWriter:
         self._on_saved = on_saved
         self._moved = moved
         self._given_up = Event()
+        self._written: dict[str, list[list[Tensor]]] = defaultdict(list)  # role -> pinned copies, free again
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
     def save(self, role: str, engine: ChangingRole, step: int) -> None:
         """Copy a role's state to host memory and write the copy in the background.
 
-        The caller waits only for the copy. Saves are written in the order of the calls.
+        The caller waits only for the copy. Saves are written in the order of the calls. Pinned copies are kept and
+        used again; others are freed when they are written.
         """
         assert engine.master is not None, f"role {role!r} does not change here: there is nothing to save"
-        shards = [
-            shard._replace(tensor=shard.tensor.detach().to("cpu", copy=True))
-            for shard in engine.master.shard_state()
-        ]
+        state, free = list(engine.master.shard_state()), self._written[role]
+        copies = host_copies([shard.tensor for shard in state], free.pop() if free else ())
+        shards = [shard._replace(tensor=copy) for shard, copy in zip(state, copies, strict=True)]
         record = RoleRecord(
             version=engine.version,
             optimizer_step=engine.master.step,
@@ -87,7 +92,11 @@ class SnapshotWriter:
         reach(Point.SAVE)
 
         def write() -> Written:
-            return write_shards(path, rank, shards, self._moved, self._given_up)
+            try:
+                return write_shards(path, rank, shards, self._moved, self._given_up)
+            finally:
+                if any(copy.is_pinned() for copy in copies):
+                    free.append(copies)
 
         self._in_background(write, path, role, copied, state_size_bytes(shards), step)
 

@@ -6,7 +6,8 @@ and a background thread copies, so that order and waits are the same.
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -51,7 +52,52 @@ def copier(device: torch.device) -> Copier:
 
 def host_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[elements] zeros in host memory, pinned where a CUDA device copies from it and to it."""
-    return torch.zeros(elements, dtype=dtype, pin_memory=device.type == "cuda")
+    if device.type != "cuda" or not elements:
+        return torch.zeros(elements, dtype=dtype)
+    return torch.frombuffer(_PinnedPages(elements * dtype.itemsize), dtype=dtype, count=elements)
+
+
+def host_copies(values: Sequence[Tensor], into: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Complete copies in host memory, same shapes and dtypes, pinned where the values are on a CUDA device.
+
+    into  results of an earlier call for the same shapes, dtypes and devices, to be used again: pinning takes longer
+          than copying
+    """
+    copies = [
+        host_zeros(one.numel(), one.dtype, one.device).view(one.shape)
+        if one.is_cuda
+        else torch.empty_like(one)
+        for one in (() if into else values)
+    ] or list(into)
+    for copy, one in zip(copies, values, strict=True):
+        copy.copy_(one.detach(), non_blocking=True)
+    if any(one.is_cuda for one in values):
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+class _PinnedPages(mmap):
+    """Zeros that a CUDA device copies from and to. Their size is exact: torch pins the next power of two of bytes."""
+
+    _address: int
+
+    def __new__(cls, size_bytes: int) -> Self:
+        pages = super().__new__(cls, -1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS)
+        pages.madvise(
+            MADV_DONTFORK
+        )  # written after a fork, a page would move away from where the device looks
+        pages._address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(_cuda().cudaHostRegister(pages._address, size_bytes, 0))
+        return pages
+
+    def __del__(self) -> None:
+        torch.cuda.synchronize()  # a copy from here may be under way
+        torch.cuda.check_error(_cuda().cudaHostUnregister(self._address))
+
+
+def _cuda() -> Any:
+    """CUDA's runtime."""
+    return torch.cuda.cudart()
 
 
 class ThreadCopier:
@@ -92,7 +138,7 @@ class StreamCopier:
 
     def kept(self, parameter: Tensor) -> Tensor:
         """A copy in pinned memory: same shape and dtype."""
-        return torch.empty_like(parameter, device="cpu", pin_memory=True).copy_(parameter)
+        return host_copies([parameter])[0]
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
         """Queue the copies of pairs of the same shape on the stream."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
 from rlhf_tasks.checkpoint.manifest import CheckpointError, PartReport
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
+from rlhf_tasks.parallel.comm import copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.state import files
@@ -199,6 +201,29 @@ def written_part(folder: Path, role: Role) -> PartReport:
 def commit_part(folder: Path, part: PartReport) -> None:
     order = WriteCommit(3, (), {"save": {0: part.model_dump(mode="json")}}, 24, {"actor": 7}, plan())
     RunSnapshots(Spec(str(folder))).commit(order, {})
+
+
+@pytest.mark.gpu
+def test_commits_of_a_gpus_state_use_the_same_pinned_copies_again(tmp_path, monkeypatch):
+    role, told, pinned, real = small_role(), Queue(), [], copier._PinnedPages
+    role.master.state = [s._replace(tensor=s.tensor.cuda()) for s in role.master.state]  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        copier, "_PinnedPages", lambda size_bytes: pinned.append(size_bytes) or real(size_bytes)
+    )
+    writer = SnapshotWriter(generation(tmp_path, 0), told.put)
+    for step in (1, 2, 3):
+        for shard in role.master.shard_state():
+            shard.tensor.fill_(step)
+        writer.save("actor", role, step)
+        for shard in role.master.shard_state():
+            shard.tensor.zero_()
+        assert told.get(timeout=60.0).error == ""
+    writer.close()
+
+    for step in (1, 2, 3):
+        (part,) = unfinished_folder(tmp_path, step, 1).glob("*.safetensors")
+        assert all((tensor == step).all() for tensor in load_file(part).values())
+    assert pinned == [shard.tensor.nbytes for shard in role.master.shard_state()], "once, in exact size"
 
 
 def test_another_model_is_refused_with_the_difference(tmp_path):
