@@ -129,6 +129,7 @@ def checks(groups: ProcessGroups) -> list[Check]:
     found.append(Check("greedy tokens unlike transformers', fp32", _greedy_mismatches(exact, groups), 0))
     found += _train_checks(exact, groups, sequences)
     found.append(_offloaded_elements_unlike_resident(rough, groups, sequences))
+    found += _unlike_when_done_again(rough, groups)
     return found
 
 
@@ -215,6 +216,26 @@ def _offloaded_elements_unlike_resident(
     copies.close()
     unlike = sum(int((mine != theirs).sum()) for mine, theirs in zip(*states, strict=True))
     return Check("two steps, offloaded optimizer: elements unlike a resident one's", unlike, 0)
+
+
+def _unlike_when_done_again(model: PreTrainedModel, groups: ProcessGroups) -> list[Check]:
+    """Tokens that are drawn with the same random numbers, and two steps on long sequences, each three times."""
+    prompts, drawn, states = random_tokens([128] * 128, 4096), [], []
+    for _ in range(3):
+        engine = build_engine(model, ParallelStrategy(), groups, torch.bfloat16)
+        params = SamplingParams(max_new_tokens=256)
+        samples = generate(engine, batch_of("prompt_ids", prompts), params, seed=0, iteration=0)
+        assert samples is not None
+        drawn.append(samples["input_ids"].values)
+        work = engine_training(engine, random_tokens([1500] * 8, 4096), micro_batches=2)
+        for _ in range(2):
+            work()
+        assert engine.master is not None
+        states.append(torch.cat([shard.tensor for shard in engine.master.shard_state()]))
+    return [
+        Check(f"{name} unlike when done again", sum(int((one != all_[0]).sum()) for one in all_[1:]), 0)
+        for name, all_ in (("generation, bf16: tokens", drawn), ("training, bf16: elements", states))
+    ]
 
 
 # Work to time

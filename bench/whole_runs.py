@@ -1,17 +1,18 @@
 """Whole PPO runs by the command line on this machine's devices: planned beside measured, a killed rank, offloading.
 
-    python -m bench.whole_runs [--size tiny|110m|1b] [--rows killed offload] [--iterations 6] [--folder DIR]
+    python -m bench.whole_runs [--size tiny|110m|1b] [--rows again killed offload] [--iterations 6] [--folder DIR]
                                [--out FILE]
 
 The models are Llamas with random weights, which answer every prompt at full length. Their profile is measured first
 (`prefect-rlhf profile`), and `plan: auto` chooses the plan of the first row, which the others follow:
 
     planned   undisturbed, always run: seconds and bytes of each call, planned and measured
+    again     the same once more
     killed    SIGKILL to rank 0 when it has trained in the third iteration; the run replaces it and goes on
     offload   the optimizers' state is kept in host memory
 
-The last commits of `killed` and `offload` are compared with that of `planned`, byte by byte. Prints one JSON line per
-row. Exit status 1 when a commit differs.
+The last commits of the others are compared with that of `planned`, byte by byte; `unlike` lists the metrics of the
+first iteration in which any differ. Prints one JSON line per row. Exit status 1 when a commit differs.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from flows.demo.data import byte_tokenizer
 from rlhf_tasks.checkpoint.commits import step_folder
+from rlhf_tasks.checkpoint.journals import METRICS
 from rlhf_tasks.checkpoint.manifest import verify
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 from rlhf_tasks.system.failpoints import VARIABLE
@@ -68,7 +70,9 @@ SIZES = {
     "110m": Size(_llama(768, 12, 12, 12, 2048, 32000), 128, 128, 128),
     "1b": Size(_llama(2048, 16, 32, 8, 8192, 128256), 128, 128, 256),
 }
-ROWS = ("killed", "offload")
+ROWS = ("again", "killed", "offload")
+SAVES = ("time/save_actor", "time/save_critic")
+TIMED = ("time/", "throughput/", "mfu")  # how metrics begin that no two runs have alike
 COMMIT_EVERY = 2  # iterations
 KILLED = "trained:kill@rank0@iter2@gen0"
 REWARD = (
@@ -148,25 +152,41 @@ def run(folder: Path, name: str, document: dict[str, Any], failpoint: str = "") 
     seconds = command(folder, name, "run", "ppo", "--config", str(file), failpoint=failpoint)
     summary = json.loads((found / "summary.json").read_text())
     files = verify(step_folder(found, document["total_iterations"])).files
+    metrics = [json.loads(line) for line in (found / METRICS).read_text().splitlines()]
     plan = ExecutionPlan.model_validate_json((found / "plan.json").read_text())
     shutil.rmtree(found)
     return {
         "row": name,
         "seconds": round(seconds, 1),
         "seconds_per_iteration": summary["seconds_per_iteration"],
+        "waits_for_copies_s": [round(sum(row[name] for name in SAVES if name in row), 3) for row in metrics],
         "commit_bytes": sum(stored.size_bytes for stored in files),
         **{
             key: summary["planned_and_measured"][key]
             for key in ("iteration", "calls", "call_memory_bytes", "peak_memory_bytes")
         },
         "files": sorted((stored.size_bytes, stored.sha256) for stored in files),
+        "metrics": metrics,
         "plan": plan,
     }
 
 
+def unlike(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics, times and rates aside, that differ in the first iteration in which any do: name -> both values."""
+    for row, other in zip(rows, others, strict=True):
+        found = {
+            name: (row.get(name), other.get(name))
+            for name in sorted(row.keys() | other.keys())
+            if not name.startswith(TIMED) and row.get(name) != other.get(name)
+        }
+        if found:
+            return {"iteration": row["iteration"], **found}
+    return {}
+
+
 def tell(row: Mapping[str, Any], out: Path | None) -> None:
     """Print a row, and append it to a file."""
-    line = json.dumps({key: value for key, value in row.items() if key not in ("files", "plan")})
+    line = json.dumps({key: value for key, value in row.items() if key not in ("files", "metrics", "plan")})
     print(line, flush=True)
     if out is not None:
         with out.open("a") as file:
@@ -199,6 +219,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> bool:
         changed = {**document, "plan": choices[name == "offload"]}
         row = run(folder, name, changed, KILLED if name == "killed" else "")
         row["same_bytes"] = row["files"] == planned["files"]
+        row["unlike"] = unlike(row["metrics"], planned["metrics"])
         equal = equal and row["same_bytes"]
         tell(row, arguments.out)
     return equal

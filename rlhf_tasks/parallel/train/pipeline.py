@@ -6,11 +6,13 @@ neighbours are posted in pairs, so the schedules cannot deadlock where a send wa
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import deterministic
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
@@ -88,7 +90,8 @@ class Pipeline:
 
         def backward(gradient: Tensor | None) -> Tensor | None:
             x, y = alive.popleft()
-            torch.autograd.backward(y, gradient)
+            with sums_in_order(self._device):
+                torch.autograd.backward(y, gradient)
             end_pass()
             return None if x is None else x.grad
 
@@ -125,6 +128,25 @@ class Pipeline:
         if receive is not None:
             operations.append(dist.P2POp(dist.irecv, receive, peer, self._group))
         return dist.batch_isend_irecv(operations)
+
+
+@contextmanager
+def sums_in_order(device: torch.device) -> Iterator[None]:
+    """Inside, CUDA kernels sum in a fixed order, so that a training step that is done again has the same bits.
+
+    Without it, flash attention's backward pass adds to the gradient of the queries in any order: on an H100, steps with
+    sequences of 1,500 tokens had other bits each time. An operation for which torch has no fixed order raises
+    RuntimeError, which names it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    deterministic.fill_uninitialized_memory = False  # what kernels overwrite need not be filled first
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

@@ -8,7 +8,9 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.train.pipeline import Pipeline
+from rlhf_tasks.parallel.model.attention import packed_attention
+from rlhf_tasks.parallel.train.pipeline import Pipeline, sums_in_order
+from tests.tiny_models import packed
 
 HIDDEN = 5
 LAYERS = 4
@@ -83,3 +85,42 @@ def test_scores_and_gradients_equal_one_process(ranks, order: tuple[int, ...], c
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for stage, _, _, most_alive in results:
         assert most_alive == min(count, len(order) - stage)
+
+
+def test_cuda_kernels_sum_in_order_during_backward_passes_only():
+    seen = []
+    for kind in ("cuda", "cpu"):
+        with sums_in_order(torch.device(kind)):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+        seen.append(torch.are_deterministic_algorithms_enabled())
+    assert seen == [True, False, False, False]
+    with pytest.raises(KeyError), sums_in_order(torch.device("cuda")):
+        raise KeyError
+    assert not torch.are_deterministic_algorithms_enabled(), "also after an error"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_on_a_gpu_have_the_same_bits_every_time(dtype):
+    """Long sequences: several blocks of keys add to the gradient of one block of queries."""
+    cuda = torch.device("cuda")
+    groups = type("Groups", (), {"rank": 0, "device": cuda, "__getitem__": lambda *_: None})()
+    pipeline = Pipeline(Placement((0,), ParallelStrategy()), groups, HIDDEN, dtype)  # type: ignore[arg-type]
+    micro = packed([torch.arange(1500) % 7 for _ in range(4)])
+    on_gpu = (x.to(cuda) for x in (micro.input_ids, micro.cu_seqlens, micro.position_ids))
+    micro = MicroBatch(*on_gpu, micro.ids, micro.lengths, {})
+    module, found = nn.Module(), []
+    module.kv_index = None
+    for _ in range(4):
+        torch.manual_seed(0)
+        tables = [torch.randn(7, 2 * 64, device=cuda, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+        def run(x: Tensor, micro: MicroBatch, tables=tables) -> Tensor:
+            heads = [table[x].unflatten(-1, (2, 64)).transpose(0, 1)[None] for table in tables]
+            output, _ = packed_attention(module, *heads, None, scaling=0.3, micro=micro)
+            return output.float().square().sum()
+
+        pipeline.forward_backward([micro], run)
+        found.append([table.grad for table in tables])
+    for again in found[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(again, found[0], strict=True))
