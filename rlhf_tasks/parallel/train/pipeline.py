@@ -135,8 +135,8 @@ def sums_in_order(device: torch.device) -> Iterator[None]:
     """Inside, CUDA kernels sum in a fixed order, so that a training step that is done again has the same bits.
 
     Without it, flash attention's backward pass adds to the gradient of the queries in any order: on an H100, steps on
-    sequences of 1,500 tokens had other bits each time. An operation that torch cannot order raises RuntimeError, which
-    names it.
+    sequences of 1,500 tokens had other bits each time. An operation that torch cannot order raises RuntimeError and
+    names itself.
     """
     if device.type != "cuda":
         yield
