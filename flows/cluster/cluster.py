@@ -22,7 +22,9 @@ from typing import Any, cast
 import dask
 from distributed import Client, Nanny, Scheduler, Security, SpecCluster
 from distributed.core import Status
+from distributed.utils import get_mp_context
 
+from flows.cluster import forks
 from flows.cluster.checks import (
     address_of,
     refuse_exposed,
@@ -32,7 +34,7 @@ from flows.cluster.checks import (
     refuse_unsafe,
 )
 from flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
-from flows.cluster.this_machine import THREADS, threads_environment
+from flows.cluster.this_machine import THREADS
 from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
 from planner.pricing.devices import DeviceProfile
 from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
@@ -57,7 +59,7 @@ SETTINGS = {
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
 }
-UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
+START = "distributed.worker.multiprocessing-method"
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
 NANNIES_EVERY_S = 2.0
@@ -105,8 +107,11 @@ def local_cluster(
         nannies.append(Nanny(*arguments, **options))
         return nannies[-1]
 
-    inherited = {**UNTOLD, **threads_environment(n_ranks, os.environ)}
-    with _environment(inherited), _own_keys(folder) as keys, dask.config.set({**SETTINGS, **keys}):
+    variables = forks.inherited(n_ranks)
+    settings = {**SETTINGS, START: "spawn" if gpus else "forkserver"}
+    with forks.environment(variables), _own_keys(folder) as keys, dask.config.set({**settings, **keys}):
+        get_mp_context()  # the first call names other modules
+        forks.name_modules()
         security = Security(require_encryption=True)
         encrypted = {"protocol": "tls", "security": security}
         options = {"host": "127.0.0.1", "port": 0, **encrypted, **NO_DASHBOARD}
@@ -119,7 +124,7 @@ def local_cluster(
                 silence_logs=cast(bool, logging.ERROR),
             )
         try:
-            cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, encrypted, nanny))
+            cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, encrypted, variables, nanny))
             _wait_up(cluster, n_ranks, deadline_s)
             with _nannies_replaced(cluster), Client(cluster, set_as_default=False) as client:
                 yield form_cluster(client, n_ranks, deadline_s)
@@ -150,9 +155,17 @@ def _own_keys(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _worker_spec(
-    n_ranks: int, gpus: Sequence[str], folder: Path, encrypted: Mapping[str, Any], nanny: Callable[..., Nanny]
+    n_ranks: int,
+    gpus: Sequence[str],
+    folder: Path,
+    encrypted: Mapping[str, Any],
+    variables: Mapping[str, str],
+    nanny: Callable[..., Nanny],
 ) -> dict[str, dict[str, Any]]:
-    """The workers for `SpecCluster`: `n_ranks` ranks with a device each, and the controller without one."""
+    """The workers for `SpecCluster`: `n_ranks` ranks with a device each, and the controller without one.
+
+    variables  environment variables of all: the fork server has those of this process's first cluster
+    """
     common = {
         "host": "127.0.0.1",
         "memory_limit": 0,
@@ -163,7 +176,8 @@ def _worker_spec(
     }
 
     def worker(nthreads: int, resource: str, **environment: str) -> dict[str, Any]:
-        options = {**common, "nthreads": nthreads, "resources": {resource: 1}, "env": environment}
+        own = {**variables, **environment}
+        options = {**common, "nthreads": nthreads, "resources": {resource: 1}, "env": own}
         return {"cls": nanny, "options": options}
 
     rank_environment = {} if gpus else {"GLOO_SOCKET_IFNAME": "lo"}
@@ -244,25 +258,6 @@ def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:
         cluster.close()
     finally:
         overdue.cancel()
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that worker processes inherit from this one, now and when a nanny restarts one.
-
-    A nanny's own `env` is applied too late: a spawned process first imports its parent's main module, and if that
-    imports Prefect, Prefect has already read its settings.
-    """
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

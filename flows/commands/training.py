@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from flows.cluster.forks import begin_to_load_for
 from flows.commands.numbers import whole_seed
 from flows.commands.plans import show_warnings
 from flows.demo.data import DATA, refuse_without_task
@@ -94,6 +95,7 @@ def run(
         show_warnings([f"accepted: {change}" for change in run_identity.accept_changes(folder, prepared)])
     elif folder is not None:
         run_identity.refuse_changes(folder, prepared)
+    begin_to_load_for(prepared.config.cluster)
     # Prefect takes seconds to import, so a faulty configuration is refused before that. The run folder is made after
     # it, when Ctrl-C already says how to resume.
     with phase("Prefect"):

@@ -16,6 +16,7 @@ import yaml
 from prefect import Flow
 
 from flows.cluster.cluster import local_cluster
+from flows.cluster.forks import begin_to_load
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.demo.data import (
@@ -88,6 +89,7 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
     refuse_without_task(place / DATA)
     place.mkdir(parents=True, exist_ok=True)
     seed = settle_seed(place, seed)
+    begin_to_load(RANKS)
     with (
         ending_in_time(asyncio.current_task()),
         prefect_server(place),

@@ -16,6 +16,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, State
 
 from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
+from flows.cluster.forks import begin_to_load_for, in_fork
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time, patient
 from flows.cluster.this_machine import gpus_here
@@ -46,6 +47,7 @@ from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.reading import read_json, reading
 
+EXPORT = "rlhf_tasks.rank.export:export_commit"
 RESTARTS = "restarts.json"
 
 
@@ -93,6 +95,7 @@ async def carry_out(
             started_again=begun > 1
         )  # at once: whatever ends the process from here on counts
         prepared, expected = made or _prepared(config, place)
+        begin_to_load_for(config.cluster)
         with prefect_server(place):
             keep_identity(place, prepared)
             prepared.keep_rows(place)
@@ -372,10 +375,8 @@ def _exported_step(folder: Path) -> int | None:
 
 def _export(commit: Path, prepared: Prepared, role: str, model: Path) -> None:
     """Write the trained model. Raises RunFailed, with bytes needed and free, when the disk is full."""
-    from rlhf_tasks.rank.export import export_commit  # torch, which a flow process needs for nothing else
-
     try:
-        export_commit(commit, prepared.config, role, model)
+        in_fork(EXPORT, commit, prepared.config, role, model)
     except Exception as error:  # safetensors has an error of its own
         full = full_disk(error, model.parent, prepared.disk.export_bytes)
         if full is None:

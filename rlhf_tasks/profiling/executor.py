@@ -24,10 +24,12 @@ from rlhf_tasks.rank.role_engines import DTYPES
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.memory import give_back, process_bytes
+from rlhf_tasks.system.threads import take_stated_threads
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "ProfileExecutor":
     """The factory for the engine host; see docs/interfaces.md."""
+    take_stated_threads()
     return ProfileExecutor(rank)
 
 

@@ -14,10 +14,12 @@ from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak, told_when_out
+from rlhf_tasks.system.threads import take_stated_threads
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "NodeExecutor":
     """The `ExecutorFactory` of a run's ranks; see docs/interfaces.md."""
+    take_stated_threads()
     return NodeExecutor(rank, on_saved)
 
 

@@ -10,7 +10,6 @@ Torch-free: the flows import this module; a worker loads what it needs in `setup
 
 import atexit
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -66,12 +65,11 @@ class ProcessPlugin(WorkerPlugin):
 def end_with_nanny() -> None:
     """Make the kernel end this worker with its nanny. Dask's own thread for that cannot run in a stopped worker.
 
-    The kernel watches the nanny's thread that started this process, which lives as long as the process does
-    (distributed.process.AsyncProcess). A child of a fork server has another parent, and keeps only Dask's thread.
+    The kernel watches the thread that started this process: the nanny's, which lives as long as the process does
+    (distributed.process.AsyncProcess), or that of the fork server, which ends with the nanny's process. Where both
+    have ended before, Dask's thread ends this worker.
     """
-    starter, parent = multiprocessing.parent_process(), os.getppid()
-    if starter is not None and starter.pid == parent:
-        die_with_parent(parent)
+    die_with_parent(os.getppid())
 
 
 def is_news(record: logging.LogRecord) -> bool:

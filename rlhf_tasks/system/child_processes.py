@@ -35,6 +35,11 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def live_without_parent() -> None:
+    """Take `die_with_parent` back."""
+    _prctl(PR_SET_PDEATHSIG, 0)
+
+
 def keep(function: str) -> None:
     """Fork a process that calls `module:function`, and keep it until it ends or standard input is closed.
 

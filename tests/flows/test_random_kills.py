@@ -23,7 +23,7 @@ ITERATIONS = 40
 KILLS = 5
 BETWEEN = (1, 5)  # commits from one kill to the next
 WITHIN_S = 1.5  # more or less an iteration
-KINDS = {"server_process": "server", "flows.cli": "flow", "spawn_main": "worker", "reward": "helper"}
+KINDS = {"server_process": "server", "flows.cli": "flow", "forkserver": "worker", "reward": "helper"}
 
 
 @pytest.fixture(scope="module")

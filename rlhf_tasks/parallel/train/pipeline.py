@@ -141,7 +141,8 @@ def sums_in_order(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    deterministic.fill_uninitialized_memory = False  # what kernels overwrite need not be filled first
+    # What kernels overwrite need not be filled first.
+    deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.use_deterministic_algorithms(True)
     try:
         yield

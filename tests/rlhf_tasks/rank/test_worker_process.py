@@ -11,6 +11,7 @@ import pytest
 from distributed import Scheduler, Worker
 from distributed.comm import CommClosedError
 
+from flows.cluster.forks import begin_to_load
 from rlhf_tasks.rank import worker_process
 from rlhf_tasks.rank.worker_process import CLASSES, ProcessPlugin, end_with_nanny
 
@@ -18,6 +19,7 @@ from rlhf_tasks.rank.worker_process import CLASSES, ProcessPlugin, end_with_nann
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_lives_however_its_nanny_starts_processes(method):
     """Of a fork server the starter is not the parent."""
+    begin_to_load(1)  # else the session would keep a fork server that has loaded nothing
     process = multiprocessing.get_context(method).Process(target=end_with_nanny)
     process.start()
     process.join(60)

@@ -1,0 +1,86 @@
+"""The fork server: a process that loads torch and our modules once, and whose forks begin at once with all of it.
+
+Ranks on CPUs, the controller beside them, and exports are its forks. It ends with this process. Loads nothing itself.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from pkgutil import resolve_name
+from typing import Any
+
+from flows.cluster.shutdown import deaf_to_ctrl_c
+from flows.cluster.this_machine import gpus_here, threads_environment
+from rlhf_tasks.config.cluster import ClusterConfig
+from rlhf_tasks.system.child_processes import die_with_parent
+
+LOADED = "rlhf_tasks.controller.fork_server"
+UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
+
+
+def begin_to_load_for(cluster: ClusterConfig) -> None:
+    """Start the fork server, if there is none and the cluster's ranks will be its forks; returns at once."""
+    if cluster.address is None and not gpus_here():
+        begin_to_load(cluster.n_devices)
+
+
+def begin_to_load(n_ranks: int) -> None:
+    """Start the fork server, if there is none; returns at once.
+
+    n_ranks  that will share this machine's cores
+    """
+    with environment(inherited(n_ranks)), deaf_to_ctrl_c():
+        name_modules()
+        forkserver.ensure_running()
+
+
+def inherited(n_ranks: int) -> dict[str, str]:
+    """The environment variables of `n_ranks` ranks on this machine and of their controller."""
+    return {**UNTOLD, **threads_environment(n_ranks, os.environ)}
+
+
+def name_modules() -> None:
+    """Say what a fork server loads that is started from now on."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([LOADED])
+
+
+def in_fork(function: str, *arguments: Any) -> Any:
+    """Call `module:function` in a fork, and return what it returns, or raise what it raises: all must be picklable.
+
+    The fork ends with the fork server.
+    """
+    begin_to_load(1)
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_fork_server) as pool:
+        return pool.submit(_call, function, *arguments).result()
+
+
+def _call(function: str, *arguments: Any) -> Any:
+    return resolve_name(function)(*arguments)
+
+
+def end_with_fork_server() -> None:
+    """Make the kernel end this fork with its fork server."""
+    die_with_parent(os.getppid())
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables that processes inherit from this one.
+
+    A nanny's own `env` is applied too late: a spawned process first imports its parent's main module, and if that
+    imports Prefect, Prefect has already read its settings.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
