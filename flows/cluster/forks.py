@@ -15,7 +15,7 @@ from typing import Any
 from flows.cluster.shutdown import deaf_to_ctrl_c
 from flows.cluster.this_machine import gpus_here, threads_environment
 from rlhf_tasks.config.cluster import ClusterConfig
-from rlhf_tasks.system.child_processes import die_with_parent
+from rlhf_tasks.system.child_processes import end_with_starter
 
 LOADED = "rlhf_tasks.controller.fork_server"
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
@@ -54,17 +54,12 @@ def in_fork(function: str, *arguments: Any) -> Any:
     """
     begin_to_load(1)
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_fork_server) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_starter) as pool:
         return pool.submit(_call, function, *arguments).result()
 
 
 def _call(function: str, *arguments: Any) -> Any:
     return resolve_name(function)(*arguments)
-
-
-def end_with_fork_server() -> None:
-    """Make the kernel end this fork with its fork server."""
-    die_with_parent(os.getppid())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from distributed import Worker
 from distributed.comm import CommClosedError
 from distributed.diagnostics.plugin import WorkerPlugin
 
-from rlhf_tasks.system.child_processes import die_with_parent
+from rlhf_tasks.system.child_processes import end_with_starter
 
 CONTROLLER_RESOURCE = "controller"
 RANK_RESOURCES = ("GPU", "slot")
@@ -69,7 +69,7 @@ def end_with_nanny() -> None:
     (distributed.process.AsyncProcess), or that of the fork server, which ends with the nanny's process. Where both
     have ended before, Dask's thread ends this worker.
     """
-    die_with_parent(os.getppid())
+    end_with_starter()
 
 
 def is_news(record: logging.LogRecord) -> bool:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 STDIN = 0
@@ -38,6 +38,21 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 def live_without_parent() -> None:
     """Take `die_with_parent` back."""
     _prctl(PR_SET_PDEATHSIG, 0)
+
+
+def end_with_starter() -> None:
+    """Make the kernel end this process of multiprocessing's with the one that has started it, or with the fork server.
+
+    A fork holds the pipe by which its fork server sees that their starter has ended. It lets go of it here: else the
+    server would live as long as its forks do.
+    """
+    from multiprocessing import forkserver  # here, since a keeper needs little memory
+
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    die_with_parent(os.getppid())
 
 
 def keep(function: str) -> None:
