@@ -41,7 +41,7 @@ def live_without_parent() -> None:
 
 
 def end_with_starter() -> None:
-    """Make the kernel end this process of multiprocessing's with the one that has started it, or with the fork server.
+    """Make the kernel end this process of multiprocessing's with the one that started it, or with the fork server.
 
     A fork holds the pipe by which its fork server sees that their starter has ended. It lets go of it here: else the
     server would live as long as its forks do.
