@@ -47,7 +47,7 @@ from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.reading import read_json, reading
 
-EXPORT = "rlhf_tasks.rank.export:export_commit"
+EXPORT = "rlhf_tasks.rank.export:export_written"
 RESTARTS = "restarts.json"
 
 
@@ -376,7 +376,7 @@ def _exported_step(folder: Path) -> int | None:
 def _export(commit: Path, prepared: Prepared, role: str, model: Path) -> None:
     """Write the trained model. Raises RunFailed, with bytes needed and free, when the disk is full."""
     try:
-        in_fork(EXPORT, commit, prepared.config, role, model)
+        in_fork(EXPORT, commit, prepared.config.model_dump(mode="json"), role, model)
     except Exception as error:  # safetensors has an error of its own
         full = full_disk(error, model.parent, prepared.disk.export_bytes)
         if full is None:

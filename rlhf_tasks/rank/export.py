@@ -1,12 +1,13 @@
 """Exports a trained role of a commit to a Hugging Face folder, one parameter at a time, in one process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import RunConfig
+from rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, RoleRecord, verify
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -45,6 +46,11 @@ def export_commit(
     for name, whole in arriving:
         writer.add(name, whole.to(dtype))
     writer.close()
+
+
+def export_written(commit: Path, document: Mapping[str, Any], role: str, folder: Path) -> None:
+    """`export_commit` in another process: the configuration comes as the document that it is written down as."""
+    export_commit(commit, make_config(document), role, folder)
 
 
 def _masters(

@@ -20,6 +20,7 @@ from flows.cluster.this_machine import threads_environment
 from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
 from flows.run.training import run_training
 from rlhf_tasks.spec import SaveNode
+from rlhf_tasks.system.threads import take_stated_threads
 from tests.flows.dask_commands import RANK, SAFE, dask_scheduler, dask_worker
 from tests.rlhf_tasks.plans import call, on, plan_of
 from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
@@ -274,6 +275,7 @@ def threads():
     import torch
 
     assert "MALLOC_TRIM_THRESHOLD_" not in os.environ
+    take_stated_threads()
     return torch.get_num_threads()
 
 
