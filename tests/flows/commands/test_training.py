@@ -37,7 +37,7 @@ def go_on(run_folder: Path, log: Path, *more: str, environment=None) -> dict:
 def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
     command, folder = begin(tmp_path, total_iterations=40)
     with MarkedCommand(tmp_path / "log", *command) as run:
-        run.wait_until(lambda: "iteration 1 of 40" in run.output)
+        run.wait_until(lambda: (newest_step(folder) or 0) >= 1)
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(ENDED_S) == 130, run.output
         assert f"To go on: prefect-rlhf run ppo --resume {folder}" in run.output
