@@ -108,9 +108,9 @@ def local_cluster(
         return nannies[-1]
 
     variables = forks.inherited(n_ranks)
-    settings = {**SETTINGS, START: "spawn" if gpus else "forkserver"}
+    settings = {**SETTINGS, START: "forkserver" if not gpus and forks.begin_to_load(n_ranks) else "spawn"}
     with forks.environment(variables), _own_keys(folder) as keys, dask.config.set({**settings, **keys}):
-        get_mp_context()  # the first call names other modules
+        get_mp_context()  # the first call names other modules, for a server that is started again
         forks.name_modules()
         security = Security(require_encryption=True)
         encrypted = {"protocol": "tls", "security": security}
@@ -164,7 +164,8 @@ def _worker_spec(
 ) -> dict[str, dict[str, Any]]:
     """The workers for `SpecCluster`: `n_ranks` ranks with a device each, and the controller without one.
 
-    variables  environment variables of all: the fork server has those of this process's first cluster
+    variables  environment variables of all. They and this process's own are stated, since the fork server has those
+               that there were when it was started
     """
     common = {
         "host": "127.0.0.1",
@@ -176,7 +177,7 @@ def _worker_spec(
     }
 
     def worker(nthreads: int, resource: str, **environment: str) -> dict[str, Any]:
-        own = {**variables, **environment}
+        own = {**os.environ, **variables, **environment}
         options = {**common, "nthreads": nthreads, "resources": {resource: 1}, "env": own}
         return {"cls": nanny, "options": options}
 
@@ -251,6 +252,7 @@ def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:
             if nanny.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(nanny.pid, signal.SIGKILL)
+        forks.kill_server()  # a nanny may wait for a fork
 
     overdue = threading.Timer(CLOSE_S, kill_workers)
     overdue.start()

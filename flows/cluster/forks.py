@@ -3,11 +3,14 @@
 Ranks on CPUs, the controller beside them, and exports are its forks. It ends with this process. Loads nothing itself.
 """
 
+import logging
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pkgutil import resolve_name
 from typing import Any
@@ -17,6 +20,7 @@ from flows.cluster.this_machine import gpus_here, threads_environment
 from rlhf_tasks.config.cluster import ClusterConfig
 from rlhf_tasks.system.child_processes import end_with_starter
 
+logger = logging.getLogger(__name__)
 LOADED = "rlhf_tasks.controller.fork_server"
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
 
@@ -27,14 +31,30 @@ def begin_to_load_for(cluster: ClusterConfig) -> None:
         begin_to_load(cluster.n_devices)
 
 
-def begin_to_load(n_ranks: int) -> None:
+def begin_to_load(n_ranks: int) -> bool:
     """Start the fork server, if there is none; returns at once.
 
     n_ranks  that will share this machine's cores
+    Returns False where there can be none: the path of its socket, in the folder for temporary files, would be too long.
     """
-    with environment(inherited(n_ranks)), deaf_to_ctrl_c():
+    # The server would look for modules in the working folder first, and this process may not. It drops both again.
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    with environment({**inherited(n_ranks), **path}), deaf_to_ctrl_c():
         name_modules()
-        forkserver.ensure_running()
+        try:
+            forkserver.ensure_running()
+        except OSError as error:
+            logger.warning("ranks load torch one by one: a fork server cannot be started (%s)", error)
+            return False
+    return True
+
+
+def kill_server() -> None:
+    """Kill the fork server, which does not fork. Its forks end; another one starts when it is needed."""
+    pid = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def inherited(n_ranks: int) -> dict[str, str]:
@@ -50,9 +70,10 @@ def name_modules() -> None:
 def in_fork(function: str, *arguments: Any) -> Any:
     """Call `module:function` in a fork, and return what it returns, or raise what it raises: all must be picklable.
 
-    The fork ends with the fork server.
+    The fork ends with the fork server. Where there can be none, this process calls it.
     """
-    begin_to_load(1)
+    if not begin_to_load(1):
+        return _call(function, *arguments)
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_starter) as pool:
         return pool.submit(_call, function, *arguments).result()

@@ -24,7 +24,11 @@ LOADED = (
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 die_with_parent(os.getppid())
-for module in LOADED:
-    import_module(module)
-live_without_parent()  # the thread that has started this process may end
+for name in ("PYTHONPATH", "PYTHONSAFEPATH"):  # which were for this process; a fork is told its environment
+    os.environ.pop(name, None)
+try:
+    for module in LOADED:
+        import_module(module)
+finally:
+    live_without_parent()  # the thread that has started this process may end
 gc.freeze()  # a collection in a fork would write to the memory that it shares

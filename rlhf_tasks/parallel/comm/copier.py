@@ -79,20 +79,22 @@ def host_copies(values: Sequence[Tensor], into: Sequence[Tensor] = ()) -> list[T
 class _PinnedPages(mmap):
     """Zeros that a CUDA device copies from and to. Their size is exact: torch pins the next power of two of bytes."""
 
-    _address: int
+    _address: int | None = None
 
     def __new__(cls, size_bytes: int) -> Self:
         pages = super().__new__(cls, -1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS)
         pages.madvise(
             MADV_DONTFORK
         )  # written after a fork, a page would move away from where the device looks
-        pages._address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        torch.cuda.check_error(_cuda().cudaHostRegister(pages._address, size_bytes, 0))
+        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(_cuda().cudaHostRegister(address, size_bytes, 0))
+        pages._address = address
         return pages
 
     def __del__(self) -> None:
-        torch.cuda.synchronize()  # a copy from here may be under way
-        torch.cuda.check_error(_cuda().cudaHostUnregister(self._address))
+        if self._address is not None:
+            torch.cuda.synchronize()  # a copy from here may be under way
+            torch.cuda.check_error(_cuda().cudaHostUnregister(self._address))
 
 
 def _cuda() -> Any:

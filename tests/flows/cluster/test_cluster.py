@@ -16,6 +16,7 @@ from distributed.comm import CommClosedError
 from prefect import flow
 
 from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
+from flows.cluster.forks import begin_to_load
 from flows.cluster.this_machine import threads_environment
 from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
 from flows.run.training import run_training
@@ -110,6 +111,7 @@ def test_workers_of_our_own_have_nothing_of_prefects_login(cluster, prefect):
 @pytest.mark.cluster
 def test_workers_of_our_own_that_are_not_up_in_time_are_counted_and_ended(tmp_path):
     me = psutil.Process()
+    begin_to_load(2)  # the fork server lives as long as this process
     before = set(me.children(recursive=True))
     with (
         pytest.raises(
