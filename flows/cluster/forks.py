@@ -35,7 +35,7 @@ def begin_to_load(n_ranks: int) -> bool:
     """Start the fork server, if there is none; returns at once.
 
     n_ranks  that will share this machine's cores
-    Returns False where there can be none: the path of its socket, in the folder for temporary files, would be too long.
+    Returns False where there can be none: its socket's path, in the folder for temporary files, would be too long.
     """
     # The server would look for modules in the working folder first, and this process may not. It drops both again.
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
