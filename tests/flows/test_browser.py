@@ -47,7 +47,7 @@ SIZES = """() => {
 HOSTILE = (
     "![x](http://picture.invalid/x.png) <img src=http://picture.invalid/y.png> **b** `c` | pipe\n\n# head"
 )
-PATIENCE_MS = 60_000  # for a page on a busy machine
+PATIENCE_MS = 180_000  # for a page on a busy machine
 
 
 @flow(name="shown", persist_result=False)
@@ -214,7 +214,7 @@ def test_completions_are_text_with_a_column_for_each_reward(visit, addresses, ui
     page = visit(addresses["completions"], AWAITED["completions"])
     heads = ["sample", "score", "length_reward", "vowels", "reward model", "truncated"]
     # Both wait: the page draws its table anew when its data come.
-    expect(page.locator("th")).to_have_text(heads, timeout=60_000)
+    expect(page.locator("th")).to_have_text(heads, timeout=PATIENCE_MS)
     page.wait_for_function(
         "text => document.body.innerText.replaceAll('\\u200b', '').includes(text)", arg=HOSTILE.split("\n")[0]
     )

@@ -87,8 +87,10 @@ def points_of(*iterations: int) -> list[tuple[str, int, float]]:
 
 def children() -> list[psutil.Process]:
     """This process's children, without multiprocessing's own, which an earlier test may have begun."""
-    own = "multiprocessing.resource_tracker"
-    return [one for one in psutil.Process().children() if own not in " ".join(one.cmdline())]
+    own = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+    return [
+        one for one in psutil.Process().children() if not any(name in " ".join(one.cmdline()) for name in own)
+    ]
 
 
 async def until(true: Any) -> None:
