@@ -252,7 +252,9 @@ def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:
             if nanny.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(nanny.pid, signal.SIGKILL)
-        forks.kill_server()  # a nanny may wait for a fork
+        waiting = [nanny.process for nanny in nannies if nanny.process is not None and nanny.pid is None]
+        if any(process.status is Status.starting for process in waiting):
+            forks.kill_server()  # it does not fork; the forks of other clusters of this process end, too
 
     overdue = threading.Timer(CLOSE_S, kill_workers)
     overdue.start()

@@ -83,9 +83,8 @@ class _PinnedPages(mmap):
 
     def __new__(cls, size_bytes: int) -> Self:
         pages = super().__new__(cls, -1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS)
-        pages.madvise(
-            MADV_DONTFORK
-        )  # written after a fork, a page would move away from where the device looks
+        # Written after a fork, a page would move away from where the device looks.
+        pages.madvise(MADV_DONTFORK)
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         torch.cuda.check_error(_cuda().cudaHostRegister(address, size_bytes, 0))
         pages._address = address
