@@ -8,6 +8,7 @@ python rank_process.py SOCKET_FD
 
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -18,9 +19,13 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+import pytest  # noqa: F401
 import torch
 import torch.distributed as dist
+import transformers.models.llama.modeling_llama  # noqa: F401
 
+import rlhf_tasks.algorithms.ppo.functions
+import rlhf_tasks.rank.executor  # noqa: F401
 import tests.tiny_models  # noqa: F401
 from tests import rendezvous
 
@@ -74,6 +79,8 @@ def main() -> None:
     """The nursery: for each port of a store that it is told, with a pipe's descriptor, fork a rank and answer its
     pid. The dead are not waited for: as long as the nursery lives, no pid stands for another process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    gc.collect()
+    gc.freeze()  # a collection in a rank would look at all that is imported, and copy the pages that it shares
     orders = socket.socket(fileno=int(sys.argv[1]))
     while True:
         port, descriptors, _, _ = socket.recv_fds(orders, 64, 1)

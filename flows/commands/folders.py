@@ -8,7 +8,6 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from flows.cluster.server import own_server
-from flows.run.planning import hardware_of, typed
 from flows.run.run_folder import CONFIG, existing_run_folder
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.checkpoint.commits import commit_to_export
@@ -67,6 +66,5 @@ def export(
     chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
     if folder.exists():
         raise ConfigError(f"{folder} already exists. Remove it or name another folder.")
-    config = typed(config, hardware_of(config).classes)
     export_commit(commit.folder, config, chosen, folder, merged or None)
     console.print(f"{chosen} after {commit.step} iterations: {folder}")

@@ -24,7 +24,7 @@ _ALONE = Placement((0,), ParallelStrategy())
 def export_commit(
     commit: Path, config: RunConfig, role: str, folder: Path, merged: bool | None = None
 ) -> None:
-    """Write a trained role of a commit as a Hugging Face folder, in the run's dtype.
+    """Write a trained role of a commit as a Hugging Face folder, in the dtype of the run that committed.
 
     commit  a `step-NNNNNNNN` folder; it is verified first
     config  the run's; it names the model folder whose config, tokenizer and chat template are copied
@@ -35,7 +35,8 @@ def export_commit(
     manifest = verify(commit)
     if role not in manifest.roles:
         raise CheckpointError(f"{commit} has the trained roles {sorted(manifest.roles)}, not {role!r}.")
-    record, source, dtype = manifest.roles[role], Path(config.roles()[role].folder), DTYPES[config.dtype]
+    record, source = manifest.roles[role], Path(config.roles()[role].folder)
+    dtype = DTYPES[manifest.config["dtype"]]  # not the configuration's, which may be `auto`
     trained = Layout(record.shape, record.head, _ALONE, record.lora)
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # of master weights
     arriving = _masters(commit, manifest, role, trained, stored)

@@ -19,7 +19,7 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.system.counter_random import counter_bits
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
-from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, trajectory
+from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
 from tests.rlhf_tasks.test_parts import of_calls
 from tests.tiny_runs import ppo_config, write_model, write_prompts
 
@@ -101,6 +101,7 @@ def responses(run, batch):
     return found
 
 
+@other_plans(PLANS)
 @pytest.mark.parametrize(
     ("staleness", "factory"),
     [
@@ -109,7 +110,7 @@ def responses(run, batch):
         pytest.param(1, MOODY, marks=pytest.mark.slow),
     ],
 )
-def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness, factory):
+def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness, factory, names):
     config: Any = partial(
         ppo_config,
         environment={**PLAYED, "factory": factory},
@@ -123,7 +124,7 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, sta
     if factory == MOODY:
         assert all(0 < seen["reward_inference/skipped_samples"] < 16 for seen in reference)
     assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
-    for name in list(PLANS)[1:]:
+    for name in names:
         found = trajectory(ranks, tmp_path, PLANS[name][0], {**PLANS[name][1], **more}, config)
         assert not differences(reference, found), name
 

@@ -11,7 +11,7 @@ from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.parallel.batch.samples import SampleStore
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
-from tests.rlhf_tasks.test_layout_invariance import ALONE, differences, trajectory
+from tests.rlhf_tasks.test_layout_invariance import ALONE, OWN, differences, other_plans, trajectory
 from tests.rlhf_tasks.test_parts import of_calls
 from tests.tiny_runs import ppo_config, write_model, write_prompts
 
@@ -24,7 +24,7 @@ PLANS = {
         2,
         {call: {"devices": [0 if call == "actor_generate" else 1]} for call in CALLS},
     ),
-    "calls on meshes and strategies of their own": (
+    OWN: (
         4,
         {
             "actor_generate": {"devices": [0, 1], "tp": 2},
@@ -99,8 +99,9 @@ SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop_token_ids": 
 
 
 # Both at once, staleness and segments, are in the default suite of tests/rlhf_tasks/controller/test_in_flight.py.
+@other_plans(PLANS)
 @pytest.mark.parametrize("staleness", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path, staleness):
+def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path, staleness, names):
     config = partial(
         ppo_config,
         staleness=staleness,
@@ -119,7 +120,7 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
     assert ages[0] == 0 < ages[1]
     assert reference[2]["actor_train/importance/mean"] != pytest.approx(1, abs=1e-4)
     assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
-    for name in list(PLANS)[1:]:
+    for name in names:
         n_ranks, plan = PLANS[name]
         if plan["actor_generate"].get("balance") == "tokens":
             plan = {**plan, "actor_generate": {"devices": [0, 1], "dp": 2}}

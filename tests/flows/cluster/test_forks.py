@@ -41,6 +41,7 @@ def test_a_fork_server_that_cannot_have_a_socket_is_done_without(tmp_path):
     assert "a fork server cannot be started" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_working_folder_is_not_searched_for_modules_unless_it_was_before(tmp_path):
     (tmp_path / "rlhf_tasks.py").write_text("raise SystemExit('a module of the working folder was loaded')")
     program = tmp_path / "elsewhere" / "program.py"
@@ -76,6 +77,7 @@ def test_ranks_have_the_environment_of_the_moment_when_their_cluster_starts(tmp_
     assert set(told.values()) == {(value, False)}
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end_of_a_cluster(tmp_path):
     program = tmp_path / "program.py"
