@@ -53,6 +53,9 @@ SETTINGS = {
     "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     # Scheduler, nannies and workers each keep twenty figures of every half second: for an hour if this is not set.
     "distributed.admin.system-monitor.log-length": 10,
+    "distributed.admin.system-monitor.interval": "5s",
+    # Each of them would look fifty times a second whether its event loop is late.
+    "distributed.admin.tick.interval": "500ms",
     # Each worker would look at its threads' stacks a hundred times a second, and keep what it saw for an hour.
     "distributed.worker.profile.enabled": False,
     # The HTTP servers of scheduler and workers have no login, so they serve nothing.
