@@ -68,7 +68,7 @@ def generate(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> tuple[
         step = torch.multinomial(log_p.exp(), 1)
         drawn.append(log_p.gather(1, step))
         tokens = torch.cat([tokens, step], 1)
-    return tokens.clone(), torch.cat(drawn, 1).clone()
+    return tokens, torch.cat(drawn, 1)
 
 
 def logprobs(model: PreTrainedModel, tokens: Tensor, prompt: int) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,8 @@ def ppo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
     reference, reward = causal(folder).requires_grad_(False), scalar(folder).requires_grad_(False)
 
     def iteration(batch: Tensor) -> Marks:
-        tokens, old = generate(actor.model, batch, work["new_tokens"])
+        drawn = generate(actor.model, batch, work["new_tokens"])
+        tokens, old = (each.clone() for each in drawn)  # outside inference mode, so that autograd takes them
         generated = time.perf_counter()
         with torch.no_grad():
             kl = old - logprobs(reference, tokens, prompt)[0]
@@ -145,7 +146,8 @@ def grpo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
 
     def iteration(batch: Tensor) -> Marks:
         batch = batch[: len(batch) // 8].repeat_interleave(8, 0)
-        tokens, old = generate(actor.model, batch, work["new_tokens"])
+        drawn = generate(actor.model, batch, work["new_tokens"])
+        tokens, old = (each.clone() for each in drawn)  # outside inference mode, so that autograd takes them
         generated = time.perf_counter()
         with torch.no_grad():
             theirs, _ = logprobs(reference, tokens, prompt)
@@ -175,11 +177,11 @@ def sft(work: dict[str, Any], rows: Tensor) -> Callable[[Tensor], Marks]:
 
 def tokens_of(work: dict[str, Any]) -> Tensor:
     """All rows as token ids, of one length."""
-    name = "ppo" if work["algorithm"] == "grpo" else work["algorithm"]
+    name = work["algorithm"]
     encode = byte_tokenizer().encode
     lines = Path(work["folder"], f"{name}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    end = [] if name == "ppo" else [2]
+    end = [2] if name == "sft" else []
     return torch.tensor([encode(row["prompt"] + row.get("completion", "")).ids + end for row in rows])
 
 

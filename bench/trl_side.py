@@ -2,8 +2,8 @@
 
     python trl_side.py WORK.json OUT.json
 
-WORK.json is a `Work` of bench/vs_trl.py. OUT.json gets one row for each iteration: its seconds (whole, and for PPO
-generation, scoring, training) and the CPU seconds of this process.
+WORK.json is a `Work` of bench/vs_trl.py. OUT.json gets one row for each iteration: its seconds (whole, and where it
+samples generation, scoring, training) and the CPU seconds of this process.
 """
 
 # pyright: reportMissingImports=false
@@ -128,6 +128,71 @@ def ppo(work, clock):
     )
 
 
+def share_of_vowels(completions, **_):
+    """The reward of GRPO and RLOO."""
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in completions]
+
+
+def sampling_groups(work, clock, config_class, trainer_class):
+    """GRPO and RLOO: one optimizer step on groups of 8. Scoring is all between the last token and the advantages."""
+    for name in ("_generate", "_generate_and_score_completions"):
+        inner = getattr(trainer_class, name)
+
+        def timed(*arguments, _inner=inner, **named):
+            result = _inner(*arguments, **named)
+            clock.mark()
+            return result
+
+        setattr(trainer_class, name, timed)
+    model = causal(work)
+    config = config_class(
+        **common(work, work["batch_size"]),
+        max_steps=work["iterations"],
+        num_generations=work["group"],
+        max_completion_length=work["new_tokens"],
+        beta=0.05,
+        temperature=1.0,
+        generation_kwargs={"eos_token_id": model.config.eos_token_id},
+    )
+    return trainer_class(
+        model=model,
+        args=config,
+        reward_funcs=share_of_vowels,
+        train_dataset=Dataset.from_list(texts(work)),
+        processing_class=tokenizer(f"{work['folder']}/actor"),
+        callbacks=[clock],
+    )
+
+
+def grpo(work, clock):
+    from trl import GRPOConfig, GRPOTrainer
+
+    return sampling_groups(work, clock, GRPOConfig, GRPOTrainer)
+
+
+def rloo(work, clock):
+    from trl import RLOOConfig, RLOOTrainer
+
+    return sampling_groups(work, clock, RLOOConfig, RLOOTrainer)
+
+
+def dpo(work, clock):
+    """One optimizer step on pairs that share a prompt."""
+    from trl import DPOConfig, DPOTrainer
+
+    config = DPOConfig(
+        **common(work, work["batch_size"]), max_steps=work["iterations"], max_length=work["length"], beta=0.1
+    )
+    return DPOTrainer(
+        model=causal(work),
+        ref_model=causal(work),
+        args=config,
+        train_dataset=Dataset.from_list(texts(work)),
+        processing_class=tokenizer(f"{work['folder']}/actor"),
+        callbacks=[clock],
+    )
+
+
 def sft(work, clock):
     """One optimizer step for each iteration, as for reward modelling."""
     from trl import SFTConfig, SFTTrainer
@@ -166,8 +231,8 @@ def reward_model(work, clock):
 def main():
     work, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     clock = Clock()
-    trainer = {"ppo": ppo, "sft": sft, "reward_model": reward_model}[work["algorithm"]](work, clock)
-    trainer.train()
+    begin = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+    begin[work["algorithm"]](work, clock).train()
     out.write_text(json.dumps(clock.rows))
 
 

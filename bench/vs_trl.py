@@ -1,16 +1,20 @@
 """Compares a whole run with TRL on the same work, in one go.
 
-    python -m bench.vs_trl [--works ppo sft reward_model] [--models tiny small] [--dtypes float32 bfloat16]
-                           [--lengths full natural] [--repeats 3] [--iterations 4] [--out FILE] [key.sub=value ...]
+    python -m bench.vs_trl [--works ppo grpo rloo dpo sft reward_model] [--models tiny small]
+                           [--dtypes float32 bfloat16] [--lengths full natural] [--repeats 3] [--iterations 4]
+                           [--out FILE] [key.sub=value ...]
 
-TRL 1.12 does PPO (the last release that has it), TRL 1.16 supervised fine-tuning and reward modelling. Each is
-installed once, with pip, into an environment of its own in `.cache/bench`. Our side is `prefect-rlhf run`: flow,
+TRL 1.12 does PPO (the last release that has it), TRL 1.16 the others. Each is installed once, with pip, into an
+environment of its own in `.cache/bench`. Our side is `prefect-rlhf run`: flow,
 server, workers, commits, with the default configuration; overrides at the end of the command line are for it. A bare
 loop with the same arithmetic (bench/floor.py) is the third. They take turns, all with OMP_WAIT_POLICY=PASSIVE.
 
     ppo           64 prompts of 32 tokens, at most 64 new ones; policy, reference, reward and value model of a shape;
                   4 optimizer steps of each trained model. full: every response has 64 tokens. natural: an end token
                   with a probability of about 1 in 40 ends it
+    grpo, rloo    8 such prompts with 8 samples each; policy and reference; the reward is the share of vowels; one
+                  optimizer step. RLOO of TRL computes the policy's log-probabilities again before it learns
+    dpo           16 pairs of 128 tokens, 32 of them their prompt; policy and reference; one optimizer step
     sft           16 sequences of 128 tokens, one optimizer step
     reward_model  16 pairs of 128 tokens, one optimizer step
 
@@ -49,7 +53,19 @@ from flows.demo.data import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".cache" / "bench"
-TRL = {"ppo": "1.12.0", "sft": "1.16.0", "reward_model": "1.16.0"}
+TRL = {
+    "ppo": "1.12.0",
+    **dict.fromkeys(("grpo", "rloo", "dpo", "sft", "reward_model"), "1.16.0"),
+}
+SAMPLES = ("ppo", "grpo", "rloo")
+FLOORS = ("ppo", "grpo", "sft")
+"""Works of which bench/floor.py has the arithmetic; responses must have full length there."""
+REWARD = '''"""As in bench/trl_side.py."""
+
+
+def share_of_vowels(completions, **_):
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in completions]
+'''
 SHAPES = {
     "tiny": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
     "small": {
@@ -81,10 +97,11 @@ class Work:
     batch_size: int
     new_tokens: int = NEW
     length: int = LENGTH
+    group: int = 8
     learning_rate: float = 1e-6
 
     def __str__(self) -> str:
-        lengths = ("full" if self.full_length else "natural") if self.algorithm == "ppo" else f"{LENGTH}"
+        lengths = ("full" if self.full_length else "natural") if self.algorithm in SAMPLES else f"{LENGTH}"
         return f"{self.algorithm} {self.model} {self.dtype} {lengths}"
 
 
@@ -129,18 +146,15 @@ def write_rows(folder: Path) -> None:
         return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
 
     # An end token is added to what is learned.
+    prompts = [{"prompt": text(PROMPT)} for _ in range(1024)]
+    answer = LENGTH - PROMPT - 1
+    pairs = [{"prompt": text(PROMPT), "chosen": text(answer), "rejected": text(answer)} for _ in range(1024)]
     rows = {
-        "ppo": [{"prompt": text(PROMPT)} for _ in range(1024)],
+        **dict.fromkeys(SAMPLES, prompts),
         "sft": [{"prompt": "a", "completion": text(LENGTH - 2)} for _ in range(1024)],
-        "reward_model": [
-            {
-                "prompt": text(PROMPT),
-                "chosen": text(LENGTH - PROMPT - 1),
-                "rejected": text(LENGTH - PROMPT - 1),
-            }
-            for _ in range(1024)
-        ],
+        **dict.fromkeys(("dpo", "reward_model"), pairs),
     }
+    (folder / "rewards.py").write_text(REWARD)
     for name, its in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in its))
 
@@ -223,6 +237,13 @@ def configuration(work: Work, folder: Path) -> dict[str, Any]:
             "num_mini_batches": 4,
             "kl_coef": 0.05,
         }
+    elif work.algorithm in SAMPLES:
+        special |= {
+            "sampling": {"max_completion_length": work.new_tokens},
+            "rewards": [{"function": f"{work.folder}/rewards.py:share_of_vowels"}],
+            "num_generations": work.group,
+            "beta": 0.05,
+        }
     return {
         "type": work.algorithm,
         "models": models,
@@ -272,13 +293,16 @@ def works(arguments: argparse.Namespace, folder: Path) -> Iterator[Work]:
     for model, lengths in product(arguments.models, ("full", "natural")):
         theirs = folder / f"{model}-{lengths}"
         # The end token that ends what is learned must be in the vocabulary.
-        wanted = {"ppo": lengths in arguments.lengths}
-        here = [a for a in arguments.works if wanted.get(a, lengths == "natural")]
+        here = [
+            a
+            for a in arguments.works
+            if (lengths in arguments.lengths if a in SAMPLES else lengths == "natural")
+        ]
         if here:
             write_models(theirs, model, lengths == "full")
             write_rows(theirs)
         for algorithm, dtype in product(here, arguments.dtypes):
-            size = 64 if algorithm == "ppo" else 16
+            size = 64 if algorithm in SAMPLES else 16
             full = lengths == "full"
             yield Work(algorithm, model, dtype, full, str(theirs), arguments.iterations + 1, size)
 
@@ -290,7 +314,7 @@ def measure(work: Work, repeats: int, overrides: Sequence[str]) -> dict[str, lis
     for _ in range(repeats):
         found["ours"].append(ours(work, overrides)[1:])
         found["TRL"].append(other(python, str(ROOT / "bench" / "trl_side.py"), work=work)[1:])
-        if work.algorithm == "sft" or work.full_length:
+        if work.algorithm in FLOORS and (work.algorithm not in SAMPLES or work.full_length):
             found["bare loop"].append(other(sys.executable, "-m", "bench.floor", work=work)[1:])
     return {side: rows for side, rows in found.items() if rows}
 
