@@ -55,7 +55,7 @@ def test_the_stages_are_one_pipeline_of_these_configurations(tmp_path: Path):
 
 
 def stage(name: str, base: Path, *overrides: str) -> tuple[RunConfig, OneRank, Path]:
-    config = load_config(FOLDER / f"{name}.yaml", [f"seed={SEED}", *overrides], base)
+    config = load_config(FOLDER / f"{name}.yaml", [f"seed={SEED}", "dtype=float32", *overrides], base)
     run_folder = base / "runs" / (config.name or name)
     return config, OneRank(config, run_folder), run_folder
 
