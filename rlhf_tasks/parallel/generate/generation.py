@@ -8,7 +8,7 @@ enter in their place, and which shapes come next, so no other communication is n
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN, Drawing, Group, same_prompts
 from rlhf_tasks.parallel.layout.flops import generation_flops
 from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS
+from rlhf_tasks.parallel.model.products import products
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.system.failpoints import Point, reach
 
@@ -118,7 +119,7 @@ def _multiplication(engine: Engine, steps: int) -> AbstractContextManager:
     """The context for matrix products: packed weights, if they are possible and the steps are enough to save time."""
     stage = engine.stage
     pays = steps >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
-    return PackedWeights() if pays else nullcontext()
+    return PackedWeights() if pays else products(stage.device, stage.dtype)
 
 
 def _dealt(prompts: Packed, groups: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from contextvars import Token
 import torch
 from torch import Tensor
 
-from rlhf_tasks.parallel.model.products import INSTEAD
+from rlhf_tasks.parallel.model.products import INSTEAD, widens
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -20,19 +20,15 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this build of torch packs weights of a dtype on a device."""
     # These operators are internal to Inductor: torch has no public ones that keep a packed weight.
-    return (
-        device.type == "cpu"
-        and dtype in _DTYPES
-        and torch.backends.mkldnn.is_available()
-        and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    return device.type == "cpu" and dtype in _DTYPES and torch.backends.mkldnn.is_available()
 
 
 class PackedWeights:
     """A context in which `linear` of a model multiplies with packed copies of the weights, made at first use.
     Inference only.
 
-    Weights must not change inside the context. The copies need as much memory as the weights.
+    Weights must not change inside the context. The copies need as much memory as the weights, and twice as much where
+    bfloat16 is multiplied in float32.
     """
 
     def __init__(self) -> None:
@@ -50,5 +46,15 @@ class PackedWeights:
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         key = weight.data_ptr(), weight.numel()
         if key not in self._packed:
-            self._packed[key] = (weight, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed[key][1], bias, "none", [], "")
+            self._packed[key] = (
+                weight,
+                torch.ops.mkldnn._reorder_linear_weight(_multiplied(weight.detach())),
+            )
+        own = None if bias is None else _multiplied(bias)
+        y = torch.ops.mkldnn._linear_pointwise(_multiplied(x), self._packed[key][1], own, "none", [], "")
+        return y.to(x.dtype)
+
+
+def _multiplied(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype in which products of its dtype are computed."""
+    return tensor.float() if widens(tensor.device, tensor.dtype) else tensor

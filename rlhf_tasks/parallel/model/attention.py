@@ -16,6 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.model.products import widens
 
 PACKED = "rlhf_packed"
 """Name under which transformers finds `packed_attention`."""
@@ -166,7 +167,7 @@ def _per_sequence(
         if softcap is not None:
             output = _capped(q, k, v, mask, scaling, softcap)
         else:
-            if length <= LONGEST_IN_FLOAT32 and _converts(query):
+            if _converts(query) and (length <= LONGEST_IN_FLOAT32 or widens(query.device, query.dtype)):
                 q, k, v = q.float(), k.float(), v.float()
             output = F.scaled_dot_product_attention(
                 *(q, k, v), attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True

@@ -1,11 +1,11 @@
-"""Products by oneDNN against torch's own."""
+"""Products by oneDNN and in float32 against torch's own."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from rlhf_tasks.parallel.model import products as module
-from rlhf_tasks.parallel.model.products import OneDNNProducts, products
+from rlhf_tasks.parallel.model.products import Products, by_onednn, in_float32, products, widens
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -16,7 +16,7 @@ def test_a_product_and_its_gradients_equal_float64s(shape: tuple[int, ...], bias
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(*s, generator=generator) for s in (shape, (19, shape[-1]), (19,), (*shape[:-1], 19))]
     results = []
-    for dtype, context in ((torch.float32, OneDNNProducts()), (torch.float64, module.nullcontext())):
+    for dtype, context in ((torch.float32, Products(by_onednn)), (torch.float64, module.nullcontext())):
         x, weight, offset, slope = (t.to(dtype, copy=True).requires_grad_() for t in drawn)
         with context:
             y = F.linear(x, weight, offset) if bias else F.linear(x, weight)
@@ -30,7 +30,7 @@ def test_a_product_and_its_gradients_equal_float64s(shape: tuple[int, ...], bias
 
 def test_only_what_needs_a_gradient_gets_one() -> None:
     x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(2, 3)
-    with OneDNNProducts():
+    with Products(by_onednn):
         F.linear(x, weight).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 3))
     assert weight.grad is None
@@ -38,7 +38,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 
 def test_a_product_may_be_changed_in_place_as_a_sum_over_ranks_does() -> None:
     x, weight = torch.randn(1, 4, 3, requires_grad=True), torch.randn(2, 3)
-    with OneDNNProducts():
+    with Products(by_onednn):
         y = F.linear(x, weight)
         y.mul_(2)
         y.sum().backward()
@@ -47,7 +47,7 @@ def test_a_product_may_be_changed_in_place_as_a_sum_over_ranks_does() -> None:
 
 def test_a_gradient_that_is_expanded_or_transposed_is_computed_too() -> None:
     x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(3, 2).t().requires_grad_()
-    with OneDNNProducts():
+    with Products(by_onednn):
         F.linear(x.t().contiguous().t(), weight).t().sum().backward()
     torch.testing.assert_close(x.grad, weight.detach().sum(0).expand(4, 3))
 
@@ -70,6 +70,40 @@ def test_onednn_is_taken_for_float32_where_mkl_leaves_avx512_unused(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     module._mkl_is_slow.cache_clear()
     try:
-        assert isinstance(products(torch.device("cpu"), dtype), OneDNNProducts) == taken
+        monkeypatch.setattr(module, "_multiplies_bfloat16", lambda: True)
+        assert isinstance(products(torch.device("cpu"), dtype), Products) == taken
     finally:
         module._mkl_is_slow.cache_clear()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_of_bfloat16_in_float32_is_rounded_once(bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        torch.randn(*s, generator=generator).bfloat16() for s in ((1, 70, 33), (19, 33), (19,), (1, 70, 19))
+    ]
+    x, weight, offset, slope = (t.requires_grad_() for t in drawn)
+    with Products(in_float32):
+        y = F.linear(x, weight, offset) if bias else F.linear(x, weight)
+        (y * slope.detach()).sum().backward()
+    wide, of_weight, of_bias, of_y = (t.detach().float() for t in drawn)
+    assert torch.equal(y, (wide @ of_weight.t() + bias * of_bias).bfloat16())
+    torch.testing.assert_close(x.grad, (of_y @ of_weight).bfloat16())
+    torch.testing.assert_close(weight.grad, (of_y[0].t() @ wide[0]).bfloat16())
+    if bias:
+        torch.testing.assert_close(offset.grad, of_y.sum((0, 1)).bfloat16())
+
+
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_bfloat16_is_widened_where_the_cpu_cannot_multiply_it(monkeypatch, multiplied: bool) -> None:
+    monkeypatch.setattr(module, "_multiplies_bfloat16", lambda: multiplied)
+    cpu = torch.device("cpu")
+    assert widens(cpu, torch.bfloat16) != multiplied
+    assert isinstance(products(cpu, torch.bfloat16), Products) != multiplied
+    assert not widens(cpu, torch.float32)
+    assert not widens(cpu, torch.float64)
+    assert not widens(torch.device("cuda"), torch.bfloat16)
+
+
+def test_this_cpu_multiplies_bfloat16_if_onednn_does() -> None:
+    assert module._multiplies_bfloat16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
