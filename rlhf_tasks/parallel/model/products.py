@@ -124,8 +124,9 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+@torch.library.custom_op("prefect_rlhf::product_in_float32", mutates_args=())
 def in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A product of bfloat16, rounded once at its end, as libraries round that multiply bfloat16. Shapes as in
-    `Multiply`."""
+    `Multiply`. One operator, so that selective recomputation keeps what is rounded."""
     y = x.float() @ weight.float().t()
     return (y if bias is None else y.add_(bias)).to(x.dtype)

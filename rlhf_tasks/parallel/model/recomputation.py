@@ -22,7 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.model.products import products
 
-_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0}
+_PRODUCTS = {
+    "aten::mm": 0,
+    "aten::addmm": 1,
+    "aten::_grouped_mm": 0,
+    "mkldnn::_linear_pointwise": 0,
+    "prefect_rlhf::product_in_float32": 0,
+}
 """Operators of matrix products -> the place of the left matrix [rows, columns] among their arguments."""
 
 _ATTENTION = (

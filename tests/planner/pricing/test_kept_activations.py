@@ -90,6 +90,7 @@ def test_a_further_layer_takes_what_it_keeps(
     # as on devices where nothing pads the experts' rows, and whose attention converts nothing
     monkeypatch.setattr("rlhf_tasks.parallel.model.stage.ROWS", 1)
     monkeypatch.setattr("rlhf_tasks.parallel.model.attention.LONGEST_IN_FLOAT32", 0)
+    monkeypatch.setattr("rlhf_tasks.parallel.model.attention.widens", lambda *_: False)
 
     def planned(layers: int) -> float:
         shape = ModelShape.from_config(config_of(family, layers).to_dict())

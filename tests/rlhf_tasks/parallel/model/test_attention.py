@@ -70,8 +70,9 @@ def test_packed_attention(kv_map: tuple[int, ...], window: int | None):
 
 
 def test_short_sequences_in_bfloat16_are_rounded_once_where_the_kernel_would_convert(monkeypatch):
-    """Sequences of more tokens than `LONGEST_IN_FLOAT32` are left to the kernel."""
+    """Sequences of more tokens than `LONGEST_IN_FLOAT32` are left to the kernel, if it multiplies bfloat16 at all."""
     monkeypatch.setattr(attention, "_converts", lambda query: query.dtype == torch.bfloat16)
+    monkeypatch.setattr(attention, "widens", lambda *_: False)
     micro, query, key, value = inputs((60, 60, 41))
     half = [x.detach().to(torch.bfloat16) for x in (query, key, value)]
     kwargs = {"scaling": SCALING, "micro": micro, "sliding_window": None}
@@ -82,6 +83,8 @@ def test_short_sequences_in_bfloat16_are_rounded_once_where_the_kernel_would_con
     theirs, ours = run(half).split((120, 41), dim=1)
     assert torch.equal(ours, once[:, 120:])
     assert not torch.equal(theirs, once[:, :120])
+    monkeypatch.setattr(attention, "widens", lambda *_: True)
+    assert torch.equal(run(half), once)
 
 
 class ListCache:
