@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from runpy import run_path
 
 import torch
 from datasets import Dataset
@@ -42,6 +43,19 @@ class Clock(TrainerCallback):
                 row[part] = self._marks[place + 1] - self._marks[place]
         self.rows.append(row)
         self._marks, self._cpu = [time.perf_counter()], time.process_time()
+
+
+def mark_after(clock, owner, *names):
+    """Mark the end of every call of functions of a module or a class of TRL's."""
+    for name in names:
+        inner = getattr(owner, name)
+
+        def timed(*arguments, _inner=inner, **named):
+            result = _inner(*arguments, **named)
+            clock.mark()
+            return result
+
+        setattr(owner, name, timed)
 
 
 def tokenizer(folder):
@@ -90,15 +104,7 @@ def ppo(work, clock):
     """TRL's PPO. Generation ends where `batch_generation` does, scoring where the advantages are whitened."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
-    for name in ("batch_generation", "masked_whiten"):
-        inner = getattr(ppo_trainer, name)
-
-        def timed(*arguments, _inner=inner, **named):
-            result = _inner(*arguments, **named)
-            clock.mark()
-            return result
-
-        setattr(ppo_trainer, name, timed)
+    mark_after(clock, ppo_trainer, "batch_generation", "masked_whiten")
     tokens = tokenizer(f"{work['folder']}/actor")
     ids = [tokens(row["prompt"])["input_ids"] for row in texts(work)]
     batch = work["batch_size"]
@@ -128,22 +134,9 @@ def ppo(work, clock):
     )
 
 
-def share_of_vowels(completions, **_):
-    """The reward of GRPO and RLOO."""
-    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in completions]
-
-
 def sampling_groups(work, clock, config_class, trainer_class):
     """GRPO and RLOO: one optimizer step on groups of 8. Scoring is all between the last token and the advantages."""
-    for name in ("_generate", "_generate_and_score_completions"):
-        inner = getattr(trainer_class, name)
-
-        def timed(*arguments, _inner=inner, **named):
-            result = _inner(*arguments, **named)
-            clock.mark()
-            return result
-
-        setattr(trainer_class, name, timed)
+    mark_after(clock, trainer_class, "_generate", "_generate_and_score_completions")
     model = causal(work)
     config = config_class(
         **common(work, work["batch_size"]),
@@ -157,7 +150,7 @@ def sampling_groups(work, clock, config_class, trainer_class):
     return trainer_class(
         model=model,
         args=config,
-        reward_funcs=share_of_vowels,
+        reward_funcs=run_path(f"{work['folder']}/rewards.py")["share_of_vowels"],
         train_dataset=Dataset.from_list(texts(work)),
         processing_class=tokenizer(f"{work['folder']}/actor"),
         callbacks=[clock],

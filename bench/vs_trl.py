@@ -60,7 +60,7 @@ TRL = {
 SAMPLES = ("ppo", "grpo", "rloo")
 FLOORS = ("ppo", "grpo", "sft")
 """Works of which bench/floor.py has the arithmetic; responses must have full length there."""
-REWARD = '''"""As in bench/trl_side.py."""
+REWARD = '''"""What our side and TRL's are rewarded by."""
 
 
 def share_of_vowels(completions, **_):
