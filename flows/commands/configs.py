@@ -75,7 +75,7 @@ def validate(
     """
     if is_pipeline(config):
         stages = stages_of(load_pipeline(config, overrides))
-        show_warnings(check_stages(stages))
+        show_warnings(check_stages(stages).warnings)
         print(f"{config}: valid. {len(stages)} stages: {', '.join(stages)}.")
         return
     folder, settings = open_run(load_config(config, overrides))

@@ -10,7 +10,7 @@ from flows.commands.numbers import whole_seed
 from flows.commands.plans import show_warnings
 from flows.demo.data import DATA, refuse_without_task
 from flows.run import run_identity
-from flows.run.prepare import handed_over, prepare
+from flows.run.prepare import HandedOver, handed_over, prepare
 from flows.run.run_folder import (
     existing_run_folder,
     open_run,
@@ -109,7 +109,7 @@ def run(
         prepared.keep_rows(folder)
         if settings.plan == "auto":  # a run that is resumed reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
-        with handed_over(settings, folder, prepared):
+        with handed_over(HandedOver(settings, folder, prepared)):
             run_here(settings.type, settings, folder)
 
 
@@ -131,8 +131,8 @@ def _run_pipeline(settings: PipelineConfig, file: Path) -> None:
     configs = stages_of(settings)
     refuse_unwritable(folder_of(settings), "output_dir")
     with phase("data and models of all stages"):
-        warnings = check_stages(configs)
-    show_warnings(warnings)
+        checked = check_stages(configs)
+    show_warnings(checked.warnings)
     with phase("Prefect"):
         from flows.cluster.server import refuse_dead_server
         from flows.commands.local_run import pipeline_here
@@ -140,7 +140,8 @@ def _run_pipeline(settings: PipelineConfig, file: Path) -> None:
     for stage in configs.values():
         refuse_blocks_without_server(stage)
     refuse_dead_server()
-    pipeline_here(settings, file)
+    with handed_over(*checked.prepared.values()):
+        pipeline_here(settings, file)
 
 
 def demo(

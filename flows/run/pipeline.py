@@ -15,9 +15,10 @@ from flows.cluster.cluster import DaskCluster
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.run.algorithm_flow import flow_of
-from flows.run.run_folder import CONFIG, SUMMARY
+from flows.run.prepare import HandedOver
+from flows.run.run_folder import SUMMARY, run_folder_of
 from flows.run.runs import cluster_of
-from flows.run.stages import check_stages, result_of
+from flows.run.stages import begun_folder, check_stages, result_of
 from flows.view.terminal import entering, tell
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of, stages_of
@@ -27,11 +28,12 @@ from rlhf_tasks.system.durable import replace_file
 class Stages:
     """The stages of a pipeline. A context manager: the cluster that they share is started by the first that runs.
 
-    configs  name -> configuration, as `stages_of` gives them
+    configs   name -> configuration, as `stages_of` gives them
+    prepared  of `check_stages`: the rows of these stages are not tokenised again
     """
 
-    def __init__(self, configs: Mapping[str, RunConfig]) -> None:
-        self._configs, self._open = configs, ExitStack()
+    def __init__(self, configs: Mapping[str, RunConfig], prepared: Mapping[str, HandedOver]) -> None:
+        self._configs, self._prepared, self._open = configs, prepared, ExitStack()
         self._cluster: DaskCluster | None = None
 
     def __enter__(self) -> Self:
@@ -47,7 +49,11 @@ class Stages:
             tell(f"{name}: is finished; its results are taken from {Path(config.output_dir, name)}")
             return found
         place = config.cluster.model_copy(update={"address": self._address(config)})
-        return await _go_on(config.model_copy(update={"cluster": place}))
+        config = config.model_copy(update={"cluster": place})
+        with run_folder_of(config, begun_folder(config)) as folder:
+            if (given := self._prepared.get(name)) is not None:
+                given.prepared.keep_rows(folder)
+            return await flow_of(config.type)(config, str(folder))
 
     def _address(self, config: RunConfig) -> str:
         """Of the scheduler of the cluster that all stages share."""
@@ -59,21 +65,16 @@ class Stages:
         return self._cluster.scheduler_address
 
 
-async def run_stage(config: RunConfig, run_flow: Flow[..., Any] | None = None) -> dict[str, Any]:
+async def run_stage(config: RunConfig, run_flow: Flow[..., Any]) -> dict[str, Any]:
     """The summary of a stage: run it, go on from its last commit, or, if it is finished, read its summary.
 
     config    its name is that of its run folder
-    run_flow  default: the algorithm's flow
     Raises ConfigError when a stage that was begun has changed since.
     """
-    return await asyncio.to_thread(result_of, config) or await _go_on(config, run_flow)
-
-
-async def _go_on(config: RunConfig, run_flow: Flow[..., Any] | None = None) -> dict[str, Any]:
-    """Run a stage that is not finished: from its last commit, where it has a run folder."""
-    folder = Path(config.output_dir, str(config.name))
-    begun = str(folder) if (folder / CONFIG).exists() else None
-    return await (run_flow or flow_of(config.type))(config, begun)
+    if found := await asyncio.to_thread(result_of, config):
+        return found
+    begun = begun_folder(config)
+    return await run_flow(config, None if begun is None else str(begun))
 
 
 async def carry_out_pipeline(config: PipelineConfig) -> dict[str, Any]:
@@ -82,13 +83,14 @@ async def carry_out_pipeline(config: PipelineConfig) -> dict[str, Any]:
     Called inside a flow. Raises ConfigError, as `stages_of` and `check_stages` do, before anything starts.
     """
     started_s, folder, configs = time.time(), folder_of(config), stages_of(config)
-    for warning in await asyncio.to_thread(check_stages, configs):
+    checked = await asyncio.to_thread(check_stages, configs)
+    for warning in checked.warnings:
         get_run_logger().warning(warning)
     folder.mkdir(parents=True, exist_ok=True)
     with (
         ending_in_time(asyncio.current_task()),
         prefect_server(folder),
-        Stages(configs) as stages,
+        Stages(configs, checked.prepared) as stages,
     ):
         summaries = {name: await stages.run(name) for name in configs}
     summary = {

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flows.cluster.shutdown import run_in_thread
 from flows.cluster.this_machine import cores_here, gpus_here
@@ -83,16 +84,24 @@ class Prepared:
             rows.keep(folder, name)
 
 
-_HANDED_OVER: ContextVar[tuple[RunConfig, Path, Prepared] | None] = ContextVar("handed_over", default=None)
+class HandedOver(NamedTuple):
+    """What was prepared of a configuration. folder: its run's, which has the rows; None where there is none yet"""
+
+    config: RunConfig
+    folder: Path | None
+    prepared: Prepared
+
+
+_HANDED_OVER: ContextVar[tuple[HandedOver, ...]] = ContextVar("handed_over", default=())
 
 
 @contextmanager
-def handed_over(config: RunConfig, folder: Path, prepared: Prepared) -> Iterator[None]:
+def handed_over(*given: HandedOver) -> Iterator[None]:
     """What a command has prepared serves the flow that it runs inside this block: nothing is prepared twice.
 
-    config, folder  the run's, whose rows `folder` keeps; a flow of another configuration or folder prepares its own
+    A flow of another configuration or folder prepares its own.
     """
-    token = _HANDED_OVER.set((config, folder.resolve(), prepared))
+    token = _HANDED_OVER.set(given)
     try:
         yield
     finally:
@@ -105,10 +114,12 @@ def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
     folder  of a run that has its plan already
     Raises ConfigError with one sentence that says what to change, whichever part found the fault.
     """
-    match _HANDED_OVER.get():
-        case (for_config, for_folder, prepared) if folder is not None:
-            if for_config == config and for_folder == folder.resolve():
-                return replace(prepared, changes=logged_changes(folder))
+    wanted = config, folder and folder.resolve()
+    for given in _HANDED_OVER.get():
+        if wanted == (given.config, given.folder and given.folder.resolve()):
+            return (
+                given.prepared if folder is None else replace(given.prepared, changes=logged_changes(folder))
+            )
     try:
         return _prepare(config, folder)
     except ConfigError:

@@ -8,6 +8,7 @@ import pytest
 from flows.pipeline import rlhf_pipeline
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.pipelines import make_pipeline
+from rlhf_tasks.data.token_file import new_token_file
 from tests.tiny_runs import write_model, write_prompts
 
 REWARD = "def right(completions, answer):\n    return [float(a in c) for c, a in zip(completions, answer)]\n"
@@ -57,14 +58,28 @@ def run(document):
     return asyncio.run(rlhf_pipeline(config=make_pipeline(document)))
 
 
+@pytest.fixture
+def tokenised(monkeypatch):
+    """The folders of the runs whose rows are tokenised, one entry for each time."""
+    places = []
+
+    def counted(place, *facts):
+        places.append(place.name)
+        return new_token_file(place, *facts)
+
+    monkeypatch.setattr("rlhf_tasks.algorithms.examples.new_token_file", counted)
+    return places
+
+
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("prefect")
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
-def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypatch):
+def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypatch, tokenised):
     summary = run(document)
+    assert len(tokenised) == 3, "the rows and held-out rows of the first stage, and the rows of the second"
     folder = tmp_path / "runs" / "mine"
     assert summary == json.loads((folder / "summary.json").read_text())
     assert {name: stage["type"] for name, stage in summary["stages"].items()} == {

@@ -1,16 +1,13 @@
 """The configuration of KTO."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlhf_tasks.algorithms.shared.preference_config import PreferenceConfig
 from rlhf_tasks.config.base import Groups
-
-if TYPE_CHECKING:
-    from rlhf_tasks.data.rows import DatasetValue
-    from rlhf_tasks.data.token_file import Numbers, TokenFile
+from rlhf_tasks.config.rows import Rows
 
 
 class KTOConfig(PreferenceConfig):
@@ -29,7 +26,7 @@ class KTOConfig(PreferenceConfig):
         first = sample - sample % size
         return first + (sample - first - 1) % size
 
-    def values_of(self, rows: "TokenFile", sample: int) -> "Mapping[str, Numbers | DatasetValue]":
+    def values_of(self, rows: Rows, sample: int) -> Mapping[str, Any]:
         """A sample's own sequence, and a mismatched one for the KL estimate: its prompt with another sample's answer,
         cut where it is longer than the longest row, which every model can read."""
         own, other = (rows.values(self.row_of(rows, each)) for each in (sample, self.mismatched(sample)))

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.run.prepare import handed_over
+from flows.run.stages import check_stages
+from rlhf_tasks.algorithms.pipelines import make_pipeline, stages_of
 from tests.tiny_runs import write_model, write_prompts
 
 
@@ -160,3 +163,13 @@ def test_a_stage_may_begin_with_a_file_and_replaces_its_keys(call, document, tmp
 def test_an_override_reaches_a_stage(call):
     status, _, err = call("config", "validate", "FILE", "stages.1.batch_size=0")
     assert (status, "stage 'rl': batch_size" in err) == (2, True)
+
+
+def test_what_a_command_has_checked_is_not_prepared_again_by_its_flow(document):
+    configs = stages_of(make_pipeline(document))
+    checked = check_stages(configs)
+    assert list(checked.prepared) == ["sft"], "the models of the others are still to be trained"
+    prepared = checked.prepared["sft"].prepared
+    with handed_over(*checked.prepared.values()):
+        assert check_stages(configs).prepared["sft"].prepared is prepared
+    assert check_stages(configs).prepared["sft"].prepared is not prepared
