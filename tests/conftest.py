@@ -42,8 +42,11 @@ GRACE_S = 5.0  # for the peers of a rank that failed to notice it
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need a server or a cluster: `make test` runs them one by one, the rest beside them."""
+    """Mark the tests that need a server or a cluster: `make test` runs them one by one, the rest beside them. What
+    only continuous integration runs is slow."""
     for item in items:
+        if item.get_closest_marker("whole"):
+            item.add_marker(pytest.mark.slow)
         if "prefect" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.cluster)
 

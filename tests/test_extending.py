@@ -97,6 +97,7 @@ def command(installed, user, *arguments):
     )
 
 
+@pytest.mark.whole
 def test_the_algorithm_is_found_drawn_and_planned(installed, user):
     drawn = command(installed, user, "graph", "weighted-regression")
     assert drawn.returncode == 0, drawn.stderr

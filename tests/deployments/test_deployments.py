@@ -45,7 +45,6 @@ def test_no_module_of_flows_hides_one_of_the_standard_library():
     assert not modules & sys.stdlib_module_names
 
 
-@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.cluster
 @pytest.mark.timeout(900)

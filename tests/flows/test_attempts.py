@@ -217,6 +217,7 @@ def end_scheduler(cluster):
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strike", [kill_controller, pytest.param(end_scheduler, marks=pytest.mark.slow)])
+@pytest.mark.whole
 def test_a_run_on_a_cluster_of_its_own_goes_on_by_itself_without(attempts, fakes, prefect, tmp_path, strike):
     async def on_commit(iteration):
         if iteration == 2 and len(fakes) == 1:

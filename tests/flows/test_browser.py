@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytestmark = [
+    pytest.mark.whole,
     pytest.mark.cluster,
     pytest.mark.timeout(600),
 ]

@@ -43,7 +43,6 @@ def stage_config(demo, name):
     return json.loads((demo / "stages" / name / "config.json").read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.cluster
 @pytest.mark.timeout(1800)

@@ -71,7 +71,6 @@ def tokenised(monkeypatch):
     return places
 
 
-@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)

@@ -36,6 +36,7 @@ def assert_refused(ended, words):
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
+@pytest.mark.whole
 def test_too_few_workers_are_counted_before_training(run, commanded, tmp_path):
     ended = run(f"cluster.address={commanded}", "cluster.devices_per_host=2", "runtime.startup_timeout_s=10")
     assert_refused(

@@ -9,6 +9,7 @@ from planner.plan.mesh import Cluster
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 
+@pytest.mark.whole
 def test_a_setting_is_measured_and_told(small_problem, capsys):
     """Both modes, the bound, the replay, and the rules that fit: two devices are too few for four roles on
     devices of their own. A search tells a bound as soon as all options are priced, which a busy machine may do late:

@@ -110,6 +110,7 @@ def responses(run, batch):
         pytest.param(1, MOODY, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.whole
 def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness, factory, names):
     config: Any = partial(
         ppo_config,

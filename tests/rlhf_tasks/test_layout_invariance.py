@@ -170,7 +170,11 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in list(PLANS)[1:-1]), list(PLANS)[-1]]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in list(PLANS)[1:-1]),
+        pytest.param(list(PLANS)[-1], marks=pytest.mark.whole),
+    ],
 )
 @pytest.mark.parametrize(
     "changes",
@@ -221,7 +225,9 @@ def masters(folder: Path, step: int, role: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["kto", pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("kto", marks=pytest.mark.whole), pytest.param("dpo", marks=pytest.mark.slow)]
+)
 def test_a_reference_that_follows_the_actor_is_the_same_under_any_plan(ranks, tmp_path, kind):
     """It changes in the first two of three iterations' ends; that of the last nobody reads."""
 

@@ -68,7 +68,9 @@ def by_hand(config) -> list[dict[str, float]]:
     return told
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    "staleness", [pytest.param(0, marks=pytest.mark.whole), 1, pytest.param(2, marks=pytest.mark.whole)]
+)
 def test_every_sample_is_drawn_by_the_version_that_is_due(ranks, tmp_path, staleness):
     config = partial(ppo_config, staleness=staleness, optimizer={"learning_rate": 1e-2})
     calls = CALLS if staleness else PPO_CALLS
@@ -101,6 +103,7 @@ SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop_token_ids": 
 # Both at once, staleness and segments, are in the default suite of tests/rlhf_tasks/controller/test_in_flight.py.
 @other_plans(PLANS)
 @pytest.mark.parametrize("staleness", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.whole
 def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path, staleness, names):
     config = partial(
         ppo_config,
@@ -132,7 +135,7 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
     "generation",
     [
         pytest.param({"devices": [0, 1], "pp": 2}, marks=pytest.mark.slow),
-        {"devices": [0, 1], "pp": 2, "micro_batches": 3},
+        pytest.param({"devices": [0, 1], "pp": 2, "micro_batches": 3}, marks=pytest.mark.whole),
         pytest.param({"devices": [0, 1, 2, 3], "pp": 2, "dp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -193,7 +196,9 @@ def group_config(folder: Path, kind: str, **changes) -> RunConfig:
     return make_config({**document, **KINDS[kind], **changes})
 
 
-@pytest.mark.parametrize("kind", ["remax", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("remax", marks=pytest.mark.whole), pytest.param("grpo", marks=pytest.mark.slow)]
+)
 def test_so_do_parts_kept_tokens_and_two_generations(ranks, tmp_path, kind):
     calls = (*SAMPLING, *(GREEDY if kind == "remax" else ()))
     apart = {call: {"devices": [1], "micro_batches": 2} for call in calls}

@@ -18,6 +18,7 @@ from tests.rlhf_tasks.settings import STARTUP_S
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.whole
 def test_a_call_in_a_fork_returns_its_value_and_raises_its_error():
     assert in_fork("math:factorial", 5) == 120
     with pytest.raises(ValueError, match="factorial"):

@@ -110,6 +110,7 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
     pytest.fail("the server outlived its parent by 60 s")
 
 
+@pytest.mark.whole
 def test_a_server_that_is_killed_comes_back_with_its_data_at_the_same_address(tmp_path, caplog, monkeypatch):
     """Links and clients have the address, so it wants its own port back, and waits for it where somebody has taken
     it meanwhile; a new server has another port."""

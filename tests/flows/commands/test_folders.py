@@ -29,6 +29,7 @@ def opened_ui(folder: Path, log: Path) -> Iterator[tuple[str, str]]:
         ui.assert_gone()
 
 
+@pytest.mark.whole
 def test_the_ui_opens_with_its_login_and_ends_on_ctrl_c(tmp_path):
     """Of a run that has only begun; tests/flows/test_killed_run.py opens a finished one's."""
     (tmp_path / "prefect").mkdir()

@@ -253,6 +253,7 @@ def test_inline_models_are_planned_but_not_run(run_plan, tmp_path):
     assert run_command(["run", "grpo", "--config", str(tmp_path / "run.yaml")]) == 2
 
 
+@pytest.mark.whole
 def test_planning_loads_neither_torch_nor_prefect(tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(ppo()))
     code = (

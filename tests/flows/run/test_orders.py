@@ -304,7 +304,7 @@ def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluste
     ("states", "order"),
     [
         ((Suspended(),), Order.RELEASE),
-        ((Paused(), Cancelling()), Order.CANCEL),
+        pytest.param((Paused(), Cancelling()), Order.CANCEL, marks=pytest.mark.whole),
     ],
     ids=["suspended", "cancelled after a pause"],
 )
@@ -322,6 +322,7 @@ def test_an_attempt_ends_at_a_commit_for(cluster, tmp_path, last, states, order)
 
 
 @cluster_test
+@pytest.mark.whole
 def test_a_cancel_that_comes_while_a_pause_is_being_shown_counts(cluster, tmp_path, monkeypatch):
     """Our own state is written over it."""
     show, cancelled = StateWatch._show, []
@@ -339,7 +340,7 @@ def test_a_cancel_that_comes_while_a_pause_is_being_shown_counts(cluster, tmp_pa
 
 
 @cluster_test
-@pytest.mark.parametrize("end", ["cancelled", "deleted"])
+@pytest.mark.parametrize("end", ["cancelled", pytest.param("deleted", marks=pytest.mark.whole)])
 def test_a_run_that_prefect_shows_as_ended_ends_at_once(cluster, tmp_path, end):
     async def disturb():
         if end == "cancelled":

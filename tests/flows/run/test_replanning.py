@@ -129,6 +129,7 @@ def test_nothing_is_decided_while_a_change_lies_ahead(watched):
 
 
 @pytest.mark.timeout(600)  # the first to search compiles that
+@pytest.mark.whole
 def test_the_process_beside_the_training_finds_a_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(replanning, "STARTING_S", 500.0)
     config = ppo_config(

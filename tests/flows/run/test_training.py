@@ -153,6 +153,7 @@ def test_a_killed_rank_fails_its_subflow_by_name_and_the_run_goes_on(cluster, tm
     assert json.loads((tmp_path / "step-3.json").read_text())["roles"] == {"actor": 18, "critic": 18}
 
 
+@pytest.mark.whole
 def test_a_fault_fails_the_complete_iterations_that_it_undoes_where_a_commit_covers_several(
     cluster, tmp_path
 ):
@@ -260,6 +261,7 @@ def test_waiting_for_each_commit_is_refused_where_not_each_iteration_has_one(tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.whole
 def test_nothing_is_kept_of_iterations_that_have_ended(cluster, tmp_path, monkeypatch):
     trainings, seen = [], []
 
@@ -279,6 +281,7 @@ def test_nothing_is_kept_of_iterations_that_have_ended(cluster, tmp_path, monkey
     assert seen[0]() is None
 
 
+@pytest.mark.whole
 def test_a_hook_that_does_not_end_holds_no_run_up(cluster, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(training, "HOOKS_S", 0.5)

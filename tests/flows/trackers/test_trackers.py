@@ -101,7 +101,7 @@ async def until(true: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tensorboard", "wandb", pytest.param("mlflow", marks=[pytest.mark.slow, pytest.mark.whole])]
+    "name", ["tensorboard", *(pytest.param(name, marks=pytest.mark.whole) for name in ("wandb", "mlflow"))]
 )
 def test_a_resumed_run_continues_its_tracker_run_with_every_step_once(tmp_path: Path, name: str):
     run = Run(tmp_path, name)
@@ -129,6 +129,7 @@ def test_a_resumed_run_continues_its_tracker_run_with_every_step_once(tmp_path: 
     assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
+@pytest.mark.whole
 def test_a_tracker_that_is_killed_begins_again_and_lacks_nothing(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setattr(trackers, "AGAIN_S", 0.0)
     run = Run(tmp_path, "tensorboard")

@@ -62,6 +62,7 @@ def test_a_server_that_is_away_is_named_once_and_gets_the_events_when_it_is_back
     assert found[0].payload["metrics"] == {"iteration": 0, "reward": 0.5, "kl": None}
 
 
+@pytest.mark.whole
 def test_an_event_names_the_flow_run_that_it_comes_from(prefect, monkeypatch):
     monkeypatch.setattr(prefect_api, "ANSWER_S", 60.0)
     run = f"run-{uuid4().hex[:8]}"

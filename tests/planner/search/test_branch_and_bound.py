@@ -100,7 +100,12 @@ def test_equals_enumeration_where_generation_runs_ahead(small_problem, cluster, 
 
 
 @pytest.mark.parametrize(
-    ("cluster", "memory"), [(Cluster(2, 2), 80e9), (Cluster(1, 2), 80e9), (Cluster(1, 2), 0.79e9)]
+    ("cluster", "memory"),
+    [
+        pytest.param(Cluster(2, 2), 80e9, marks=pytest.mark.whole),
+        (Cluster(1, 2), 80e9),
+        (Cluster(1, 2), 0.79e9),
+    ],
 )
 def test_equals_enumeration_on_all_six_calls_of_ppo(small_problem, cluster, memory):
     """Two sequences; with little memory frozen models may be offloaded, and the best is slower."""
@@ -113,6 +118,7 @@ def test_equals_enumeration_on_all_six_calls_of_ppo(small_problem, cluster, memo
     assert lower_bound_s == pytest.approx(best, rel=2e-9)
 
 
+@pytest.mark.whole
 def test_equals_enumeration_where_a_host_has_no_memory_for_the_best_plan(small_problem):
     """Two hosts of one device keep copies for commits and offloaded models. They have a bit less memory than the best
     plan keeps on the fuller one."""

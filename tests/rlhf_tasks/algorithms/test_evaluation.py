@@ -99,7 +99,7 @@ def evaluated(rank: int, world: int, strategy: tuple[int, int, int], document: s
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "sampling",
-    [{"loss": True}, {"temperature": 0.9, "num_generations": 2}],
+    [pytest.param({"loss": True}, marks=pytest.mark.whole), {"temperature": 0.9, "num_generations": 2}],
     ids=["greedy and loss", "sampled"],
 )
 @pytest.mark.parametrize(

@@ -226,9 +226,12 @@ CASES = [
 ]
 
 MARKED = [
-    pytest.param(*case, marks=[pytest.mark.slow] if case[3] and case[0] != "ppo" else []) for case in CASES
+    pytest.param(
+        *case, marks=[] if not case[3] else pytest.mark.whole if case[0] == "ppo" else pytest.mark.slow
+    )
+    for case in CASES
 ]
-"""Options other than PPO's are for the slow suite."""
+"""Options are for the slow suite, of which continuous integration runs PPO's."""
 
 
 def _case_id(value: Any) -> str:
@@ -305,7 +308,10 @@ def runs_of(
 
 @pytest.mark.parametrize(
     ("strategy", "balance"),
-    [((2, 1, 2), "tokens"), pytest.param((1, 2, 2), "count", marks=pytest.mark.slow)],
+    [
+        pytest.param((2, 1, 2), "tokens", marks=pytest.mark.whole),
+        pytest.param((1, 2, 2), "count", marks=pytest.mark.slow),
+    ],
 )
 def test_algorithms_without_a_critic_do_not_depend_on_the_layout(ranks: Any, strategy, balance):
     alone = ranks.run(1, runs_of, (1, 1, 1), "count")[0]

@@ -423,7 +423,10 @@ def test_a_program_and_a_list_of_calls_train_to_the_same_bits(start: Any, kind: 
         assert not changed(program, role, weights(by_list, role)), role
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("ppo", 4), ("grpo", 2), ("remax", 2)])
+@pytest.mark.parametrize(
+    ("kind", "chunks"),
+    [("ppo", 4), *(pytest.param(kind, 2, marks=pytest.mark.whole) for kind in ("grpo", "remax"))],
+)
 def test_a_batch_in_parts_has_the_same_tokens_and_metrics(start: Any, kind: str, chunks: int):
     found = []
     for parts in (1, chunks):

@@ -187,6 +187,7 @@ def test_nor_does_a_whole_run_that_is_killed_and_resumed(cluster, played, tmp_pa
 
 
 @each(*IN_SEGMENTS, AHEAD)
+@pytest.mark.whole
 def test_a_change_on_which_no_sample_depends_keeps_what_is_in_flight(cluster, played, tmp_path):
     """Accepted between two attempts: the run goes on as if nothing had ended it."""
     folder, end = tmp_path / "run", played.case.iterations
@@ -206,6 +207,7 @@ def test_a_change_on_which_no_sample_depends_keeps_what_is_in_flight(cluster, pl
 
 
 @each(*IN_SEGMENTS, AHEAD)
+@pytest.mark.whole
 def test_what_one_plan_has_in_flight_goes_on_under_another(cluster, played, tmp_path):
     folder, later = tmp_path / "run", played.case.prepared(tmp_path, later=True).plan
     folder.mkdir()

@@ -38,6 +38,7 @@ def test_results_come_in_rank_order_and_no_process_stays():
     assert _spawned() <= before
 
 
+@pytest.mark.whole
 def test_an_error_comes_with_its_rank_and_a_death_with_its_likely_cause(monkeypatch):
     monkeypatch.setattr("rlhf_tasks.doctor.ranks.GRACE_S", 0.5)
     with pytest.raises(RuntimeError, match=r"rank [01] of 2: (?s:.*)TypeError"):

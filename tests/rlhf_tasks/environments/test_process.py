@@ -274,7 +274,7 @@ def test_an_environment_that_fails_is_named_with_its_sample(start, tmp_path, how
     assert caught.value.place == sample
 
 
-@pytest.mark.parametrize("name", ["Failing", "Waiting"])
+@pytest.mark.parametrize("name", ["Failing", pytest.param("Waiting", marks=pytest.mark.whole)])
 def test_an_environment_that_never_answers_is_named_with_the_line_where_it_is(start, tmp_path, name):
     with pytest.raises(RewardError) as caught:
         start(name, timeout_s=3.0, how="hangs").answers(episodes("a"))
@@ -323,14 +323,14 @@ def test_where_failed_samples_are_skipped_the_others_have_their_answers(start, t
         assert process.answers(episodes("a", "b", samples=(0, 2, 3))) == 3 * [ON]
 
 
-@pytest.mark.parametrize("name", ["Failing", "Waiting"])
+@pytest.mark.parametrize("name", [pytest.param("Failing", marks=pytest.mark.whole), "Waiting"])
 def test_so_they_have_where_it_never_answers_one_sample(start, name):
     found = start(name, timeout_s=3.0, how="hangs", skips=True).answers(episodes("a"))
     assert [found[0], *found[2:]] == 3 * [ON]
     assert "step gave no answer in 3 s at" in found[1].reason
 
 
-@pytest.mark.parametrize("turn", [1, 3])
+@pytest.mark.parametrize("turn", [1, pytest.param(3, marks=pytest.mark.whole)])
 def test_where_several_wait_for_their_answers_the_one_over_which_the_process_is_lost_is_found(start, turn):
     texts, sentence = ("a", "b", "c"), "step ended its process with exit status 6."
     skips, stops = start("Together", skips=True, turn=turn), start("Together", turn=turn)
@@ -347,6 +347,7 @@ def test_where_several_wait_for_their_answers_the_one_over_which_the_process_is_
     assert caught.value.place == 1
 
 
+@pytest.mark.whole
 def test_a_loss_that_no_episode_repeats_alone_ends_the_run_without_naming_one(start, tmp_path):
     for number, skips in enumerate((False, True)):
         process = start("Together", skips=skips, marker=str(tmp_path / f"left-{number}"))
@@ -355,7 +356,7 @@ def test_a_loss_that_no_episode_repeats_alone_ends_the_run_without_naming_one(st
         assert caught.value.place is None
 
 
-@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize("turn", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_a_process_lost_over_a_sample_is_begun_anew_with_the_turns_of_the_others(start, turn):
     process, texts = start("Fragile", lost=2, turn=turn, skips=True), ("a", "b")[:turn]
     for n in range(1, turn):
@@ -375,6 +376,7 @@ def test_one_that_is_lost_in_a_later_turn_ends_a_run_that_skips_nothing(start):
     assert caught.value.place == 0
 
 
+@pytest.mark.whole
 def test_as_many_samples_of_a_batch_may_cost_a_process_in_all_its_turns_together(start):
     process = start("Fragile", skips=True, lost=MOST_LOST + 1, each_turn=True)
     everyone = tuple(range(MOST_LOST + 2))
@@ -396,6 +398,7 @@ def test_what_is_played_again_takes_no_longer_than_the_deadline_allows(start, mo
         process.answers(episodes("a", "b", samples=(1,)))
 
 
+@pytest.mark.whole
 def test_what_is_no_samples_own_fault_is_not_skipped(start):
     samples = tuple(range(MOST_LOST + 2))
     for name, sentence, kwargs in (

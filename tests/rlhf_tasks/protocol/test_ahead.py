@@ -60,7 +60,12 @@ def undisturbed(lead: int):
 
 @pytest.mark.parametrize(
     ("lead", "kind"),
-    [(1, Rank), (1, Controller), (2, Controller), pytest.param(2, Rank, marks=pytest.mark.slow)],
+    [
+        pytest.param(1, Rank, marks=pytest.mark.whole),
+        (1, Controller),
+        pytest.param(2, Controller, marks=pytest.mark.whole),
+        pytest.param(2, Rank, marks=pytest.mark.slow),
+    ],
 )
 def test_a_death_before_and_after_each_instruction_costs_nothing(lead: int, kind: type[Process]):
     expected, trace = undisturbed(lead)

@@ -117,6 +117,7 @@ def test_the_controller_killed_before_and_after_each_of_its_instructions():
         assert world.controller.attempt == 1
 
 
+@pytest.mark.whole
 def test_a_second_death_at_every_transition_of_the_rebuild():
     """Rank 1 dies in the middle of iteration 1; then anyone at any point until iterations run again."""
     expected, trace = undisturbed()

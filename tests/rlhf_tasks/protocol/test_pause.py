@@ -178,6 +178,7 @@ def test_a_plan_changes_in_a_paused_run_as_in_any():
     assert {role: world.final[2][role] for role in versions} == undisturbed().final[2]
 
 
+@pytest.mark.whole
 def test_whoever_dies_when_the_run_pauses_the_run_ends_with_the_same_bits():
     """Every process that has a turn is killed once, from the order until the first commit after the pause."""
     moments = []

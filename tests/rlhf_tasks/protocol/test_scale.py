@@ -3,6 +3,8 @@
 import gc
 import sys
 
+import pytest
+
 from bench.simulated_ranks import Drive, ppo_plan
 
 
@@ -28,6 +30,7 @@ def python_calls(n_ranks: int, n_seqs: int, iterations: int) -> int:
     return calls
 
 
+@pytest.mark.whole
 def test_building_and_running_1024_ranks_costs_eight_times_what_128_cost():
     assert python_calls(1024, 4096, 2) <= 8.2 * python_calls(128, 4096, 2)
 

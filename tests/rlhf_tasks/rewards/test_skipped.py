@@ -142,14 +142,17 @@ def test_a_process_serves_on_after_it_has_skipped(start: Any):
     assert judge(process, of_texts("a", "b")).values == {"batch": [2.0, 2.0], "one": [1.0, 1.0]}
 
 
-@pytest.mark.parametrize("name", ["hangs", "async_hangs", "hangs_in_a_batch"])
+@pytest.mark.parametrize(
+    "name",
+    ["hangs", *(pytest.param(n, marks=pytest.mark.whole) for n in ("async_hangs", "hangs_in_a_batch"))],
+)
 def test_an_answer_on_which_a_reward_hangs_is_skipped(start: Any, name: str):
     judged = judge(start(name, reward_timeout_s=4.0), of_texts("a", "bad", "ccc"))
     assert dict(judged.values) == {name: [1.0, None, 1.0]}
     assert "gave no answer in 4 s at " in judged.faults[1].reason
 
 
-@pytest.mark.parametrize("name", ["slow", "async_slow"])
+@pytest.mark.parametrize("name", ["slow", pytest.param("async_slow", marks=pytest.mark.whole)])
 def test_a_batch_that_is_late_as_a_whole_stops_the_run(start: Any, name: str, tmp_path: Path):
     one_by_one = [{"function": f"{tmp_path / 'mine.py'}:{name}", "concurrency": 1}]
     with pytest.raises(RewardError, match=f"'{name}' gave no answer in 4 s"):

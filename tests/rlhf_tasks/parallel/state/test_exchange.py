@@ -180,6 +180,7 @@ def drifted(rank, world, folder, shape, placements) -> list[str]:
 
 
 @pytest.mark.dist
+@pytest.mark.whole
 def test_replicas_keep_their_own_bits_and_files_give_what_ranks_give(ranks, tmp_path):
     """KV heads on several tp ranks, norms on all, and embeddings on both ends of a pipeline."""
     assert ranks.run(4, drifted, str(tmp_path), model(tied=True), FOUR) == [[]] * 4

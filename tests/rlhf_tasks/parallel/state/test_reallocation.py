@@ -104,8 +104,15 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lor
     [
         (model(), "lm", torch.float32),
         (model(tied=True, **UNEVEN), "lm", torch.bfloat16),
-        (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float32),
-        (model(family="qwen3_moe", experts=3, experts_per_token=2), "lm", torch.bfloat16),
+        pytest.param(
+            model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float32, marks=pytest.mark.whole
+        ),
+        pytest.param(
+            model(family="qwen3_moe", experts=3, experts_per_token=2),
+            "lm",
+            torch.bfloat16,
+            marks=pytest.mark.whole,
+        ),
     ],
     ids=["lm", "tied-uneven-bf16", "value-head-biases", "experts-bf16"],
 )

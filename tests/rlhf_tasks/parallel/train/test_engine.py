@@ -69,14 +69,31 @@ STRATEGIES = [
 ]
 
 
-def covering(*kept: tuple[int, int, int]) -> list[Any]:
-    """All strategies, of which the default suite runs those that are kept: Llama's test has every one there.
+def covering(first: tuple[int, int, int], *further: tuple[int, int, int]) -> list[Any]:
+    """All strategies, marked by who runs them: the default suite the first, continuous integration the further ones
+    too, `make test-slow` all.
 
-    Others keep what is new under them: ends in several stages and heads that tp does not divide where weights are
+    These keep what is new under them: ends in several stages and heads that tp does not divide where weights are
     tied, a replica without samples (dp 4), and each kind of split together with another one.
     """
-    left = [pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES if (s.dp, s.tp, s.pp) not in kept]
-    return [*(ParallelStrategy(*degrees) for degrees in kept), *left]
+
+    def marks(strategy: ParallelStrategy) -> Any:
+        degrees = (strategy.dp, strategy.tp, strategy.pp)
+        return () if degrees == first else pytest.mark.whole if degrees in further else pytest.mark.slow
+
+    return [pytest.param(strategy, marks=marks(strategy)) for strategy in STRATEGIES]
+
+
+EVERY = [
+    s
+    if (s.dp, s.tp, s.pp) in [(1, 1, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)]
+    else pytest.param(s, marks=pytest.mark.whole)
+    for s in STRATEGIES
+]
+SPLIT_AND_WHOLE = [
+    ParallelStrategy(1, 2, 2),
+    pytest.param(ParallelStrategy(1, 1, 1), marks=pytest.mark.whole),
+]
 
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=0.7)
@@ -404,18 +421,23 @@ def _compare(ranks, model: str, head: Head, strategy: ParallelStrategy, dtype, r
     _assert_equal(ranks.run(strategy.size, _train, trial), trial, expected, rows, relative)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("strategy", EVERY, ids=str)
 def test_training_equals_plain_transformers_in_float64(ranks, strategy: ParallelStrategy) -> None:
     _compare(ranks, "llama", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
 
 
-@pytest.mark.parametrize("strategy", covering((1, 1, 2), (1, 4, 1), (2, 2, 1), (1, 2, 2)), ids=str)
+@pytest.mark.parametrize("strategy", covering((1, 2, 2), (1, 1, 2), (1, 4, 1), (2, 2, 1)), ids=str)
 def test_so_it_does_with_tied_weights_and_norms_of_heads(ranks, strategy: ParallelStrategy) -> None:
     _compare(ranks, "qwen3-tied", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
 
 
 @pytest.mark.parametrize(
-    "strategy", [ParallelStrategy(*s) for s in [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 1, 2)]], ids=str
+    "strategy",
+    [
+        ParallelStrategy(2, 1, 2),
+        *(pytest.param(ParallelStrategy(dp, 1, 1), marks=pytest.mark.whole) for dp in (1, 2, 4)),
+    ],
+    ids=str,
 )
 def test_micro_batches_of_at_most_so_many_tokens_train_alike(ranks, strategy: ParallelStrategy) -> None:
     """Replicas have different numbers of them."""
@@ -423,29 +445,29 @@ def test_micro_batches_of_at_most_so_many_tokens_train_alike(ranks, strategy: Pa
     _compare(ranks, "llama", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9, **few)
 
 
-@pytest.mark.parametrize("strategy", covering((1, 1, 1), (4, 1, 1), (2, 1, 2), (1, 2, 2)), ids=str)
+@pytest.mark.parametrize("strategy", covering((2, 1, 2), (1, 1, 1), (4, 1, 1), (1, 2, 2)), ids=str)
 def test_values_train_like_plain_transformers(ranks, strategy: ParallelStrategy) -> None:
     _compare(ranks, "qwen3-tied", "scalar", strategy, torch.float64, rows=1e-10, relative=1e-9)
 
 
-@pytest.mark.parametrize("strategy", covering((1, 1, 1), (2, 2, 1), (1, 2, 2)), ids=str)
+@pytest.mark.parametrize("strategy", covering((2, 2, 1), (1, 1, 1), (1, 2, 2)), ids=str)
 def test_float32_agrees_to_rounding(ranks, strategy: ParallelStrategy) -> None:
     _compare(ranks, "llama-tied", "lm", strategy, torch.float32, rows=1e-5, relative=1e-5)
 
 
-@pytest.mark.parametrize("strategy", covering((1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)), ids=str)
+@pytest.mark.parametrize("strategy", covering((1, 2, 2), (1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1)), ids=str)
 def test_experts_train_as_those_of_transformers(ranks, strategy: ParallelStrategy) -> None:
     _compare(ranks, "mixtral", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("strategy", covering((1, 2, 2), *((s.dp, s.tp, s.pp) for s in STRATEGIES)), ids=str)
 def test_packed_and_transposed_projections_train_as_those_of_transformers(
     ranks, strategy: ParallelStrategy
 ) -> None:
     _compare(ranks, "gpt2", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
 
 
-@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("strategy", SPLIT_AND_WHOLE, ids=str)
 @pytest.mark.parametrize("model", ["llama-tied", "qwen3"])
 def test_tied_and_untied_of_each_family(ranks, model: str, strategy: ParallelStrategy) -> None:
     _compare(ranks, model, "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
@@ -468,13 +490,13 @@ def test_the_number_of_micro_batches_changes_nothing(ranks, strategy, micro_batc
 LORA = Lora(3, 5.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 
 
-@pytest.mark.parametrize("strategy", covering((1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)), ids=str)
+@pytest.mark.parametrize("strategy", covering((1, 2, 2), (1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1)), ids=str)
 def test_adapters_train_as_with_merged_weights_in_one_process(ranks, strategy: ParallelStrategy) -> None:
     how = {"rows": 1e-10, "relative": 1e-9, "lora": LORA}
     _compare(ranks, "qwen3-tied", "lm", strategy, torch.float64, **how)
 
 
-@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("strategy", SPLIT_AND_WHOLE, ids=str)
 @pytest.mark.parametrize("targets", [("k_proj", "down_proj"), ("o_proj",)], ids="+".join)
 def test_adapters_of_some_layers_and_a_value_head(ranks, strategy, targets: tuple[str, ...]) -> None:
     how = {"rows": 1e-10, "relative": 1e-9, "lora": replace(LORA, targets=targets)}
@@ -717,7 +739,7 @@ def _in_groups(rank: int, world: int, trial: Trial, sharing: bool):
     )
 
 
-@pytest.mark.parametrize("strategy", covering((1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2)), ids=str)
+@pytest.mark.parametrize("strategy", covering((2, 2, 1), (1, 1, 1), (4, 1, 1), (1, 2, 2)), ids=str)
 def test_shared_prompts_train_as_repeated_ones_under_any_layout(ranks, strategy) -> None:
     _compare_sharing(ranks, "lm", strategy)
 

@@ -160,10 +160,11 @@ def _assert_trained(
 SHAPES = {"grouped-tied": GROUPED, "one-kv-head": FEW_KV, "experts": EXPERTS}
 COVERING = {
     "grouped-tied": [(s.dp, s.tp, s.pp) for s in STRATEGIES],
-    "one-kv-head": [(1, 4, 1), (2, 2, 1)],
-    "experts": [(4, 1, 1), (1, 2, 2)],
+    "one-kv-head": [(2, 2, 1), (1, 4, 1)],
+    "experts": [(1, 2, 2), (4, 1, 1)],
 }
-"""Shape -> what the default suite runs of it: the others where their parameters are shared or cut in another way."""
+"""Shape -> what continuous integration runs of it, and the default suite the last of: the others where their
+parameters are shared or cut in another way."""
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,11 @@ COVERING = {
             SHAPES[name],
             s,
             id=f"{name}-{s}",
-            marks=() if (s.dp, s.tp, s.pp) in kept else pytest.mark.slow,
+            marks=()
+            if (s.dp, s.tp, s.pp) == kept[-1]
+            else pytest.mark.whole
+            if (s.dp, s.tp, s.pp) in kept
+            else pytest.mark.slow,
         )
         for name, kept in COVERING.items()
         for s in STRATEGIES
@@ -285,7 +290,15 @@ def _resident_and_offloaded(rank: int, world: int, strategy: ParallelStrategy, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.size in (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        s if s == STRATEGIES[-1] else pytest.param(s, marks=pytest.mark.whole)
+        for s in STRATEGIES
+        if s.size in (1, 4)
+    ],
+    ids=str,
+)
 def test_every_bit_of_an_offloaded_optimizer_is_that_of_a_resident_one(ranks, strategy, dtype) -> None:
     """Chunks of two vectors of a kernel: the largest shares have several, the last of which is shorter."""
     for (norms, weights, state), (other_norms, other_weights, other_state) in ranks.run(
