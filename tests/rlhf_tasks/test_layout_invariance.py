@@ -195,7 +195,11 @@ def test_so_do_mixtures_of_experts(ranks, tmp_path, name, changes):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "kind", ["kto", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "distillation"))]
+    "kind",
+    [
+        pytest.param("kto", marks=pytest.mark.whole),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "distillation")),
+    ],
 )
 def test_so_do_algorithms_that_learn_against_a_frozen_model(ranks, tmp_path, kind):
     frozen = "teacher_inference" if kind == "distillation" else "ref_inference"

@@ -48,7 +48,7 @@ def whole(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "chunks"),
     [
-        ("one rank", 4),
+        pytest.param("one rank", 4, marks=pytest.mark.whole),
         ("calls on meshes and strategies of their own", 2),
         pytest.param("overlapping meshes, balanced by tokens", 4, marks=pytest.mark.slow),
         pytest.param(

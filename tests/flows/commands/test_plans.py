@@ -50,6 +50,7 @@ def test_a_plan_is_shown_and_its_figures_are_written(run_plan, tmp_path, mode):
     assert all(0 < size < 4e9 for size in found["peak_memory_bytes"].values())
 
 
+@pytest.mark.whole
 def test_the_modes_are_compared_by_hours(run_plan):
     status, out, err = run_plan(ppo(), "--mode", "heuristic", "--time-limit", "1", "--iterations", "7200")
     assert status == 0, err
@@ -61,6 +62,7 @@ def test_the_modes_are_compared_by_hours(run_plan):
         assert hours == pytest.approx(2 * time_s, rel=0.02), rows[mode]
 
 
+@pytest.mark.whole
 def test_a_plan_by_hand_is_compared_with_the_modes_and_with_better_places(run_plan, write):
     on_one = {name: {"devices": [0], "micro_batches": 4} for name in DISJOINT}  # slower than any mode's plan
     status, out, err = run_plan(

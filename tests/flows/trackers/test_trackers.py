@@ -178,6 +178,7 @@ def test_a_server_that_never_answers_holds_nothing_up_and_is_named_once(tmp_path
     assert children() == []
 
 
+@pytest.mark.whole
 def test_a_store_that_refuses_is_named_with_its_own_words(tmp_path: Path):
     run = Run(tmp_path, "tensorboard")
     (run.folder / "tensorboard").write_text("a file where the event files belong")

@@ -205,6 +205,7 @@ def test_the_loss_is_the_mean_over_all_tokens_of_all_completions(ranks: Any, tmp
 
 
 @pytest.mark.dist
+@pytest.mark.whole
 def test_sampled_answers_depend_on_the_iteration_alone_and_greedy_ones_do_not(ranks: Any, tmp_path):
     sampled = config_of(tmp_path, temperature=3.0, num_generations=8).model_dump_json()
     first, again, later = (ranks.run(1, evaluated, (1, 1, 1), sampled, t)[0] for t in (0, 0, 1))

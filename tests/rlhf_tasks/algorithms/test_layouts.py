@@ -225,13 +225,15 @@ CASES = [
     ("distillation", ("teacher_inference", "actor_train"), "lm", {}),
 ]
 
-MARKED = [
-    pytest.param(
-        *case, marks=[] if not case[3] else pytest.mark.whole if case[0] == "ppo" else pytest.mark.slow
-    )
-    for case in CASES
-]
-"""Options are for the slow suite, of which continuous integration runs PPO's."""
+
+def _marks(kind: str, options: dict[str, Any]) -> Any:
+    if options and kind != "ppo":
+        return pytest.mark.slow
+    return pytest.mark.whole if options or kind not in ("ppo", "dpo") else ()
+
+
+MARKED = [pytest.param(*case, marks=_marks(case[0], case[3])) for case in CASES]
+"""The default suite runs PPO and DPO without options; options other than PPO's are for the slow suite."""
 
 
 def _case_id(value: Any) -> str:

@@ -135,6 +135,7 @@ def test_kto_tells_held_out_answers_apart(start: Any, folder: Path):
     assert last["rewards/margins"] > 1
 
 
+@pytest.mark.whole
 def test_distillation_brings_the_student_closer_to_its_teacher(start: Any, folder: Path):
     """Measured over the whole vocabulary, which the estimate never sees, on the student's answers to new prompts."""
     run = start(

@@ -212,6 +212,7 @@ def test_a_template_that_failed_serves_the_next_conversation():
     assert ours._lines is process
 
 
+@pytest.mark.whole
 def test_a_template_whose_process_was_ended_is_rendered_by_the_next():
     """The texts before the conversation that ended it are there."""
     ours = template(

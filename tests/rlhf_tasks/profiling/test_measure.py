@@ -74,7 +74,9 @@ def measure(rank: int, world: int, document: dict) -> list[dict]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.whole), pytest.param("qwen3", marks=pytest.mark.slow)]
+)
 def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, family):
     config = tiny_config(family)
     config.save_pretrained(tmp_path)

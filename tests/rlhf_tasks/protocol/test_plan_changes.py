@@ -254,6 +254,7 @@ def test_a_changed_plan_loses_no_step(every):
     assert list(world.disk.commits) == list(range(0, ITERATIONS + 1, every))
 
 
+@pytest.mark.whole
 def test_whoever_dies_when_the_plan_changes_the_run_ends_with_the_same_bits():
     """Every process that has a turn is killed once between the change's request and the first commit after it."""
     moments = []

@@ -103,7 +103,15 @@ def draw(engine: Engine, batch: SampleBatch, **params: Any) -> SampleBatch:
 # One rank
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        name
+        if name in ("llama", "gemma2", "mixtral", "gpt2")
+        else pytest.param(name, marks=pytest.mark.whole)
+        for name in CONFIGS
+    ],
+)
 def test_greedy_tokens_equal_transformers(family: str):
     batch = prompts()
     ours = responses(draw(build(family, torch.float32), batch, max_new_tokens=12, temperature=0.0))
@@ -306,8 +314,14 @@ def test_finished_sequences_leave_the_batch():
 MANY = tuple(1 + (7 * i) % 11 for i in range(40))  # lengths of prompts
 
 
-@pytest.mark.parametrize("micro_batches", [2, 7, 40])
-@pytest.mark.parametrize("check_every", [1, 4])
+@pytest.mark.parametrize(
+    ("check_every", "micro_batches"),
+    [
+        (4, 7),
+        (1, 2),
+        *(pytest.param(*case, marks=pytest.mark.whole) for case in [(4, 2), (1, 7), (4, 40), (1, 40)]),
+    ],
+)
 def test_refilled_slots_give_the_tokens_of_all_at_once(monkeypatch, micro_batches: int, check_every: int):
     engine, batch = build("llama", torch.float64), prompts(MANY)
     options: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 2, "stop_ids": STOPS, "top_p": 0.9}
@@ -427,7 +441,9 @@ OTHERS: list[Model] = [
     ("gpt2", {}),
 ]
 BY_STAGES = ("qwen2", "qwen3_moe")
-"""Families that the default suite splits by layers (both ends of the first have the embeddings), others by heads."""
+"""Families that are split by layers (both ends of the first have the embeddings); others by heads."""
+BY_DEFAULT = ("qwen2", "mixtral", "gpt2")
+"""Families that the default suite splits; continuous integration splits all. `make test-slow` has both ways."""
 
 
 def _generate_on(
@@ -523,7 +539,11 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, m
             model,
             strategy,
             id=f"{model[0]}-{strategy}",
-            marks=pytest.mark.slow if (strategy.pp == 2) ^ (model[0] in BY_STAGES) else (),
+            marks=pytest.mark.slow
+            if (strategy.pp == 2) ^ (model[0] in BY_STAGES)
+            else ()
+            if model[0] in BY_DEFAULT
+            else pytest.mark.whole,
         )
         for model in OTHERS
         for strategy in (ParallelStrategy(tp=2), ParallelStrategy(pp=2))

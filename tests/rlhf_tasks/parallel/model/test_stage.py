@@ -482,8 +482,10 @@ SPLITS: list[tuple[ParallelStrategy, Head, tuple[str, ...]]] = [
     (ParallelStrategy(pp=2), "scalar", ("phi3",)),
     (BOTH, "scalar", ("mixtral",)),
 ]
-"""How other families are split, and of which the default suite runs that: of each the split of both kinds, which has
-all that either has; a value head differs behind the last layer, which families do not."""
+"""How other families are split, and of which continuous integration runs that: of each the split of both kinds, which
+has all that either has; a value head differs behind the last layer, which families do not. The default suite runs
+those of Gemma 2, Mixtral and GPT-2."""
+BY_DEFAULT = ("gemma2", "mixtral", "gpt2")
 
 
 @pytest.mark.dist
@@ -507,7 +509,11 @@ all that either has; a value head differs behind the last layer, which families 
                 changes,
                 strategy,
                 head,
-                marks=() if (strategy, head) == (BOTH, "lm") or family in kept else pytest.mark.slow,
+                marks=pytest.mark.slow
+                if (strategy, head) != (BOTH, "lm") and family not in kept
+                else ()
+                if family in BY_DEFAULT
+                else pytest.mark.whole,
             )
             for family, changes in OTHERS
             for strategy, head, kept in SPLITS

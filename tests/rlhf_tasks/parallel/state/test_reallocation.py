@@ -103,7 +103,7 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lor
     ("shape", "head", "dtype"),
     [
         (model(), "lm", torch.float32),
-        (model(tied=True, **UNEVEN), "lm", torch.bfloat16),
+        pytest.param(model(tied=True, **UNEVEN), "lm", torch.bfloat16, marks=pytest.mark.whole),
         pytest.param(
             model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float32, marks=pytest.mark.whole
         ),
