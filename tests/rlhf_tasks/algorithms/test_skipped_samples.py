@@ -30,6 +30,12 @@ def never(prompts, completions, **columns):
 
 def silent(prompts, completions, **columns):
     return [None if p.startswith("abababab") else 1.0 for p in prompts]
+
+def mute(prompts, completions, **columns):
+    return [None] * len(prompts)
+
+def seldom(prompts, completions, **columns):
+    return [1.0 if p == "ab>" else None for p in prompts]
 """
 OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"kl_target": 0.5, "kl_horizon": 50, "whiten_rewards": True, "normalize_values": True},
@@ -136,6 +142,21 @@ def test_a_sample_that_no_reward_judges_is_skipped_too(start: Any, tmp_path: Pat
     skipped = metrics["skipped_samples"]
     assert (~whole(store, "stays")["stays"].values).sum() == skipped > 0
     assert lines(tmp_path)[0]["reason"] == "no reward gave a value (silent returned None)."
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_run_of_which_no_reward_judges_any_sample_ends_with_a_sentence(start: Any, chunks: int):
+    sentence = r"^the rewards 'mute' returned None for every sample of iteration 0, so there is no score\.$"
+    with pytest.raises(RewardError, match=sentence):
+        start("grpo", "mute", num_generations=2, chunks=chunks).iterate(0)
+
+
+def test_a_part_in_which_no_reward_judges_any_sample_ends_no_run(start: Any):
+    """It may be a head's whole share of the batch under another layout."""
+    alone, in_parts = (
+        start("grpo", "seldom", num_generations=2, chunks=chunks).iterate(0)[0] for chunks in (1, 4)
+    )
+    assert in_parts["rewards/seldom/mean"] == alone["rewards/seldom/mean"] == 1.0
 
 
 def test_an_iteration_that_has_lost_every_sample_ends_the_run_with_a_sentence(start: Any):

@@ -74,12 +74,11 @@ def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBa
 def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: bool = True) -> Scored | None:
     """Score this replica's samples. Returns the scores on the head, None elsewhere.
 
-    all_judged  False: samples that no reward judges are no error, as where nothing is learned from them
+    all_judged  False: a sample that no reward judges is no fault, as where nothing is learned from it
 
     The Python rewards run in the head's helper process while the reward model computes; not where there is no sample.
-    Raises RewardError, naming the sample, when a Python reward fails or times out, or when there is no reward model
-    and the Python rewards judge no sample. With `on_reward_error: skip` there are faults of such samples instead,
-    where it is known which they are.
+    Raises RewardError, naming the sample, when a Python reward fails or times out. With `on_reward_error: skip` there
+    are faults instead: of such samples, where it is known which they are, and of those that no reward judges.
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
@@ -98,11 +97,8 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
             Judged({each.name: [] for each in config.rewards}, {}) if pending is None else pending.result()
         )
         rewards, faults = judged.values, dict(judged.faults)
-        if raw is None and config.environment is None and all_judged and len(batch):
-            if config.on_reward_error == "skip":
-                faults = _unjudged(rewards, len(batch)) | faults
-            else:
-                _refuse_unjudged(rewards)
+        if all_judged and config.on_reward_error == "skip" and _only_rewards_judge(config):
+            faults = _unjudged(rewards, len(batch)) | faults
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None
     reach(Point.REWARD)
@@ -180,11 +176,9 @@ def rewards_of_tokens(
     return parts
 
 
-def _refuse_unjudged(rewards: Mapping[str, Values]) -> None:
-    """Raises RewardError when no reward judges any sample: there is nothing to learn from."""
-    if rewards and all(value is None for values in rewards.values() for value in values):
-        names = ", ".join(map(repr, rewards))
-        raise RewardError(f"the rewards {names} returned None for every sample, so there is no score.")
+def _only_rewards_judge(config: Scores) -> bool:
+    """Whether a sample has no score where every Python reward returns None for it."""
+    return bool(config.rewards) and config.scoring_role != "reward" and config.environment is None
 
 
 def _unjudged(rewards: Mapping[str, Values], n: int) -> dict[int, Fault]:
@@ -244,7 +238,7 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
 
     rewards/reward_model/mean is the mean of the raw scores. With `on_reward_error: skip`, skipped_samples is the
     number of samples that a reward failed on; those that leave the batch are in no mean. Collective over the mesh.
-    Raises RewardError when a reward failed on every sample.
+    Raises RewardError when a reward failed on every sample, or no reward judged any.
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
@@ -272,6 +266,11 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
     n, total, raw, skipped, judged, *by_name, within = figures.sum(0).tolist()
     if scored is not None:
         refuse_all_skipped(scored.faults, int(skipped), int(judged), context)
+        if config.on_reward_error != "skip" and _only_rewards_judge(config) and not any(by_name[1::2]):
+            raise RewardError(
+                f"the rewards {', '.join(map(repr, names))} returned None for every sample of iteration "
+                f"{context.iteration}, so there is no score."
+            )
     mean = total / max(n, 1)
     # The squares about a part's mean, and those of this mean about the whole one.
     means = figures[:, 1] / figures[:, 0].clamp(min=1)
