@@ -63,7 +63,7 @@ def inherited(n_ranks: int) -> dict[str, str]:
 
 
 def name_modules() -> None:
-    """Say what a fork server loads that is started from now on."""
+    """Name the modules that the next fork server loads when it starts."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([LOADED])
 
 

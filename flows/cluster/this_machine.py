@@ -48,8 +48,8 @@ def gpus_here() -> tuple[str, ...]:
 def visible_gpus(stated: str | None, n_gpus: int) -> tuple[str, ...]:
     """The names of the GPUs that CUDA shows, in its order, each as a rank's own CUDA_VISIBLE_DEVICES must name it.
 
-    stated  value of CUDA_VISIBLE_DEVICES: indices or UUIDs (GPU-..., MIG-...), separated by commas. CUDA shows those
-            before the first that is none, as in -1 or an empty value; None: it is not set, all are visible
+    stated  value of CUDA_VISIBLE_DEVICES: indices or UUIDs (GPU-..., MIG-...), separated by commas. CUDA shows the
+            entries before the first invalid one, such as -1 or an empty one. None: it is not set, all are visible
     n_gpus  GPUs of this machine
     Raises ConfigError for an index that no GPU has, and for a repeated one, for which CUDA would show none.
     """

@@ -16,7 +16,7 @@ from rlhf_tasks.system.durable import existing
 FULL_BYTES = (
     1 << 20
 )  # free; with less, the disk counts as full: SQLite and others report that in their own words
-IN_THE_MAKING = 2  # snapshots at most that are not committed: iterations overlap (protocol/sequencer.py)
+IN_THE_MAKING = 2  # snapshots at most that are not committed (protocol/cadence.py, MOST_UNWRITTEN)
 STATE_FLOATS = 3  # numbers per parameter in a commit: master weight and two moments (optimizer.py)
 
 

@@ -48,7 +48,7 @@ class Order(Enum):
 
 
 ENDINGS = (Order.STOP, Order.LEAVE, Order.CANCEL, Order.END)
-"""Orders that cannot be taken back; a later one of these counts for more."""
+"""Orders that cannot be taken back. Only an order further along in this tuple replaces one."""
 
 COMMANDS = {
     "pause": Order.PAUSE,
@@ -65,8 +65,8 @@ class Orders:
 
     wanted  the order
     why     who gave it, for messages
-    held    the step at which the run is paused; None while it goes on, or to a commit
-    left    the flow run's state when it was to LEAVE: a later one is that of the process that goes on with it
+    held    the step at which the run is paused; None while it trains, or is still on its way to that commit
+    left    id of the flow run's state when the order LEAVE came; a newer state belongs to the process that takes over
     say     tells the user a line
     """
 

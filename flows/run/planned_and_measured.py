@@ -90,11 +90,11 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     drifted  which calls, `iteration`, and which calls' memory, are off by more than the planner's limit
              (planner/pricing/run_history.py)
 
-    A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end:
-    what ranks wait for each other is no part of it. An iteration's are the median from one end to the next. The
-    first iteration of a call counts only where it is the one, and no time between two generations does. Of an
-    evaluation only the iterations count that have one; without any it is left out. `iteration` is one without an
-    evaluation, where there is such. Rounds after the first are left out.
+    A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end. So
+    the time that early ranks wait for the last one does not count. An iteration's seconds are the median from one
+    iteration's end to the next. The first iteration counts only if it is the only one. Time between two generations
+    does not count. An evaluation counts in the iterations that have one; without any it is left out. `iteration` is
+    one without an evaluation, if there is such. Rounds after the first are left out.
     """
     spans: dict[tuple[str, int], float] = {}
     ends: dict[int, float] = defaultdict(float)
@@ -211,8 +211,10 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
 
 
 def _most_active_bytes(nodes: Sequence[str], expected: Planned, found: Mapping[str, Any]) -> float | None:
-    """What the parts of a call took beyond parameters, at most. These are known, so all that is off is the call's
-    own. None where nothing is off."""
+    """The most bytes beyond parameters that a part of a call took; None where no part is off the plan.
+
+    The size of the parameters is known, so the whole deviation is the call's own.
+    """
     if not any(_memory_in(node) in found["drifted"] for node in nodes):
         return None
     memory = found["call_memory_bytes"]

@@ -18,7 +18,8 @@ runs/NAME/config.json      the configuration of the run, for --resume
           trackers/        what each tracker of report_to has, and what it has printed
           tensorboard/     event files (report_to: tensorboard); wandb/ likewise
           skipped-samples/ the samples that a reward failed on, and why (on_reward_error: skip)
-          samples/         the samples of PPO and rollouts, one file per iteration and dp rank
+          samples/         samples with their scores: a few of each iteration; of rollouts and evaluations all, one
+                           file per iteration, dp rank and part
           model/           the trained model of the finished run, a Hugging Face folder
           summary.json     figures of the finished run
           prefect/         database, login and log of the run's own Prefect server

@@ -69,7 +69,7 @@ async def carry_out(
     Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can mend,
     RunFailed for what happened on the way, and Prefect's signals where the flow run is suspended or was ended.
     """
-    begun = flow_run.run_count or 1  # so often, by Prefect's automation among others
+    begun = flow_run.run_count or 1  # how often a process has taken this flow run up
     folder, config = open_run(config, run_folder, flow_run.id)
     if config.type != algorithm:
         raise ConfigError(

@@ -12,8 +12,8 @@ from rlhf_tasks.checkpoint.manifest import Manifest
 from rlhf_tasks.spec import SaveSamplesNode
 
 AFTER_SAMPLING = ("Advantages", "Evaluation", "Execution", "KL", "Loss", "Reference", "Score", "Training")
-"""Headings of configurations: on what stands below them no sample in flight depends, neither which it is, nor how a
-commit has it. On what stands below others, those of a user's algorithm among them, it may."""
+"""Headings of configurations. Fields below them decide neither which samples are drawn nor how a commit stores them.
+Samples in flight may depend on a field below any other heading, including those of a user's algorithm."""
 _EXCEPTIONS = {
     "importance_cap": True,
     "on_reward_error": False,  # where an environment fails, its response ends there or the run does

@@ -1,7 +1,7 @@
 """The part that all algorithms' flows share: the parent's loop.
 
-The loop enters an iteration as soon as the controller says that it may be entered (t + 1 while t runs, t +
-2 when t is committed): it tells the controller, which delivers, and the iteration's view (flows/view/iterations.py).
+The loop enters an iteration as soon as the controller says that it may be entered (docs/protocol.md, delivery): it
+tells the controller, which delivers, and the iteration's view (flows/view/iterations.py).
 Whatever Prefect does or does not do meanwhile, the ranks go on.
 """
 

@@ -224,14 +224,15 @@ class OnMesh:
         return self.exchange_s("share", ranks, size_bytes, self.crossings.tp or self.crossings.pp)
 
     def kept_bytes(self, recompute: Recompute) -> float:
-        """Bytes per token that a layer keeps for the backward pass: with full recomputation its input alone.
+        """Bytes per token that a layer keeps for the backward pass, by what is recomputed there.
 
-        With selective recomputation also the results of its products and of attention. Else all that a layer of
-        Llama's kind computes with: in float32 the input of each of its two norms, and that normalised; the inputs of
-        its products (two norms' outputs, attention's, the gated one); queries and keys as rotated, and values;
-        attention's output, sequence by sequence; gate, its activation, and up. With experts also the copies of the
-        hidden state that they get, and the gated one as weighed; with selective recomputation the output of each.
-        Without a gate there are up and its activation; a LayerNorm keeps its input as it is.
+        full       its input; with experts also 4 bytes for each copy of a token
+        selective  its input, and the outputs of its products and of attention; with experts the output of each
+        none       all that it computes with: in float32 the input of each of its two norms, and the same normalised;
+                   the inputs of its products (outputs of both norms and of attention, the gated activation); rotated
+                   queries and keys, and values; attention's output; gate, its activation, and up. With experts also
+                   their copies of the hidden state, and the weighed gated activation. Without a gate: up and its
+                   activation. A LayerNorm keeps its input as it is, not in float32.
         """
         local, itemsize = self.local, self.workload.itemsize
         if recompute == "full":
@@ -254,9 +255,9 @@ class OnMesh:
     def working_bytes(self, tokens: float, stage: int, gradients: bool, repeated: float = 0.0) -> float:
         """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's.
 
-        In a backward pass a layer's are gradients, and what is recomputed. Of experts counts the most that stands at
-        a time, in one kernel for all or where one expert gets every token: their inputs, with the products of the
-        branches (one in float32); or inputs and outputs, joined and sorted. repeated: as in `stages_s`
+        In a backward pass a layer's are gradients, and what is recomputed. With experts the larger of two moments
+        counts: inputs with the products of the branches (one in float32), or inputs and outputs, joined and sorted.
+        That is for one kernel for all experts, or for one expert that gets every token. repeated: as in `stages_s`
         """
         local, itemsize = self.local, self.workload.itemsize
         mlp = 3 * local.intermediate
@@ -401,8 +402,8 @@ def _update_s(mesh: OnMesh) -> float:
 def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """Prompts are read, each once for its group of samples; then a token per step for every sequence in a slot.
 
-    With as many groups in flight as stages. While sequences wait, all slots are taken but for those that wait for
-    others to be free; those in the slots when none waits any more leave one by one.
+    There are as many groups in flight as stages. While sequences wait for a slot, some slots are empty, because freed
+    slots are refilled several at a time. When no sequence waits any more, the slots empty one by one.
     """
     workload = mesh.workload
     if call.segment_tokens is not None:
@@ -432,8 +433,11 @@ def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallC
 def _generate_in_segments(
     mesh: OnMesh, call: ModelFunctionCall, segment: int, micro_batches: int
 ) -> CallCost:
-    """What goes on is read with the new prompts, then drawn in rounds. With fewer slots than sequences, these take
-    turns in each round, and are read again in each after the first."""
+    """Unfinished responses are prefilled together with new prompts, then all are decoded in rounds.
+
+    With fewer slots than sequences, the sequences take turns in each round. In every round after the first they are
+    prefilled again.
+    """
     workload, share = mesh.workload, mesh.share(call)
     now = drawn(workload.prompt_tokens, workload.new_tokens.points, segment, call.n_groups, call.group_size)
     places = 2 * share

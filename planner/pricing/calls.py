@@ -194,7 +194,7 @@ class CostModel:
 
     def layer_bytes(self, role: str, tp: int) -> float:
         """Bytes of a layer of what a role moves on a device, with a layer's part of embedding and head
-        (planner/pricing/resharding.py, Held)."""
+        (planner/pricing/resharding.py, HeldModel)."""
         trained = self._trained_sizes(role, ParallelStrategy(tp=tp))
         return trained.stage_parameters(1, 0) * self.workload.itemsize / trained.layers
 

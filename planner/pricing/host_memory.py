@@ -1,7 +1,7 @@
 """What a plan keeps in the memory of hosts: what is offloaded, and copies of state that commits are written from.
 
-It counts once. Where a device's memory is its host's (`DeviceProfile.is_on_host`), what is offloaded counts on the
-device, all the time. Copies for commits are left out there: two of them at once are rare, and short.
+Nothing counts twice. Where a device's memory is its host's (`DeviceProfile.is_on_host`), what is offloaded counts on
+the device, all the time. Copies for commits are left out there: two of them at once are rare, and short.
 """
 
 from collections import defaultdict

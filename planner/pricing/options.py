@@ -6,9 +6,10 @@ The search proves optimality within this class of options:
   same number of hosts after them; and the aligned parts of the first host.
 - Strategies: dp x tp x pp = size of the mesh. tp divides the number of devices of a host or is a multiple of it, and
   is at most the problem's limit and what the model's heads allow. pp is at most the number of layers. dp is at most
-  the number of sequences of a mini-batch or part.
+  the number of groups of a mini-batch or part.
 - Micro-batches: 1, 2, 4, ..., pp times these, and the number of sequences of a dp rank; at most the latter. The few
-  with which a search begins are 2 pp (1 and 2 without a pipeline) and the number of sequences of a dp rank.
+  with which a search begins are 2 pp (1 and 2 without a pipeline) and the number of sequences of a dp rank. Of a
+  generation 1, 2, 4, 8 or 16: the fewest with which it fits memory.
 - Parts of a call: all have its option.
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
   mixture of experts has one.
@@ -306,12 +307,12 @@ def _prices(
     copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
     trainer, follower = problem.graph.trainer(call.role), problem.graph.follower(call.role)
     resident, frozen = (0.0,) * strategy.pp, copy
+    besides = host = (0.0,) * strategy.pp
     if follower is not None and follower.name == call.name:
         resident, frozen = model.following_bytes(call.role, placement), resident
         host = copied_bytes(model, call.role, placement, trained=False)
     if trainer is not None:
         frozen = tuple(map(float, model.frozen_bytes(call.role, placement)))
-    besides = host = (0.0,) * strategy.pp
     if trainer is not None and trainer.name == call.name:
         resident = model.training_bytes(call.role, placement)
         host = copied_bytes(model, call.role, placement, trained=True)
@@ -353,7 +354,7 @@ def _offloaded(problem: Problem, call: ModelFunctionCall, alike: Sequence[Option
 
 
 def _fitting(pair: Pair, rooms: Sequence[tuple[int, int]]) -> Pair:
-    """The pair, or twice its offloaded option where only that fits."""
+    """The pair; where only its offloaded option fits, that stands in both places."""
     if pair.offloaded is None or _lacking([pair.resident], rooms)[0] <= 0:
         return pair
     return Pair(pair.offloaded, pair.offloaded)

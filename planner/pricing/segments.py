@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_tasks.parallel.layout.slots_of import runs_of
 
-MOST_GROUPS = 128  # of a batch that is carried out; of a larger one shares are as of one with so many
+MOST_GROUPS = 128  # of a batch that is simulated; a larger one is given the shares of one of this size
 ITERATIONS, WARM_UP = 128, 28
 
 

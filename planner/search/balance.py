@@ -1,8 +1,8 @@
 """The choice of `balance`: whether a call's dp ranks get equal numbers of groups, or of tokens.
 
-It is made after the placements. Prices are those of sequences of the mean length, under which both are alike, so the
-search and its bounds know nothing of it: they hold for the best of both. A call that deals by tokens gains what the
-fullest dp rank gets less (`Imbalance`); it costs the transfers between it and calls that deal otherwise.
+It is made after the placements. The cost model prices sequences of the mean length, for which both choices cost the
+same. So the search ignores the choice, and its bounds hold for either. Dealing by tokens relieves the fullest dp rank
+(`Imbalance`). It costs transfers to and from calls that deal otherwise.
 """
 
 import math
@@ -97,8 +97,8 @@ def balanced(priced: Priced, problem: Problem) -> Priced:
     fits = not shortfall(priced.price, problem.model)
 
     def seconds_of(names: frozenset[str]) -> float:
-        """Of the plan in which these calls deal by tokens; endless where its transfers exceed memory, and only
-        they do."""
+        """Of the plan in which these calls deal by tokens; infinite if the given plan fits memory and this one does
+        not."""
         if names not in plans:
             changes = {name: given[name].model_copy(update={"balance": "tokens"}) for name in names}
             plans[names] = priced_plan(problem.graph, problem.model, given | changes)

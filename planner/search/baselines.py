@@ -247,8 +247,10 @@ def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> 
 
 
 def _micro_batches(call: ModelFunctionCall, strategy: ParallelStrategy) -> int:
-    """Two for each stage of a pipeline. A generation has as many groups in flight as stages without any: all its
-    sequences are decoded at once."""
+    """Two micro-batches per stage, as far as a dp rank has sequences; one without a pipeline.
+
+    A generation has one: its groups in flight fill the pipeline already, and all its sequences are decoded at once.
+    """
     if strategy.pp == 1 or call.kind == "generate":
         return 1
     return max(1, min(2 * strategy.pp, least_share(call, strategy.dp)))

@@ -328,7 +328,7 @@ class Ledger:
         return []
 
     def tick(self, now: float) -> list[LedgerInstruction]:
-        """Time has passed: a wait that is past its deadline ends here. Call it about twice a second."""
+        """Time has passed: a wait that is past its deadline ends here. Call it several times a second."""
         if self.phase in (Phase.NEW, Phase.STOPPED):
             return []
         late = self.account.commit_overdue(now)

@@ -15,7 +15,7 @@ class Phase(Enum):
     RESTORING = "all ranks join the groups and load the last commit"
     RUNNING = "iterations may be entered"
     SUSPECTING = "an error was reported; the loss of a rank that explains it may be reported within a moment"
-    ENDING = "a failure that a retry would repeat: complete iterations are committed, then the attempt ends"
+    ENDING = "a failure that a retry would repeat: complete snapshots are committed, then the attempt ends"
     STOPPED = "finished or given up"
 
 

@@ -69,7 +69,7 @@ class NodeExecutor:
         )
 
     def abort(self) -> None:
-        """From another thread: make a blocked collective of this rank raise, by closing its connections."""
+        """From another thread: abort the groups. NCCL's blocked collectives raise; gloo's wait for their timeout."""
         self._aborted = True
         if self._run is not None:
             self._run.abort()

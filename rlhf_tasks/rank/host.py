@@ -66,7 +66,8 @@ class Executor(Protocol):
         ...
 
     def abort(self) -> None:
-        """Make a blocked `load` or `execute` raise soon: abort the groups. Called from another thread."""
+        """Abort the groups, so that a blocked `load` or `execute` raises where the backend can. Called from another
+        thread. A process that does not come back is ended (INTERRUPT_GRACE_S)."""
         ...
 
     def close(self, keep_state: bool) -> None:

@@ -179,7 +179,7 @@ class RankRun:
         return self._engines.versions()
 
     def abort(self) -> None:
-        """From another thread: make a blocked collective raise."""
+        """From another thread: abort the groups. NCCL's blocked collectives raise; gloo's wait for their timeout."""
         self._groups.abort()
 
     def close(self, finish_parts: bool) -> None:
@@ -268,8 +268,8 @@ class RankRun:
         return output.metrics
 
     def _deal(self, node: CallNode, whole: Sequence[int]) -> None:
-        """Bring the samples of a call in segments, which have ended on any of its heads, to those to which they are
-        dealt."""
+        """Move the finished samples of a call in segments from the heads where they ended to the heads to which they
+        are dealt."""
         keys = node.call.outputs
         self._redistribute(node.side, node.side, whole, keys, node.call.token_key)
         mine = set(shares(node.side, whole).get(self._spec.rank, ()))
@@ -372,8 +372,11 @@ class RankRun:
         self._writer.save(role, engine, step)
 
     def _take_drawn(self) -> None:
-        """Take what the commit has of this rank's samples, in this plan's layout: as if the fetch and the calls that
-        run ahead, or generate in segments, had left them here. Their metrics are for all ranks of the calls."""
+        """Load this rank's samples from the commit, in this plan's layout.
+
+        Afterwards the rank holds what the fetch, and the calls that run ahead or generate in segments, would have
+        left. Every rank also gets the metrics of these calls.
+        """
         rank, n_seqs = self._spec.rank, self._plan.n_seqs
         for save in self._ahead if self._drawn.ready else ():
             self._untold[save.call] = self._drawn.metrics(save.call)
@@ -417,7 +420,7 @@ class RankRun:
     def _served(self, node: PlanNode, request: NodeRequest) -> range:
         """The iterations on whose samples a node works: the one that is `node.lead` ahead, where the run has it.
 
-        In the first iteration of a generation for which nothing is drawn, those up to it, too.
+        If no samples are drawn yet, it also works on all iterations before that one, in a generation's first.
         """
         now = request.key.iteration
         last = min(now + node.lead, self._spec.iterations - 1)

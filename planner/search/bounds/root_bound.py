@@ -7,9 +7,10 @@ whatever the order of its nodes (their edges are those of planner/plan/steady_st
   previous iteration, even if it reads a copy. The calls along a cycle of these edges take at most T times the cycle's
   delay in iterations. An example is generation, the slowest inference, training. Where generation runs k iterations
   ahead, this cycle has a delay of 1 + k. (A train_step need not wait for the
-  readers of the old version, because they may have a copy. So there is no such edge.) Of calls that are cut into
-  parts, one counts whole, and one part of every other: the parts of a call run one after the other, its first one
-  after the first parts of the calls before it, and its last one before the last parts of the calls after it.
+  readers of the old version, because they may have a copy. So there is no such edge.) If calls on a cycle are cut
+  into parts, one of them counts whole, and each other one with a single part. The parts of a call run one after
+  another. Its first part follows the first parts of the calls before it. Its last part precedes the last parts of
+  the calls after it.
 - *Iterations in flight.* Iteration t + 2 starts after t has ended, so the calls along a path of one iteration take at
   most 2 T.
 - *Load.* A device finishes iteration t before it begins t + 1, so its calls take at most T. Summed over the devices,
@@ -71,7 +72,7 @@ def call_cycles(graph: DataflowGraph) -> Cycles:
             note([edge.reader], 1)
         for path in nx.all_simple_paths(ordered, edge.reader, edge.writer):
             note(path, 1)
-        for data in graph.lagged:  # the reader runs ahead: of what it makes, the writer learns later
+        for data in graph.lagged:  # what the edge's reader makes is read `lag` iterations later
             if data.writer == edge.reader:
                 for path in _paths(ordered, data.reader, edge.writer):
                     note([data.writer, *path], 1 + data.lag)

@@ -140,7 +140,8 @@ class Arrays(NamedTuple):
     weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen
     start       [calls + 1] int64: row of each call's first option
     offloaded   [calls] int64: row of the first of its offloaded options; the next call's start if there are none. The
-                rows from start to here are the same options, in the same order, with all resident that fits so
+                rows from start to here are the same options in the same order, resident. An option that fits only
+                offloaded stands there offloaded too
     options     [options of all calls] OPTION_ROW
     stages      [stages of all different options] STAGE_ROW
     sides       [sides, 4] int64: first head, distance of heads, dp, number of blocks that are dealt separately

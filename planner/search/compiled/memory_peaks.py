@@ -147,10 +147,10 @@ def _peak(arrays: Arrays, template: int, order: int, chains: Ints, stage: Ints, 
 
 @inner
 def host_excess(arrays: Arrays, rows: Ints) -> float:
-    """Bytes that the host lacks which lacks most; 0 if none does.
+    """The most bytes that any host lacks; 0 if none lacks any.
 
-    What hosts keep grows from one host to the next only where a stage begins, and behind a host in whose midst one
-    begins. Their memory changes where a run of another device class begins.
+    From one host to the next, the bytes kept grow only on a host where a stage begins, and on the host after it if
+    the stage reaches over. Their memory changes where a run of another device class begins.
     """
     most = 0.0
     for c in range(len(rows)):

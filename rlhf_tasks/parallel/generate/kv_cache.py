@@ -34,9 +34,9 @@ class KVCache:
 
     slots          most sequences at a time
     columns        most tokens of a sequence
-    span_multiple  reads end at a multiple of this many columns. With 1 few unneeded columns are read: where the last
-                   rows are less than half as long as those before, they are read apart. With more, one read has all,
-                   so there are few different shapes (each needs a CUDA graph)
+    span_multiple  reads end at a multiple of this many columns. If it is 1, rows are read in runs of similar length,
+                   so few unneeded columns are read. If it is more, all rows are read at once, so few shapes occur;
+                   each shape needs a CUDA graph
 
     rows       number of sequences in the cache; they are in rows 0 .. rows - 1
     continues  whether the new tokens attend to tokens of the cache; else only to each other
@@ -128,8 +128,10 @@ class KVCache:
         self._newest[first : self.rows] = torch.tensor(lengths, device=self._device) - 1
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """The next micro-batch holds these pieces, one after the other: beginnings of sequences; or one piece behind
-        the beginning, which is written already."""
+        """The next micro-batch holds these pieces, in this order.
+
+        They are beginnings of sequences, or one later piece of a single sequence whose beginning is in the cache.
+        """
         self.continues = any(piece.first for piece in pieces)
         assert not self.continues or len(pieces) == 1, "pieces behind beginnings come one by one"
         columns = [torch.arange(piece.first, piece.stop) for piece in pieces]
@@ -148,7 +150,7 @@ class KVCache:
     def advance(self) -> None:
         """Open a column: the next micro-batch holds one new token for every row.
 
-        A row that is full, as only one can be whose sequence has finished, has its last token replaced.
+        In a full row the last token is replaced. Only the row of a finished sequence can be full.
         """
         self.continues = True
         rows = self.rows

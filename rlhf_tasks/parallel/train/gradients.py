@@ -4,7 +4,8 @@ Gradients are summed in the precision of the master weights. With dp > 1 no rank
 backward pass has filled a bucket of the flat buffer (state_layout.py), the bucket is reduce-scattered over dp beside
 the rest of the pass, and each rank adds its share to the sum (ZeRO stage 2, arXiv:1910.02054).
 
-Rows that several ranks of a replica hold are summed over these ranks first, at the end. Until then they stand whole.
+Rows that several ranks of a replica hold are summed over these ranks first, at the end. Until then each rank keeps
+their gradients unsplit.
 """
 
 from collections.abc import Callable, Mapping
@@ -95,7 +96,8 @@ class Gradients:
             whole.zero_()
 
     def end_pass(self) -> None:
-        """Send what a backward pass has left: buckets that lack the gradient of an unused parameter, which is 0."""
+        """Send the buckets that the backward pass did not fill. They lack the gradient of an unused parameter, which
+        counts as 0."""
         assert self._passes_left > 0, "more backward passes than were begun"
         self._send_while(lambda _: True)
         self._next = 0

@@ -5,8 +5,11 @@ from operator import le
 
 import pytest
 
+from planner.plan.build import build_plan
+from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster, meshes
 from planner.pricing.devices import preset
+from planner.pricing.host_memory import kept_on_hosts
 from planner.pricing.options import call_options, candidate_meshes, cut_points, micro_batch_counts
 from planner.pricing.problem import Problem, ProblemError
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
@@ -44,6 +47,23 @@ def test_a_cluster_of_17_hosts_can_be_used_wholly_and_by_single_hosts():
     found = list(candidate_meshes(Cluster(17, 2)))
     assert len(found) == len(set(found))
     assert {(0, 2), (0, 34), (2, 2)} <= {(mesh.first, mesh.size) for mesh in found}
+
+
+def test_options_keep_in_their_hosts_memory_what_their_plan_keeps_there(problem):
+    """Of a reference that follows the actor, too: it changes, so commits have it."""
+    asked, whole = problem(), ParallelStrategy(dp=2, tp=4)
+    graph = DataflowGraph(asked.graph.calls, asked.graph.dataset_keys, name="ppo", follows={"ref": "actor"})
+    asked = replace(asked, graph=graph)
+    chosen = {
+        call.name: next(
+            pair.resident for pair in call_options(asked, call) if pair.resident.strategy == whole
+        )
+        for call in graph.calls
+    }
+    plan = build_plan(graph, {name: option.assignment for name, option in chosen.items()}, ONE_HOST)
+    (parts,) = kept_on_hosts(plan, asked.model).values()
+    assert {part.split(":")[0] for part in parts} == {"actor", "critic", "ref"}
+    assert sum(8 * option.host[0] for option in chosen.values()) == pytest.approx(sum(parts.values()))
 
 
 def test_every_strategy_fills_its_mesh_and_keeps_the_limits(problem):
