@@ -8,6 +8,7 @@ killed. If it dies before that, it is restarted with the same address, login and
 import logging
 import os
 import secrets
+import select
 import subprocess
 import sys
 import tempfile
@@ -227,6 +228,12 @@ class OwnServer:
     def _address(self, process: subprocess.Popen[bytes]) -> str:
         """Read the address from the child's first line; log what the line says about a damaged database."""
         assert process.stdout is not None
+        answers, _, _ = select.select([process.stdout], [], [], START_DEADLINE_S)
+        if not answers:
+            raise ServerError(
+                f"The Prefect server has told no address within {START_DEADLINE_S:.0f} s. Its log: "
+                f"{self._home / 'server.log'}"
+            )
         address, _, said = process.stdout.readline().decode().strip().partition(" ")
         if not address:
             raise ServerError(f"The Prefect server did not start. Its log: {self._home / 'server.log'}")

@@ -17,7 +17,7 @@ from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
-from rlhf_tasks.rehearsal.faults import Fault
+from rlhf_tasks.rehearsal.faults import InjectedFault
 from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, Rehearsed, rehearse
 from rlhf_tasks.spec import ExecutionPlan
 
@@ -91,7 +91,7 @@ def rehearsed(
     machines: Machines,
     noise: float,
     seed: int,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[InjectedFault] = (),
     leaps: bool = True,
 ) -> Rehearsed:
     """Rehearse a run from its first second.

@@ -92,8 +92,15 @@ class _Tracker:
                 f"{self._name} lacks iterations {self._done + 1} to {self._committed}{why}; they are in "
                 "metrics.jsonl"
             )
+        process = self._process
         self._end()
-        if self._reading is not None:
+        if self._reading is None:
+            return
+        _, left = await asyncio.wait([self._reading], timeout=ANSWER_S)
+        if left:  # its keeper does not end what it has started
+            if process is not None:
+                process.kill()
+            self._reading.cancel()
             await asyncio.wait([self._reading])
 
     async def _begin(self) -> None:

@@ -8,6 +8,10 @@ import networkx as nx
 
 from rlhf_tasks.spec import ModelFunctionCall
 
+FETCH = "fetch"
+INSERTED = ("transfer_", "reallocate_", "release_", "onload_", "offload_", "sync_", "save_", "evaluate_")
+"""How the names of nodes begin that a plan inserts; `FETCH` is the node that reads the rows."""
+
 CallGraph: TypeAlias = "nx.DiGraph[str]"
 
 
@@ -158,31 +162,17 @@ class DataflowGraph:
         """Whether a call reads its role's parameters after the train_step of its own iteration."""
         return call.name in self._after_training.get(call.role, ())
 
-    def unrolled(self, iterations: int) -> "nx.DiGraph[tuple[int, str]]":
-        """Several iterations one after another: nodes are (iteration, call name), edges as in `digraph`, `across` and
-        `lagged`. A call that runs ahead works in iteration t on the samples of iteration t + its lead."""
-        graph: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
-        for t in range(iterations):
-            graph.add_nodes_from((t, name) for name in self.digraph)
-            graph.add_edges_from(((t, a), (t, b), data) for a, b, data in self.digraph.edges(data=True))
-            if t:
-                graph.add_edges_from(
-                    ((t - 1, edge.writer), (t, edge.reader), {"keys": (), "roles": (edge.role,)})
-                    for edge in self.across
-                )
-            graph.add_edges_from(
-                ((t - edge.lag, edge.writer), (t, edge.reader), {"keys": edge.keys, "roles": ()})
-                for edge in self.lagged
-                if edge.lag <= t
-            )
-        return graph
-
 
 def _check_names(calls: Sequence[ModelFunctionCall]) -> None:
     if not calls:
         raise GraphError("The graph has no calls.")
     seen: set[str] = set()
     for call in calls:
+        if call.name == FETCH or call.name.startswith(INSERTED):
+            raise GraphError(
+                f"A call is named {call.name!r}, as nodes are that plans insert ({FETCH}, "
+                f"{', '.join(f'{start}...' for start in INSERTED)}). Choose another name."
+            )
         if call.name in seen:
             raise GraphError(f"Two calls are named {call.name!r}. Rename one of them.")
         seen.add(call.name)

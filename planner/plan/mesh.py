@@ -90,10 +90,6 @@ class DeviceMesh:
         """The hosts the mesh touches."""
         return tuple(range(self.cluster.host(self.first), self.cluster.host(self.first + self.size - 1) + 1))
 
-    def overlaps(self, other: "DeviceMesh") -> bool:
-        """Whether the meshes share a device."""
-        return self.first < other.first + other.size and other.first < self.first + self.size
-
     def __str__(self) -> str:
         return f"{self._range()} of {self.cluster}"
 

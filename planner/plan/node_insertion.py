@@ -7,8 +7,8 @@ planner.plan.template decides which nodes there are and what they wait for; here
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.plan.graph import DataflowGraph
-from planner.plan.template import FETCH, PlanTemplate, Slot, plan_template
+from planner.plan.graph import FETCH, DataflowGraph
+from planner.plan.template import PlanTemplate, Slot, plan_template
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import Balance
 from rlhf_tasks.spec import (

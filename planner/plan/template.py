@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple
 
-from planner.plan.graph import DataflowGraph
+from planner.plan.graph import FETCH, DataflowGraph
 from planner.plan.steady_state import IN_FLIGHT
 from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
-
-FETCH = "fetch"
 
 SlotKind = Literal[
     "fetch",

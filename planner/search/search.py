@@ -206,7 +206,7 @@ def find_plan(
     called_off    polled; the search ends as soon as it returns true
 
     If a signal handler raises while compiled code returns, numba ends the process. A program with such handlers must
-    search outside the main thread (flows/cluster/shutdown.py `beside`).
+    search outside the main thread (flows/cluster/shutdown.py `run_in_thread`).
 
     Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that would help;
     for an unknown mode; and for mode manual without assignments. Raises ProblemError when a call has no option that

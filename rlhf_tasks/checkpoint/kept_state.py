@@ -22,7 +22,7 @@ from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.parallel.train.state_layout import StateLayout
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.system.byte_count import ByteCount
-from rlhf_tasks.system.invariants import require
+from rlhf_tasks.system.invariants import InvariantError, require
 
 
 class KeptState(NamedTuple):
@@ -62,7 +62,8 @@ class KeptCommit:
         moved: ByteCount | None = None,
     ) -> None:
         self._moved = moved or ByteCount()
-        assert spec.restore_step is not None, "there is no commit yet"
+        if spec.restore_step is None:
+            raise InvariantError("the generation begins at no commit, so no rank can have kept one")
         self._folder = step_folder(Path(spec.run_folder), spec.restore_step)
         self._manifest = read_manifest(self._folder)
         self._groups, self._ranks = groups, range(spec.n_ranks)

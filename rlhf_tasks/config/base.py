@@ -17,7 +17,7 @@ from rlhf_tasks.config.cluster import ClusterConfig, PlanningConfig, PlanSource,
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
 from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardModelScore
-from rlhf_tasks.config.rows import Rows
+from rlhf_tasks.config.rows import RunRows
 from rlhf_tasks.config.sampling import EvaluationConfig, SamplingConfig
 from rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
@@ -156,11 +156,11 @@ class RunConfig(Settings):
         """Consecutive samples that are made from one row. They stay on one dp rank and in one mini-batch."""
         return 1
 
-    def row_of(self, rows: Rows, sample: int) -> int:
+    def row_of(self, rows: RunRows, sample: int) -> int:
         """The index of the row that a sample, given by its global id, is made from. Each epoch is shuffled anew."""
         return rows.row_of(sample // self.group_size, self.seed, self.data.weights)
 
-    def values_of(self, rows: Rows, sample: int) -> Mapping[str, Any]:
+    def values_of(self, rows: RunRows, sample: int) -> Mapping[str, Any]:
         """The values of a sample, given by its global id, under each key of the data set: those of its row."""
         return rows.values(self.row_of(rows, sample))
 
@@ -597,7 +597,7 @@ class OnePass(Scores, SamplesGroups):
         """The number of iterations that pass once over all rows."""
         return -(-self.samples(n_rows) // self.batch_size)
 
-    def row_of(self, rows: Rows, sample: int) -> int:
+    def row_of(self, rows: RunRows, sample: int) -> int:
         """The index of the row of a sample: rows in file order, `num_generations` samples each."""
         return sample // self.num_generations % len(rows)
 

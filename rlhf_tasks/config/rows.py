@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
-class Rows(Protocol):
+class RunRows(Protocol):
     """The rows of a run by index. `rlhf_tasks.data.token_file.TokenFile` holds them."""
 
     def __len__(self) -> int: ...

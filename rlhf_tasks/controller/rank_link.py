@@ -158,7 +158,8 @@ class RankLink:
         if not process.nanny:
             return
         try:
-            await self._worker.rpc(process.nanny).kill(timeout=KILL_S, reason="rank is stuck")
+            asked = self._worker.rpc(process.nanny).kill(timeout=KILL_S, reason="rank is stuck")
+            await asyncio.wait_for(asked, KILL_S + CONNECT_S)
         except OSError as error:
             logger.warning("nanny %s of rank %d: %s", process.nanny, self.rank, error)
 
@@ -192,7 +193,8 @@ class RankLink:
         Raises RankMissing when further tries are useless, LookupError when the scheduler does not know the worker yet
         or it is not a rank yet, OSError when something does not answer.
         """
-        known = cast(dict[str, Any], await self._worker.scheduler.identity())
+        asked = cast(Awaitable[dict[str, Any]], self._worker.scheduler.identity())
+        known = await asyncio.wait_for(asked, CONNECT_S)
         workers = known["workers"].items()
         mine = [(at, worker) for at, worker in workers if self.name in (worker["name"], worker["nanny"])]
         if not mine:

@@ -46,7 +46,7 @@ from rlhf_tasks.rank.role_engines import optimizer_settings
 from rlhf_tasks.spec import DataSide
 
 Clock = Callable[[], float]
-Work = Callable[[], object]
+Measurable = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 
 SHALLOW, DEEP = 1, 4  # layers of the two models whose difference gives a layer's time
@@ -102,7 +102,7 @@ class Bench:
 
 
 def _means_s(
-    works: Mapping[Name, Work],
+    works: Mapping[Name, Measurable],
     devices: Sequence[int],
     groups: ProcessGroups,
     clock: Clock,
@@ -177,9 +177,9 @@ def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
     return Measurements(operations=tuple(rows))
 
 
-def _works(models: Mapping[str, Engine], vocab: int, grid: Grid) -> dict[tuple, Work]:
+def _works(models: Mapping[str, Engine], vocab: int, grid: Grid) -> dict[tuple, Measurable]:
     """The works that are timed for a model: (kind, model where there are several, sizes) -> work."""
-    works: dict[tuple, Work] = {}
+    works: dict[tuple, Measurable] = {}
     for name, engine in models.items():
         works["update", name] = partial(_update, engine)
         for length in grid.lengths:
@@ -204,9 +204,9 @@ def _drawing_layers(shallow: Engine) -> int:
     return max(DEEP, min(DRAWING[shallow.device.type], int(DRAWING_BYTES / of_layer)))
 
 
-def _drawing_works(shallow: Engine, drawing: Engine, grid: Grid) -> dict[tuple, Work]:
+def _drawing_works(shallow: Engine, drawing: Engine, grid: Grid) -> dict[tuple, Measurable]:
     """The generations that are timed: ("generate", model, tokens of a prompt, sequences, steps) -> work."""
-    works: dict[tuple, Work] = {}
+    works: dict[tuple, Measurable] = {}
     for name, engine in (("shallow", shallow), ("drawing", drawing)):
         for prompt in grid.contexts:
             for rows in grid.rows:
@@ -409,7 +409,7 @@ def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock
         if groups.rank not in devices:
             continue
         crosses = len({device // devices_per_host for device in devices}) > 1
-        works: dict[tuple[Exchange, int], Work] = {
+        works: dict[tuple[Exchange, int], Measurable] = {
             (kind, size_bytes): work for kind, size_bytes, work in _exchanges(groups, devices)
         }
         for (kind, size_bytes), seconds in _means_s(works, devices, groups, clock).items():

@@ -105,10 +105,6 @@ class Account:
         progress = self._iterations[iteration]
         return {name: dict(node.results) for name, node in progress.nodes.items()}
 
-    def abort_cause(self, iteration: int, generation: int) -> Cause | None:
-        """Why an iteration was aborted; None when it was not, or not delivered under that generation."""
-        return self._aborted.get((iteration, generation))
-
     @property
     def newest_live(self) -> int:
         """The newest iteration that is in flight, complete or committed, and not aborted."""

@@ -13,6 +13,7 @@ from rlhf_tasks.protocol.instructions import SETUP, WriteCommit
 from rlhf_tasks.protocol.messages import SnapshotEvery
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.invariants import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class CommitOrder:
 
     def complete(self, iteration: int) -> None:
         """Every node of the iteration is done and every part of its snapshot, if it has one, is durable."""
-        assert iteration >= self.first_uncommitted, f"iteration {iteration} is committed already"
+        require(iteration >= self.first_uncommitted, f"iteration {iteration} is committed already")
         self._complete.add(iteration)
         while self._first_incomplete in self._complete:
             if self.is_snapshot(self._first_incomplete):
@@ -129,7 +130,7 @@ class CommitOrder:
 
     def written(self, step: int) -> range:
         """The commit is written. Returns the iterations that it makes final."""
-        assert step == self.writing, f"step {step} written while {self.writing} was asked for"
+        require(step == self.writing, f"step {step} was written, and {self.writing} was asked for")
         covered = self.covered(step)
         self.committed, self.writing = step, None
         self._ready.popleft()

@@ -22,6 +22,7 @@ from rlhf_tasks.protocol.instructions import (
 )
 from rlhf_tasks.protocol.messages import Done, Failed, Told
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
+from rlhf_tasks.system.invariants import require
 
 
 class InboxPhase(Enum):
@@ -278,7 +279,7 @@ class Inbox:
         """Hold a new request; answer a repeated one."""
         if request.number >= self._next_number:
             held = self._held.setdefault(request.number, request)
-            assert held == request, f"number {request.number} names {held.key} and {request.key}"
+            require(held == request, f"number {request.number} names {held.key} and {request.key}")
             return []
         if self._failure is not None and self._failure.key == request.key:
             return self._repeat_failure()

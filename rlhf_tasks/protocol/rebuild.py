@@ -8,6 +8,7 @@ from rlhf_tasks.protocol.headway import Headway, Pace
 from rlhf_tasks.protocol.instructions import LedgerInstruction, ResetRank, RestartRank, RestoreRank
 from rlhf_tasks.protocol.messages import Cause
 from rlhf_tasks.protocol.phases import Timeouts
+from rlhf_tasks.system.invariants import require
 
 
 class RankState(Enum):
@@ -100,7 +101,7 @@ class Rebuild:
 
     def restore(self, step: int | None, now: float) -> list[LedgerInstruction]:
         """Every rank is clean: make all join the groups and load the step."""
-        assert self.all_clean, f"restore before every rank is clean: {self.states}"
+        require(self.all_clean, f"restore before every rank is clean: {self.states}")
         for rank in self.states:
             self._set(rank, RankState.RESTORING)
         self._restoring = Headway(self.pace, now)

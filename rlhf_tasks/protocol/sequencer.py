@@ -25,6 +25,7 @@ from rlhf_tasks.spec import (
     SaveSamplesNode,
     SyncNode,
 )
+from rlhf_tasks.system.invariants import require
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,10 @@ class Sequencer:
 
     def requests(self, iteration: int, *, in_snapshot: bool = True) -> dict[int, tuple[NodeRequest, ...]]:
         """Rank -> its requests for an iteration, in plan order. Ranks without work are left out."""
-        assert iteration >= self.first_iteration, f"iteration {iteration} precedes {self.first_iteration}"
+        begun = self.first_iteration
+        require(
+            iteration >= begun, f"iteration {iteration} precedes {begun}, with which the generation begins"
+        )
         before = self.versions(iteration)
         requests: dict[int, list[NodeRequest]] = {rank: [] for rank in self.work}
         for node in self.first_order if iteration == self.first_iteration else self.plan.nodes:

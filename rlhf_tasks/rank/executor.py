@@ -13,6 +13,7 @@ from rlhf_tasks.rank.plan_nodes import RankRun
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
+from rlhf_tasks.system.invariants import InvariantError
 from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak, told_when_out
 from rlhf_tasks.system.threads import take_stated_threads
 
@@ -49,7 +50,8 @@ class NodeExecutor:
 
     def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
         """Run one node. Whatever it raises becomes a fault of the run."""
-        assert self._run is not None, "a node arrived before its generation was loaded"
+        if self._run is None:
+            raise InvariantError(f"{request.key.node} arrived before its generation was loaded")
         reset_peak(self._run.device)
         started_s = time.time()
         with told_when_out(f"{request.key.node} of iteration {request.key.iteration}", self._run.device):

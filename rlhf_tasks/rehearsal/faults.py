@@ -70,7 +70,7 @@ def _form(value: object) -> str:
     return known.get(kind, rank) if isinstance(kind, str) else rank
 
 
-Fault = Annotated[
+InjectedFault = Annotated[
     Annotated[RankFault, Tag(TAGS[0])]
     | Annotated[HostFault, Tag(TAGS[1])]
     | Annotated[ControllerFault, Tag(TAGS[2])]
@@ -95,7 +95,7 @@ class FaultRate(Settings):
 class FaultFile(Settings):
     """The content of a fault file."""
 
-    faults: tuple[Fault, ...] = Field(default=(), max_length=MOST_FAULTS)
+    faults: tuple[InjectedFault, ...] = Field(default=(), max_length=MOST_FAULTS)
     rate: FaultRate | None = None
 
     @model_validator(mode="after")
@@ -115,7 +115,7 @@ def read_faults(path: Path) -> FaultFile:
 
 def scheduled(
     given: FaultFile | None, n_ranks: int, ranks_per_host: int, hours: float, seed: int, where: str
-) -> list[Fault]:
+) -> list[InjectedFault]:
     """All faults of a rehearsal in the order in which they strike; those after its end are left out.
 
     where  the file, for sentences
@@ -140,7 +140,7 @@ def scheduled(
     return [fault for fault in every if fault.at_s < 3600 * hours]
 
 
-def _drawn(rate: FaultRate, n_ranks: int, hours: float, draw: Random, where: str) -> Iterable[Fault]:
+def _drawn(rate: FaultRate, n_ranks: int, hours: float, draw: Random, where: str) -> Iterable[InjectedFault]:
     """Faults of a Poisson process over all devices."""
     per_s = rate.per_device_day * n_ranks / 86400
     expected = per_s * 3600 * hours

@@ -26,7 +26,7 @@ from rlhf_tasks.protocol.messages import (
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import CommitsOnDisk, SimulatedSnapshots
-from rlhf_tasks.rehearsal.faults import ControllerFault, Fault, SlowFault
+from rlhf_tasks.rehearsal.faults import ControllerFault, InjectedFault, SlowFault
 from rlhf_tasks.rehearsal.ranks import SimulatedRankMissing
 from rlhf_tasks.rehearsal.story import OWN, Story, Window
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
@@ -52,7 +52,7 @@ class RehearsalRequest:
     noise: Noise
     keep_last: int
     hours: float
-    faults: Sequence[Fault] = ()
+    faults: Sequence[InjectedFault] = ()
     leaps: bool = True
 
 

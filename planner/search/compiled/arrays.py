@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan.call_order import OrderRule, levels, node_order, with_trailing
+from planner.plan.graph import FETCH as FETCHED
 from planner.plan.graph import DataflowGraph
 from planner.plan.node_insertion import dealing
 from planner.plan.steady_state import waits
-from planner.plan.template import FETCH as FETCHED
 from planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, with_transfers
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.options import Option

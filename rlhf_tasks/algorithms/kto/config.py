@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from rlhf_tasks.algorithms.shared.preference_config import PreferenceConfig
 from rlhf_tasks.config.base import Groups
-from rlhf_tasks.config.rows import Rows
+from rlhf_tasks.config.rows import RunRows
 
 
 class KTOConfig(PreferenceConfig):
@@ -26,7 +26,7 @@ class KTOConfig(PreferenceConfig):
         first = sample - sample % size
         return first + (sample - first - 1) % size
 
-    def values_of(self, rows: Rows, sample: int) -> Mapping[str, Any]:
+    def values_of(self, rows: RunRows, sample: int) -> Mapping[str, Any]:
         """A sample's own sequence, and a mismatched one for the KL estimate: its prompt with another sample's answer,
         cut where it is longer than the longest row, which every model can read."""
         own, other = (rows.values(self.row_of(rows, each)) for each in (sample, self.mismatched(sample)))

@@ -267,11 +267,6 @@ class Stage(nn.Module):
         """The same for what training changes (`trained`): all of a model, or its adapters under peft's names."""
         return {name: p for name, p in self.named_parameters() if name in self.trained.specs}
 
-    def frozen_slices(self) -> dict[str, nn.Parameter]:
-        """The weights that adapters leave as they are; none without adapters."""
-        ours = self.trained_slices()
-        return {name: p for name, p in self.named_slices().items() if name not in ours}
-
     def _angles(self, hidden: Tensor, positions: Tensor) -> Mapping[int, Any]:
         """Number of each layer -> its rotary angles. Some families have others for each type of layer, some none."""
         if self.layout.shape.learned_positions:

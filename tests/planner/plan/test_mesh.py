@@ -43,14 +43,6 @@ def test_legal_meshes(first, size, message):
             DeviceMesh(Cluster(3, 4), first, size)
 
 
-def test_overlap():
-    cluster = Cluster(2, 4)
-    whole, half, other = DeviceMesh(cluster, 0, 4), DeviceMesh(cluster, 2, 2), DeviceMesh(cluster, 4, 4)
-    assert whole.overlaps(half)
-    assert half.overlaps(whole)
-    assert not half.overlaps(other)
-
-
 def test_the_mesh_of_some_devices():
     cluster = Cluster(3, 4)
     assert DeviceMesh.of(cluster, [3, 2]).devices == (2, 3)

@@ -5,7 +5,7 @@ import pytest
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.instructions import SETUP
-from rlhf_tasks.protocol.messages import Cause, Committed, Finished, NodeEnded, NotEntered
+from rlhf_tasks.protocol.messages import Committed, Finished, NodeEnded, NotEntered
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
     committed,
@@ -196,7 +196,6 @@ def test_what_a_watcher_sees():
     books.enter(1, 0, 0)
     books.rank_lost(1, "killed", 0)
     assert (account.iteration_state(1, 0), account.node_state(1, 0, "train")) == (State.ABORTED,) * 2
-    assert account.abort_cause(1, 0) == Cause("lost: killed", (1,), "train", 1)
     assert account.iteration_state(1, 1) is State.WAITING, "the repetition"
     assert account.node_state(0, 0, "train") is State.DONE
 
