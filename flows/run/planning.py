@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from flows.cluster.this_machine import CPU_SLOT, device_here, threads_of_ranks
@@ -378,12 +377,7 @@ def _shape(role: str, parts: Role) -> ModelShape:
             f"the folder of role {role!r}, {parts.folder}, is not there. Name a Hugging Face model folder."
             f"{how_to_download(parts.folder)}"
         )
-    return _shape_of_folder(parts.folder)
-
-
-@cache
-def _shape_of_folder(folder: str) -> ModelShape:
-    return ModelShape.from_folder(folder)
+    return ModelShape.from_folder(parts.folder)
 
 
 def plan_for(

@@ -15,7 +15,7 @@ from typing import Any
 from flows.trackers.stores import STORES, Store, TrackedRun
 from rlhf_tasks.checkpoint.journals import METRICS, is_row
 from rlhf_tasks.system.durable import replace_file
-from rlhf_tasks.system.reading import ConfigError, one_line, read_json
+from rlhf_tasks.system.reading import ConfigError, one_line, read_json, reading
 
 TRACKERS = "trackers"  # in a run folder: what each tracker has, and what it has printed
 
@@ -39,7 +39,8 @@ def _served(messages: Any) -> Iterator[int]:
     tracker, folder = begin["tracker"], Path(begin["folder"])
     state = folder / TRACKERS / f"{tracker}.json"
     run = TrackedRun(folder.name, folder, begin["config"])
-    with suppress(ConfigError):  # none yet, or a damaged one: the store begins anew
+    # None yet, or a damaged one: the store begins anew.
+    with suppress(ConfigError), reading(state, "no state of a tracker", remedy="Remove it."):
         known = read_json(state)
         run.id, run.done = str(known["id"]), int(known["done"])
     store = STORES[tracker](run)

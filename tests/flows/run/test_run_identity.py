@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.run import planning
 from flows.run.prepare import prepare
 from flows.run.run_folder import new_run_folder
 from flows.run.run_identity import accept_changes, differences, keep_identity, model_digests, refuse_changes
@@ -256,7 +255,6 @@ def test_a_wanted_change_may_be_said_on_the_command_line(run, resume):
 def test_another_model_in_the_place_of_one_that_trains_is_refused_with_the_difference(run, resume):
     shutil.rmtree(run.parents[1] / "model")
     model_folder(run.parents[1] / "model", num_hidden_layers=3)
-    planning._shape_of_folder.cache_clear()  # a resumed run is another process
     for more in ((), ("--accept-changes",)):
         status, said, begun = resume(*more)
         assert (status, begun) == (2, [])

@@ -130,6 +130,23 @@ def test_a_resumed_run_continues_its_tracker_run_with_every_step_once(tmp_path: 
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("state", ["{}", "no JSON"])
+def test_where_a_trackers_state_is_damaged_it_is_given_every_row_again(tmp_path: Path, state: str):
+    run = Run(tmp_path, "tensorboard")
+    (run.folder / "trackers").mkdir()
+    (run.folder / "trackers" / "tensorboard.json").write_text(state)
+    run.write(0, 1)
+
+    async def scene() -> None:
+        told = run.begin()
+        await told.tell(2)
+        await told.close(finished=True)
+
+    asyncio.run(scene())
+    assert (sorted(READ["tensorboard"](run.folder)), run.said) == (points_of(0, 1), [])
+
+
+@pytest.mark.whole
 def test_a_tracker_that_is_killed_begins_again_and_lacks_nothing(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setattr(trackers, "AGAIN_S", 0.0)
     run = Run(tmp_path, "tensorboard")
