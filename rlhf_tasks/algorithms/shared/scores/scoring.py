@@ -93,27 +93,47 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     if answers is None:
         return None
     try:
-        judged = (
-            Judged({each.name: [] for each in config.rewards}, {}) if pending is None else pending.result()
-        )
-        rewards, faults = judged.values, dict(judged.faults)
-        if all_judged and config.on_reward_error == "skip" and _only_rewards_judge(config):
-            faults = _unjudged(rewards, len(batch)) | faults
+        nothing = Judged({each.name: [] for each in config.rewards}, {})
+        judged = nothing if pending is None else pending.result()
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None
     reach(Point.REWARD)
+    return _scored(batch, answers, judged, _faults(batch, judged, config, all_judged), raw, config)
+
+
+def _faults(batch: SampleBatch, judged: Judged, config: Scores, all_judged: bool) -> dict[int, Fault]:
+    """Index of each sample on which a reward or the environment failed, or that nothing judges -> the fault."""
+    faults = dict(judged.faults)
+    if all_judged and config.on_reward_error == "skip" and _only_rewards_judge(config):
+        faults = _unjudged(judged.values, len(batch)) | faults
     if config.environment is not None and ENVIRONMENT_FAULT in batch.data:
         told = enumerate(batch[ENVIRONMENT_FAULT].texts())
         faults |= {place: Fault(config.environment.name, reason) for place, reason in told if reason}
-    rewards = {
+    return faults
+
+
+def _scored(
+    batch: SampleBatch,
+    answers: Answers,
+    judged: Judged,
+    faults: Mapping[int, Fault],
+    raw: Tensor | None,
+    config: Scores,
+) -> Scored:
+    """What rewards, environment and reward model have given, added up.
+
+    faults  index of a sample -> its fault
+    raw     [n] float64, raw scores of the reward model; None without one
+    """
+    rewards: dict[str, Values] = {
         name: [None if place in faults else value for place, value in enumerate(values)]
-        for name, values in rewards.items()
+        for name, values in judged.values.items()
     }
-    penalties = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
-    named = {}
+    named = {name: [None if v is None else total(v) for v in values] for name, values in rewards.items()}
+    whole = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
     if config.environment is not None:
         played = batch[ENVIRONMENT_REWARDS].values.double().cpu()
-        penalties = penalties + played
+        whole = whole + played
         named[config.environment.name] = [
             None if place in faults else value for place, value in enumerate(played.tolist())
         ]
@@ -121,31 +141,43 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     weighted = [(function.weight, rewards[function.name]) for function in config.rewards]
     of_tokens = None
     if config.scores_tokens:
-        counts = [0 if place in faults else len(ids) for place, ids in enumerate(answers.completion_ids)]
-        of_tokens = rewards_of_tokens(counts, penalties, weighted, model_part)
-        scores = torch.stack([part.sum() for part in of_tokens]) if of_tokens else penalties
-        of_tokens = [
-            part if len(part) else part.new_zeros(len(ids))
-            for part, ids in zip(of_tokens, answers.completion_ids, strict=True)
-        ]
+        scores, of_tokens = _of_tokens(answers, faults, whole, weighted, model_part)
     else:
-        scores = penalties
+        scores = whole
         for weight, values in weighted:
             scores = scores + weight * torch.tensor([v or 0.0 for v in values], dtype=torch.float64)
         scores = scores if model_part is None else scores + model_part
     failed = torch.tensor([place in faults for place in range(len(batch))], dtype=torch.bool)
-    by_id = {batch.ids[place]: fault for place, fault in faults.items()}
-    stays = ~failed if config.skipped_leave else torch.ones_like(failed)
     return Scored(
         torch.where(failed, 0.0, scores),
-        {name: [None if v is None else total(v) for v in values] for name, values in rewards.items()} | named,
+        named,
         judged.logged,
         raw,
         answers,
-        by_id,
-        stays,
+        {batch.ids[place]: fault for place, fault in faults.items()},
+        ~failed if config.skipped_leave else torch.ones_like(failed),
         of_tokens,
     )
+
+
+def _of_tokens(
+    answers: Answers,
+    faults: Mapping[int, Fault],
+    whole: Tensor,
+    weighted: Sequence[tuple[float, Values]],
+    model_part: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """([n] scores, n tensors [response tokens] of which they are the sums), float64; zeros where there is a fault.
+
+    whole  [n] float64, penalties and the environment's rewards; others as in `rewards_of_tokens`
+    """
+    counts = [0 if place in faults else len(ids) for place, ids in enumerate(answers.completion_ids)]
+    parts = rewards_of_tokens(counts, whole, weighted, model_part)
+    scores = torch.stack([part.sum() for part in parts]) if parts else whole
+    return scores, [
+        part if len(part) else part.new_zeros(len(ids))
+        for part, ids in zip(parts, answers.completion_ids, strict=True)
+    ]
 
 
 def rewards_of_tokens(
