@@ -35,7 +35,7 @@ def mute(prompts, completions, **columns):
     return [None] * len(prompts)
 
 def seldom(prompts, completions, **columns):
-    return [1.0 if p == "ab>" else None for p in prompts]
+    return [1.0 if p.startswith("abababab") else None for p in prompts]
 """
 OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"kl_target": 0.5, "kl_horizon": 50, "whiten_rewards": True, "normalize_values": True},
