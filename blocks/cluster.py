@@ -4,6 +4,7 @@ from prefect.blocks.core import Block
 from pydantic import Field
 
 from rlhf_tasks.config.cluster import ClusterConfig
+from rlhf_tasks.parallel.layout.topology import MAX_DEVICES
 
 
 class RlhfCluster(Block):
@@ -27,9 +28,9 @@ class RlhfCluster(Block):
     address: str | None = Field(
         default=None, description="Scheduler of a running Dask cluster; without one, a cluster is started."
     )
-    n_hosts: int = Field(default=1, gt=0, description="Number of hosts.")
+    n_hosts: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of hosts.")
     devices_per_host: int = Field(
-        default=1, gt=0, description="Number of ranks (GPUs or CPU slots) on each host."
+        default=1, gt=0, le=MAX_DEVICES, description="Number of ranks (GPUs or CPU slots) on each host."
     )
 
     def to_config(self) -> ClusterConfig:

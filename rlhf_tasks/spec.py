@@ -15,6 +15,9 @@ from rlhf_tasks.parallel.layout.topology import Placement
 CallKind = Literal["generate", "inference", "train_step"]
 
 
+IN_FLIGHT = 2
+"""Iterations that may be in flight: iteration t starts after t - 2 has ended (docs/protocol.md, delivery)."""
+
 STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 """An unknown field is an error. JSON has NaN or Infinity for non-finite numbers, as in the metrics of a skipped step:
 pydantic would write null, which cannot be read back as a float."""

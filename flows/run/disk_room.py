@@ -11,12 +11,12 @@ from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import step_folders
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters, trained_parameters
+from rlhf_tasks.protocol.cadence import MOST_UNWRITTEN
 from rlhf_tasks.system.durable import existing
 
 FULL_BYTES = (
     1 << 20
 )  # free; with less, the disk counts as full: SQLite and others report that in their own words
-IN_THE_MAKING = 2  # snapshots at most that are not committed (protocol/cadence.py, MOST_UNWRITTEN)
 STATE_FLOATS = 3  # numbers per parameter in a commit: master weight and two moments (optimizer.py)
 
 
@@ -64,7 +64,7 @@ def disk_need(
     return DiskNeed(
         state_itemsize
         * (STATE_FLOATS * sum(sizes.values()) + followers),  # of followers master weights alone
-        min(config.keep_last + best + IN_THE_MAKING, written),
+        min(config.keep_last + best + MOST_UNWRITTEN, written),
         itemsize * exported,
     )
 

@@ -13,9 +13,7 @@ of seconds over sum of delays of any cycle.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rlhf_tasks.spec import ExecutionPlan
-
-IN_FLIGHT = 2  # iteration t starts after t - 2 has ended (docs/protocol.md, delivery)
+from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan
 
 _ROUNDING = 1e-12  # relative: smaller gains in Howard's algorithm are rounding errors
 

@@ -11,8 +11,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from planner.plan.graph import FETCH, DataflowGraph
-from planner.plan.steady_state import IN_FLIGHT
-from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
+from rlhf_tasks.spec import IN_FLIGHT, WHOLE, ModelFunctionCall, Part
 
 SlotKind = Literal[
     "fetch",

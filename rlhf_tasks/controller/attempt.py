@@ -21,7 +21,7 @@ from rlhf_tasks.checkpoint.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.headway import Pace
-from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
+from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.messages import (
     HOST,
     Deliver,
@@ -44,7 +44,7 @@ from rlhf_tasks.protocol.messages import (
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
-from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, SaveNode, SaveSamplesNode
+from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, SaveNode, SaveSamplesNode
 from rlhf_tasks.system.durable import NotWritable
 from rlhf_tasks.system.failpoints import Point, at, reach
 
@@ -455,4 +455,4 @@ def group_timeout_s(plan: ExecutionPlan, deadlines: Deadlines) -> float:
     A rank inside a collective waits for everything that its peers run before it. Each node has its own deadline, so
     that is at most the sum of the deadlines of the iterations in flight.
     """
-    return GROUP_TIMEOUT_FLOOR_S + OVERLAPPING * sum(deadlines.of(node.name) for node in plan.nodes)
+    return GROUP_TIMEOUT_FLOOR_S + IN_FLIGHT * sum(deadlines.of(node.name) for node in plan.nodes)

@@ -33,12 +33,10 @@ from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from rlhf_tasks.protocol.rebuild import Rebuild
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
-from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult
+from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, NodeResult
 
-OVERLAPPING = 2
-"""Iterations that may be in flight: one is delivered while the one before it runs."""
 ALONE = 1
-"""The same limit from a fault to the next commit. Otherwise an error that t + 1 repeats could abort t every time."""
+"""IN_FLIGHT from a fault to the next commit. Otherwise an error that t + 1 repeats could abort t every time."""
 
 
 class Ledger:
@@ -387,9 +385,7 @@ class Ledger:
             return f"the plan changes at iteration {iteration + 1}, when all before it are committed."
         if self._paused and self.account.ends_in_commit:
             return "the run is paused."
-        return self.account.crowded(
-            iteration, ALONE if self._rebuilds else OVERLAPPING, self._next_in_snapshot
-        )
+        return self.account.crowded(iteration, ALONE if self._rebuilds else IN_FLIGHT, self._next_in_snapshot)
 
     def _advance(self, now: float) -> list[LedgerInstruction]:
         """Do everything that has become possible: commit, finish, restore, run."""

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlhf_tasks.protocol.ledger import OVERLAPPING
+from rlhf_tasks.spec import IN_FLIGHT
 
 RUNNING, WAITING = "running", "waiting for commits"
 STARTING = "starting"
@@ -111,7 +111,7 @@ class Story:
     def calms(self, kind: str) -> None:
         """A slow time is over. What has begun in it may still take too long."""
         self.slow.remove(kind)
-        self._late = (kind, self._ran[-1].iteration + OVERLAPPING)
+        self._late = (kind, self._ran[-1].iteration + IN_FLIGHT)
 
     def iteration_ran(self, iteration: int, now_s: float) -> None:
         """All nodes of an iteration have ended."""

@@ -29,7 +29,6 @@ are left out too, so the bound of a complete choice may be a few dispatches belo
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan.steady_state import IN_FLIGHT
 from planner.search.bounds.relaxation import (
     ALONE,
     APART,
@@ -44,6 +43,7 @@ from planner.search.bounds.relaxation import (
 )
 from planner.search.compiled.arrays import Rows
 from planner.search.compiled.compile import compiled, inner
+from rlhf_tasks.spec import IN_FLIGHT
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

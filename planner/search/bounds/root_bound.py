@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan.graph import DataflowGraph
-from planner.plan.steady_state import IN_FLIGHT
 from planner.search.compiled.compile import compiled, inner
+from rlhf_tasks.spec import IN_FLIGHT
 
 Floats = NDArray[np.float64]
 

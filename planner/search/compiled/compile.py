@@ -14,8 +14,9 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from rlhf_tasks.spec import IN_FLIGHT
+
 LINKED = (
-    "plan.steady_state",  # whose IN_FLIGHT is a constant there
     "search.annealing",
     *(f"search.bounds.{name}" for name in ("concurrency_bound", "feasibility", "period_bound")),
     *(f"search.bounds.{name}" for name in ("relaxation", "root_bound", "tree_order", "tree_search")),
@@ -72,8 +73,9 @@ class _Cache(FunctionCache):
 
 @cache
 def _source_stamp(module: str) -> str:
-    """A hash of the sources of a module and of the modules in LINKED that it imports, directly or indirectly."""
-    sources: dict[str, bytes] = {}
+    """A hash of the sources of a module and of the modules in LINKED that it imports, directly or indirectly, and of
+    the one constant from elsewhere."""
+    sources = {"": str(IN_FLIGHT).encode()}
     waiting = [module]
     while waiting:
         name = waiting.pop()

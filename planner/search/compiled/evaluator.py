@@ -14,7 +14,6 @@ ratio. It ends when the start times settle.
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan.steady_state import IN_FLIGHT
 from planner.search.compiled.arrays import (
     CALL,
     COPY,
@@ -30,6 +29,7 @@ from planner.search.compiled.arrays import (
 from planner.search.compiled.compile import compiled, inner
 from planner.search.compiled.memory_peaks import excesses, host_excess, surely_fits
 from planner.search.compiled.resharding import reallocation_s, transfer_s
+from rlhf_tasks.spec import IN_FLIGHT
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
