@@ -33,16 +33,19 @@ venv: $(STAMP)  ## the virtual environment in .venv, with everything that is pin
 demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Prefect UI
 	$(BIN)/prefect-rlhf demo
 
-# In two halves, side by side: tests that start servers and clusters, then the planner's; and the rest.
+# Tests of what is pure Python and needs no ranks.
+PURE := $(addprefix tests/,planner rlhf_tasks/protocol rlhf_tasks/rehearsal)
+
+# In two halves, side by side: tests that start servers and clusters, then the pure ones; and the rest.
 # A shell's background command ignores SIGINT, which tests send to what they start.
 define HALVES
-log=$$(mktemp); env --default-signal=INT $(BIN)/python -m pytest --durations 25 -m "$(1) and not cluster" --ignore tests/planner >"$$log" 2>&1 & rest=$$!; \
+log=$$(mktemp); env --default-signal=INT $(BIN)/python -m pytest --durations 25 -m "$(1) and not cluster" $(PURE:%=--ignore=%) >"$$log" 2>&1 & rest=$$!; \
 $(BIN)/python -m pytest --durations 25 -m "$(1) and cluster"; failed=$$?; \
-$(BIN)/python -m pytest --durations 10 -m "$(1)" tests/planner || failed=1; \
+$(BIN)/python -m pytest --durations 10 -m "$(1)" $(PURE) || failed=1; \
 wait $$rest || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 endef
 
-test: $(STAMP)  ## the default suite in two halves: what starts servers and clusters, then the planner's; beside it the rest
+test: $(STAMP)  ## the default suite in two halves: what starts servers and clusters, then what is pure; beside it the rest
 	$(call HALVES,$(DEFAULT))
 
 test-whole: $(STAMP)  ## what continuous integration runs beside: the product from end to end, pages, further layouts and faults

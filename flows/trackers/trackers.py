@@ -96,12 +96,10 @@ class _Tracker:
         self._end()
         if self._reading is None:
             return
-        _, left = await asyncio.wait([self._reading], timeout=ANSWER_S)
-        if left:  # its keeper does not end what it has started
-            if process is not None:
-                process.kill()
-            self._reading.cancel()
-            await asyncio.wait([self._reading])
+        _, left = await asyncio.wait([self._reading], timeout=END_S)
+        if left and process is not None:  # its keeper does not end what it has started
+            process.kill()
+            await asyncio.wait([self._reading], timeout=END_S)
 
     async def _begin(self) -> None:
         place = self._folder / TRACKERS

@@ -68,6 +68,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_can_go_on(prefect, tmp_path, 
     assert set(json.loads(newest.read_text())["roles"]) == {"actor", "critic"}
 
 
+@pytest.mark.whole
 def test_a_run_that_fails_says_why_and_leaves_no_process(prefect, tmp_path):
     with running(prefect, tmp_path, 1000, "raise") as (run, started):
         run.wait(300)

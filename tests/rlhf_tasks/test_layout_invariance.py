@@ -289,6 +289,7 @@ _, *OTHERS = PLANS
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS[:-1]), OTHERS[-1]]
 )
+@pytest.mark.whole
 def test_adapters_train_alike_under_any_plan_and_are_all_that_is_saved(ranks, tmp_path, name):
     """Actor and critic have adapters. On one rank they share their weights with reference and reward model."""
     adapted = partial(ppo_config, lora={"rank": 4, "alpha": 8.0}, optimizer={"learning_rate": 1e-2})

@@ -49,7 +49,7 @@ def whole(ranks, tmp_path_factory):
     ("name", "chunks"),
     [
         pytest.param("one rank", 4, marks=pytest.mark.whole),
-        ("calls on meshes and strategies of their own", 2),
+        pytest.param("calls on meshes and strategies of their own", 2, marks=pytest.mark.whole),
         pytest.param("overlapping meshes, balanced by tokens", 4, marks=pytest.mark.slow),
         pytest.param(
             "one mesh, dealt by prompts to generate and by whole sequences to learn",

@@ -13,10 +13,9 @@ from flows.cluster.this_machine import device_here
 from flows.cluster.workers import ClusterError
 from tests.rlhf_tasks.settings import STARTUP_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.whole, pytest.mark.timeout(600)]
 
 
-@pytest.mark.whole
 def test_a_run_folder_that_a_worker_does_not_see_is_refused(cluster, tmp_path, monkeypatch):
     """A path that means another folder in each process stands for a folder that hosts do not share."""
     monkeypatch.chdir(tmp_path)

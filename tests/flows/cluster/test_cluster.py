@@ -315,6 +315,7 @@ async def end_nanny(address, connection_args):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
+@pytest.mark.whole
 def test_stopped_workers_of_our_cluster_die_with_the_process_that_started_them(tmp_path):
     """Dask's own watch over its parent needs a worker that runs."""
     (tmp_path / "start.py").write_text(CLUSTER)

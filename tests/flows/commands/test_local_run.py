@@ -18,6 +18,7 @@ from flows.run.disk_room import full_disk
 from tests.flows.cluster.test_server import servers_of
 
 
+@pytest.mark.whole
 def test_a_flow_process_starts_without_torch():
     code = "import sys, flows.commands.local_run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

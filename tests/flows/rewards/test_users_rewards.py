@@ -49,6 +49,7 @@ def run(cluster, second_user, tmp_path):
     return begin
 
 
+@pytest.mark.whole
 def test_a_reward_that_fails_in_the_second_iteration_ends_the_run_at_the_first_commit(run, tmp_path):
     """Both ranks judge; nothing is repeated, and what is told is the user's: sample, row, line, traceback."""
     (tmp_path / "later.py").write_text(LATER)
@@ -80,6 +81,7 @@ def test_a_reward_that_hangs_beyond_a_nodes_own_deadline_is_the_users_late_rewar
     assert "reward 'hangs' gave no answer in 30 s at " in str(failed.value)
 
 
+@pytest.mark.whole
 def test_rows_and_rewards_in_verls_form_train(run, second_user):
     summary = run("verl:compute_score", "verl:loop_score", data="verl")
     assert summary["iterations"] == 2

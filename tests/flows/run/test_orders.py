@@ -303,7 +303,7 @@ def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluste
 @pytest.mark.parametrize(
     ("states", "order"),
     [
-        ((Suspended(),), Order.RELEASE),
+        pytest.param((Suspended(),), Order.RELEASE, marks=pytest.mark.whole),
         pytest.param((Paused(), Cancelling()), Order.CANCEL, marks=pytest.mark.whole),
     ],
     ids=["suspended", "cancelled after a pause"],

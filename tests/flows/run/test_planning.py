@@ -207,6 +207,7 @@ def test_the_classes_of_devices_are_named(run_plan, write, tmp_path):
     assert of["critic_train"] == ["cpu-slot", "slow"]
 
 
+@pytest.mark.whole
 def test_classes_of_devices_may_stand_in_the_configuration(run_plan, tmp_path):
     times = []
     for device in ("cpu-slot", [{"n_hosts": 1, "device": "cpu-slot"}, {"n_hosts": 1, "device": "h100-sxm"}]):

@@ -189,6 +189,7 @@ def test_a_plan_by_rule_stands_before_the_tables_are_made(problem, monkeypatch):
     assert first.time_s == find_plan(problem, "heuristic", TO_THE_END_S).iteration_time_s
 
 
+@pytest.mark.whole
 def test_no_mode_beats_a_proven_search(problem):
     best = find_plan(problem, "search", TO_THE_END_S).iteration_time_s
     for mode in ("heuristic", "symmetric", "mcmc"):
@@ -286,6 +287,7 @@ def test_plans_with_few_micro_batches_stand_before_all_options_are_priced(small_
     assert result.proven_optimal
 
 
+@pytest.mark.whole
 def test_where_all_options_take_longer_than_the_limit_a_plan_with_few_micro_batches_is_given(
     small_problem, monkeypatch
 ):

@@ -32,6 +32,7 @@ def _spawned() -> set[int]:
     return {p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())}
 
 
+@pytest.mark.whole
 def test_results_come_in_rank_order_and_no_process_stays():
     before = _spawned()
     assert run_ranks(2, _sum, (1.0,), 100.0) == [3.0, 3.0]

@@ -62,6 +62,7 @@ def evaluations(results: Results) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.whole
 def test_every_nth_iteration_and_the_last_are_evaluated_and_a_resumed_run_finds_the_same(tmp_path):
     held_out = str(write_prompts(tmp_path / "held_out.jsonl", 3))
     asked = {"data": held_out, "every": 2, "temperature": 1.0, "on_start": True}

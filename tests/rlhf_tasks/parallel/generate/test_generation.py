@@ -125,7 +125,9 @@ def test_greedy_tokens_equal_transformers(family: str):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+@pytest.mark.parametrize(
+    "temperature", [0.7, *(pytest.param(t, marks=pytest.mark.whole) for t in (0.0, 1.0))]
+)
 def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float):
     engine = build(family, torch.float32)
     samples = draw(engine, prompts(), max_new_tokens=20, temperature=temperature)
@@ -273,7 +275,7 @@ def test_an_empty_prompt_is_refused_by_its_sample():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("check_every", [1, 4])
-@pytest.mark.parametrize("bad_call", [0, 5, 9])
+@pytest.mark.parametrize("bad_call", [5, *(pytest.param(n, marks=pytest.mark.whole) for n in (0, 9))])
 def test_logits_that_are_not_finite_are_refused_by_sample_and_position(
     monkeypatch, temperature: float, check_every: int, bad_call: int
 ):
@@ -354,7 +356,9 @@ def test_a_finished_sequence_makes_room_for_a_waiting_one():
     assert len(rows) < sum(lengths) / 10 + max(lengths), "the bound, and the tail of the last ones"
 
 
-@pytest.mark.parametrize("prefill_tokens", [1, 4, 9, 25])
+@pytest.mark.parametrize(
+    "prefill_tokens", [4, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 9, 25))]
+)
 @pytest.mark.parametrize("window", [None, 4])
 def test_prompts_in_passes_of_few_tokens_give_the_tokens_of_one_pass(prefill_tokens: int, window: int | None):
     engine = build("mistral", torch.float64, sliding_window=window)

@@ -203,7 +203,10 @@ def test_a_sequence_does_not_see_its_neighbours():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2"])
-@pytest.mark.parametrize("lengths", [(5, 9, 1), (ROWS, ROWS), (ROWS, ROWS, 20)])
+@pytest.mark.parametrize(
+    "lengths",
+    [(5, 9, 1), *(pytest.param(own, marks=pytest.mark.whole) for own in ((ROWS, ROWS), (ROWS, ROWS, 20)))],
+)
 def test_layers_compute_a_multiple_of_rows_on_the_cpu_and_what_pads_them_changes_nothing(
     family, lengths, monkeypatch
 ):
