@@ -36,19 +36,19 @@ demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Pref
 # Tests of what is pure Python and needs no ranks.
 PURE := $(addprefix tests/,planner rlhf_tasks/protocol rlhf_tasks/rehearsal)
 
-# In two halves, side by side: tests that start servers and clusters, then the pure ones; and the rest.
+# What $(1) marks, in two halves side by side: tests that start servers and clusters, then those in $(2); and the rest.
 # A shell's background command ignores SIGINT, which tests send to what they start.
 define HALVES
-log=$$(mktemp); env --default-signal=INT $(BIN)/python -m pytest --durations 25 -m "$(1) and not cluster" $(PURE:%=--ignore=%) >"$$log" 2>&1 & rest=$$!; \
+log=$$(mktemp); env --default-signal=INT $(BIN)/python -m pytest --durations 25 -m "$(1) and not cluster" $(2:%=--ignore=%) >"$$log" 2>&1 & rest=$$!; \
 $(BIN)/python -m pytest --durations 25 -m "$(1) and cluster"; failed=$$?; \
-$(BIN)/python -m pytest --durations 10 -m "$(1)" $(PURE) || failed=1; \
+$(if $(2),$(BIN)/python -m pytest --durations 10 -m "$(1)" $(2) || failed=1;) \
 wait $$rest || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 endef
 
 test: $(STAMP)  ## the default suite in two halves: what starts servers and clusters, then what is pure; beside it the rest
-	$(call HALVES,$(DEFAULT))
+	$(call HALVES,$(DEFAULT),$(PURE))
 
-test-whole: $(STAMP)  ## what continuous integration runs beside: the product from end to end, pages, further layouts and faults
+test-whole: $(STAMP)  ## what continuous integration runs besides: end to end, pages, further layouts and faults
 	$(call HALVES,whole)
 
 coverage: $(STAMP)  ## the default suite, and which lines it leaves out

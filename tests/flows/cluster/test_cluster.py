@@ -180,6 +180,7 @@ def test_no_worker_of_our_cluster_looks_at_its_own_stacks(cluster):
 
 
 @pytest.mark.cluster
+@pytest.mark.whole
 def test_each_rank_sees_exactly_the_gpu_that_the_user_left_for_it(tmp_path):
     def visible():
         return os.environ["CUDA_VISIBLE_DEVICES"]

@@ -150,7 +150,11 @@ WHILE_ITS_SERVER_STARTS = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)],
+    ids=["interrupted", "terminated"],
+)
 def test_a_command_whose_server_is_starting_cleans_up_and_says_how_to_go_on(number):
     with python(WHILE_ITS_SERVER_STARTS, str(int(number))) as command:
         out, errors = command.communicate(timeout=300)

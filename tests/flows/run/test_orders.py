@@ -341,6 +341,7 @@ def test_a_cancel_that_comes_while_a_pause_is_being_shown_counts(cluster, tmp_pa
 
 @cluster_test
 @pytest.mark.parametrize("end", ["cancelled", pytest.param("deleted", marks=pytest.mark.whole)])
+@pytest.mark.whole
 def test_a_run_that_prefect_shows_as_ended_ends_at_once(cluster, tmp_path, end):
     async def disturb():
         if end == "cancelled":

@@ -36,7 +36,14 @@ def problem(small_problem) -> Problem:
     return small_problem(Cluster(1, 2))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("manual", "disjoint")])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.whole) if mode == "mcmc" else mode
+        for mode in MODES
+        if mode not in ("manual", "disjoint")
+    ],
+)
 def test_the_price_is_that_of_its_plan_and_above_the_bound(problem, mode):
     result = find_plan(problem, mode, time_limit_s=5.0 if mode == "mcmc" else TO_THE_END_S)
     assert result.mode == mode
