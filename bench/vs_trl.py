@@ -19,8 +19,8 @@ loop with the same arithmetic (bench/floor.py) is the third. They take turns, al
     reward_model  16 pairs of 128 tokens, one optimizer step
 
 Models (Llama, tied, random weights): tiny 5M and small 25M parameters, vocabulary 4096; smollm2 the shape of
-SmolLM2-135M, vocabulary 49152, only where it is named: an iteration takes minutes. bfloat16 is what each side makes of it: TRL and
-the loop compute under autocast, we hold weights in it; all have float32 master weights.
+SmolLM2-135M, vocabulary 49152, only where it is named: an iteration takes minutes. bfloat16 is what each side makes
+of it: TRL and the loop compute under autocast, we hold weights in it; all have float32 master weights.
 
 For each work, medians over the iterations after the first of all repeats: seconds of the whole, of generation,
 scoring and training (ours by the clocks of the ranks), and CPU seconds of all processes. Beside them the ratio to
@@ -131,7 +131,11 @@ def write_models(folder: Path, shape: str, full_length: bool) -> None:
         "max_position_embeddings": 512,
     }
     settings |= SHAPES[shape]
-    settings |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": settings["vocab_size"] if full_length else END}
+    settings |= {
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": settings["vocab_size"] if full_length else END,
+    }
     for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         config = LlamaConfig(**settings)
         set_seed(1234)
