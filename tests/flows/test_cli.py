@@ -232,6 +232,7 @@ def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch, call):
         call("config", "show", "FILE")
 
 
+@pytest.mark.whole
 def test_a_faulty_run_is_refused_as_a_process_before_prefect_or_torch_are_loaded(document, tmp_path):
     document["kl_coef"] = -1
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))

@@ -258,6 +258,7 @@ def test_what_was_aborted_failed_what_was_refused_never_was_and_the_rest_is_canc
     assert isinstance(PLAN.nodes[-1], SaveNode)
 
 
+@pytest.mark.whole
 def test_a_server_that_is_away_is_waited_for_once_and_what_it_misses_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 0.0)
     monkeypatch.setattr("flows.view.iterations.GIVE_UP_S", 0.5)

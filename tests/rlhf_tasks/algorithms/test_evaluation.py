@@ -118,6 +118,7 @@ def test_the_metrics_are_equal_under_every_layout(ranks: Any, tmp_path, sampling
 
 
 @pytest.mark.dist
+@pytest.mark.whole
 def test_a_rank_whose_answers_no_reward_judges_is_no_error(ranks: Any, tmp_path):
     config = config_of(tmp_path)
     assert config.evaluation is not None

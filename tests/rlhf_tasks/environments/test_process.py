@@ -234,6 +234,7 @@ def kill() -> None:
     os.kill(keeper.children(recursive=True)[-1].pid, signal.SIGKILL)
 
 
+@pytest.mark.whole
 def test_each_turn_that_is_played_again_has_the_time_of_a_turn(start, tmp_path):
     slow = tmp_path / "slow"
     process = start("Slower", timeout_s=4.0, file=str(slow), slow_s=1.6)

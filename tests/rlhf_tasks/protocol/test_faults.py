@@ -138,6 +138,7 @@ def test_a_second_death_at_every_transition_of_the_rebuild():
 
 @settings(max_examples=40, derandomize=True)
 @given(seed=st.integers(0, 10**6), n_nodes=st.integers(4, 70), n_devices=st.integers(1, 7), data=st.data())
+@pytest.mark.whole
 def test_random_plans_random_deaths_and_a_bad_network(seed, n_nodes, n_devices, data):
     rng = random.Random(seed)
     plan = random_plan(rng, n_devices, n_nodes)
