@@ -26,6 +26,7 @@ def rehearse(capsys):
     return run
 
 
+@pytest.mark.whole
 def test_a_day_is_told_and_its_figures_are_written(rehearse, tmp_path):
     figures, faults = tmp_path / "figures.json", tmp_path / "faults.yaml"
     faults.write_text("faults: [{kind: kill, at_s: 1800, rank: 3}]")
