@@ -3,7 +3,7 @@
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from rlhf_tasks.config.cluster import Assignments
+from rlhf_tasks.config.cluster import ManualAssignments
 
 
 class StoredPlan(Block):
@@ -27,7 +27,7 @@ class StoredPlan(Block):
     algorithm: str = Field(description="The algorithm whose calls are placed, e.g. ppo.")
     n_hosts: int = Field(gt=0, description="Number of hosts that the plan is for.")
     devices_per_host: int = Field(gt=0, description="Number of ranks (GPUs or CPU slots) on each host.")
-    assignments: Assignments = Field(description="Call -> devices, dp, tp, pp and micro-batches.")
+    assignments: ManualAssignments = Field(description="Call -> devices, dp, tp, pp and micro-batches.")
     iteration_time_s: float = Field(gt=0, description="Predicted seconds per iteration.")
     lower_bound_s: float = Field(
         ge=0, description="Seconds per iteration that every plan of the class needs at least."

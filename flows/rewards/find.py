@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.rewards import EnvironmentConfig, RewardFunction, RewardService
+from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardFunction, RewardService
 from rlhf_tasks.environments import builtin as environments
 from rlhf_tasks.rewards import builtin
 from rlhf_tasks.rewards.forms import BUILTIN, Parameters, RewardError
@@ -18,9 +18,6 @@ from rlhf_tasks.rewards.user_code import secret_named
 from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound
 
 _SECRETS = ("key", "token", "password", "secret", "authorization")
-
-
-Reward = RewardFunction | RewardService
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bool) -> list[str]:

@@ -25,7 +25,7 @@ from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of, stages_of
 from rlhf_tasks.system.durable import replace_file
 
 
-class Stages:
+class PipelineStages:
     """The stages of a pipeline. A context manager: the cluster that they share is started by the first that runs.
 
     configs   name -> configuration, as `stages_of` gives them
@@ -90,7 +90,7 @@ async def carry_out_pipeline(config: PipelineConfig) -> dict[str, Any]:
     with (
         ending_in_time(asyncio.current_task()),
         prefect_server(folder),
-        Stages(configs, checked.prepared) as stages,
+        PipelineStages(configs, checked.prepared) as stages,
     ):
         summaries = {name: await stages.run(name) for name in configs}
     summary = {

@@ -21,7 +21,7 @@ from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
 
-Row = Mapping[str, Any]
+MetricsRow = Mapping[str, Any]
 logger = logging.getLogger(__name__)
 
 ENOUGH = 3
@@ -81,7 +81,9 @@ def _peak_flops_per_s(classes: DeviceClasses) -> float:
     return classes.cluster.devices_per_host * sum(per_host)
 
 
-def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequence[Row]) -> dict[str, Any]:
+def planned_and_measured(
+    plan: ExecutionPlan, expected: Planned, lineage: Sequence[MetricsRow]
+) -> dict[str, Any]:
     """{source, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory as
     pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds most,
     and at most, by device.
@@ -169,7 +171,9 @@ def _iteration_s(plan: ExecutionPlan, price: PlanPrice, evaluated: bool) -> floa
     return steady_state(plan, seconds, price.copy_s).iteration_time_s
 
 
-def _worked(node: CallNode | EvaluateNode, iterations: Sequence[int], lineage: Sequence[Row]) -> list[int]:
+def _worked(
+    node: CallNode | EvaluateNode, iterations: Sequence[int], lineage: Sequence[MetricsRow]
+) -> list[int]:
     """Of some iterations, those in which a node had something to do; all of a call's, even where it only scored."""
     if isinstance(node, CallNode):
         return list(iterations)

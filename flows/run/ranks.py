@@ -17,7 +17,7 @@ from planner.pricing.problem import Problem, ProblemError
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.config.base import RunConfig
 
-Planned = TypeVar("Planned")
+T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
@@ -97,8 +97,8 @@ def rank_choices(
 
 
 def fastest(
-    choices: list[Ranks], plan: Callable[[Ranks], Planned], time_s: Callable[[Ranks, Planned], float]
-) -> tuple[Ranks, Planned, str | None]:
+    choices: list[Ranks], plan: Callable[[Ranks], T], time_s: Callable[[Ranks, T], float]
+) -> tuple[Ranks, T, str | None]:
     """(number of ranks, its plan, a sentence where it is not the stated one): the one with the fastest plan.
 
     plan    finds the plan of a number of ranks; time_s: seconds of an iteration under it
@@ -106,7 +106,7 @@ def fastest(
     """
     if len(choices) == 1:
         return choices[0], plan(choices[0]), None
-    found: list[tuple[float, Ranks, Planned]] = []
+    found: list[tuple[float, Ranks, T]] = []
     fault: Exception | None = None
     for choice in choices:
         try:

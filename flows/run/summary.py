@@ -17,7 +17,7 @@ from planner.report.text import plan_table
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan
 
-Row = Mapping[str, Any]
+MetricsRow = Mapping[str, Any]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -27,13 +27,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def metrics_of_step(metrics: Sequence[Row], step: int) -> Row:
+def metrics_of_step(metrics: Sequence[MetricsRow], step: int) -> MetricsRow:
     """The row of the iteration that a step follows; an empty one for step 0, unless it was evaluated,
     and where a damaged journal lost it."""
     return next((row for row in metrics if row["iteration"] == step - 1), {})
 
 
-def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[Row]) -> dict[str, Any]:
+def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[MetricsRow]) -> dict[str, Any]:
     """The figures of a run's committed iterations; no downtime between generations or attempts is in them.
 
     plans                     which plan each iteration went by; `calls` are those of the last one
@@ -61,7 +61,7 @@ def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[Row]) -> dict[
     }
 
 
-def in_short(summary: Row) -> str:
+def in_short(summary: MetricsRow) -> str:
     """A summary in a line: iterations, their seconds, memory of the fullest rank, and the last generation's pace."""
     parts = [f"{summary['iterations']} iterations, which took the ranks {summary['seconds']:.0f} s"]
     peaks = summary["planned_and_measured"]["peak_memory_bytes"].values()
@@ -74,17 +74,17 @@ def in_short(summary: Row) -> str:
 
 
 def rows_by_plan(
-    plans: Sequence[ScheduledPlan], lineage: Sequence[Row]
-) -> list[tuple[ScheduledPlan, list[Row]]]:
+    plans: Sequence[ScheduledPlan], lineage: Sequence[MetricsRow]
+) -> list[tuple[ScheduledPlan, list[MetricsRow]]]:
     """The rows of the iterations that went by each plan; plans that no iteration went by are left out."""
-    parts: dict[int, tuple[ScheduledPlan, list[Row]]] = {}
+    parts: dict[int, tuple[ScheduledPlan, list[MetricsRow]]] = {}
     for row in lineage:
         planned = plan_at(plans, row["iteration"])
         parts.setdefault(planned.iteration, (planned, []))[1].append(row)
     return [parts[iteration] for iteration in sorted(parts)]
 
 
-def _idle(plan: ExecutionPlan, rows: Sequence[Row]) -> dict[int, float]:
+def _idle(plan: ExecutionPlan, rows: Sequence[MetricsRow]) -> dict[int, float]:
     spans = spans_of(plan, rows)
     return idle_while_ready_s(spans, predecessors_of(plan, sorted({span.iteration for span in spans})))
 
@@ -101,7 +101,7 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def _calls(plan: ExecutionPlan, lineage: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def _calls(plan: ExecutionPlan, lineage: Sequence[MetricsRow]) -> dict[str, dict[str, Any]]:
     """Per call: its placement and the median of its seconds (first rank in to last rank out)."""
     seconds = defaultdict(list)
     for row in lineage:
@@ -120,7 +120,7 @@ def _calls(plan: ExecutionPlan, lineage: Sequence[Row]) -> dict[str, dict[str, A
     }
 
 
-def _overlaps(plan: ExecutionPlan, lineage: Sequence[Row]) -> dict[str, float]:
+def _overlaps(plan: ExecutionPlan, lineage: Sequence[MetricsRow]) -> dict[str, float]:
     spans = spans_of(plan, lineage)
     trains = [node.name for node in plan.nodes if node.kind == "call" and node.trains]
     generates = [node.name for node in plan.nodes if node.kind == "call" and node.call.kind == "generate"]
@@ -135,7 +135,7 @@ def _overlaps(plan: ExecutionPlan, lineage: Sequence[Row]) -> dict[str, float]:
     return {name: seconds for name, seconds in named.items() if seconds > 0}
 
 
-def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[Row], kind: str) -> int:
+def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[MetricsRow], kind: str) -> int:
     names = {node.name for node in plan.nodes if node.kind == kind}
     return sum(row["bytes_sent"] for row in lineage if row["node"] in names)
 

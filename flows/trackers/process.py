@@ -45,7 +45,7 @@ def _served(messages: Any) -> Iterator[int]:
         run.id, run.done = str(known["id"]), int(known["done"])
     store = STORES[tracker](run)
     _keep(state, run)
-    rows = _Rows(folder / METRICS)
+    rows = _JournalRows(folder / METRICS)
     yield run.done
     for line in messages:
         message = json.loads(line)
@@ -59,7 +59,7 @@ def _served(messages: Any) -> Iterator[int]:
         yield run.done
 
 
-def _log(store: Store, run: TrackedRun, rows: "_Rows", committed: int) -> None:
+def _log(store: Store, run: TrackedRun, rows: "_JournalRows", committed: int) -> None:
     """Log the committed iterations that the store does not have."""
     for row in rows.before(committed):
         iteration = int(row["iteration"])
@@ -73,7 +73,7 @@ def _keep(state: Path, run: TrackedRun) -> None:
     replace_file(state, json.dumps({"id": run.id, "done": run.done}) + "\n")
 
 
-class _Rows:
+class _JournalRows:
     """The rows of a journal, each read once."""
 
     def __init__(self, path: Path) -> None:

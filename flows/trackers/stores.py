@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from rlhf_tasks.config.base import Tracker
+from rlhf_tasks.config.base import TrackerName
 from rlhf_tasks.system.reading import ConfigError
 
 PROJECT = "prefect-rlhf"
 """The default name of a project (W&B: WANDB_PROJECT) or experiment (MLflow: MLFLOW_EXPERIMENT_NAME)."""
-PACKAGES: Mapping[Tracker, tuple[str, str]] = {
+PACKAGES: Mapping[TrackerName, tuple[str, str]] = {
     "tensorboard": ("tensorboardX", "tensorboardX"),
     "wandb": ("wandb", "wandb"),
     "mlflow": ("mlflow", "mlflow-skinny"),
@@ -61,7 +61,7 @@ class Store(Protocol):
         ...
 
 
-def refuse_missing(trackers: tuple[Tracker, ...]) -> None:
+def refuse_missing(trackers: tuple[TrackerName, ...]) -> None:
     """Raises ConfigError for a tracker that is not installed."""
     for tracker in trackers:
         module, package = PACKAGES[tracker]

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flows.trackers.process import TRACKERS
-from rlhf_tasks.config.base import RunConfig, Tracker
+from rlhf_tasks.config.base import RunConfig, TrackerName
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -61,7 +61,7 @@ class Trackers:
 class _Tracker:
     """One tracker and its process, which begins with the first commit."""
 
-    def __init__(self, name: Tracker, folder: Path, config: object, say: Callable[[str], None]) -> None:
+    def __init__(self, name: TrackerName, folder: Path, config: object, say: Callable[[str], None]) -> None:
         self._name, self._folder, self._config, self._say = name, folder, config, say
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None

@@ -57,7 +57,7 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
     )
 
 
-class _Timed(NamedTuple):
+class _LayerPass(NamedTuple):
     """A pass of a layer: its FLOPs, the seconds of its memory traffic alone, and the seconds measured."""
 
     flops: float
@@ -65,7 +65,7 @@ class _Timed(NamedTuple):
     seconds: float
 
 
-def _layers(device: DeviceProfile, measured: MeasuredProfile, kind: Pass) -> Iterator[_Timed]:
+def _layers(device: DeviceProfile, measured: MeasuredProfile, kind: Pass) -> Iterator[_LayerPass]:
     """The measured passes of a kind at tp=1, with the traffic time that the device's memory bandwidth implies."""
     local = sizes(measured.model, "lm", 1)
     # Without arithmetic and overheads, the roofline gives memory traffic alone.
@@ -77,10 +77,10 @@ def _layers(device: DeviceProfile, measured: MeasuredProfile, kind: Pass) -> Ite
             attended = o.context if kind == "decode" else o.context / 2
             flops = layer_flops(o.tokens, attended, local.active, local.query)
             seconds = max(o.seconds - device.expert_overhead_s * local.busy(o.tokens), 0.0)
-            yield _Timed(flops, memory.layer_s(kind, o.tokens, o.context), seconds)
+            yield _LayerPass(flops, memory.layer_s(kind, o.tokens, o.context), seconds)
 
 
-def _forward_fit(device: DeviceProfile, passes: Sequence[_Timed]) -> tuple[float, float]:
+def _forward_fit(device: DeviceProfile, passes: Sequence[_LayerPass]) -> tuple[float, float]:
     """(overhead in seconds, FLOP/s) fitted to the passes that arithmetic bounds.
 
     Which passes these are depends on the fit, so fit and selection alternate until the selection stays the same.
@@ -98,7 +98,7 @@ def _forward_fit(device: DeviceProfile, passes: Sequence[_Timed]) -> tuple[float
     return _unexplained_s(passes, reached, device.layer_overhead_s), reached
 
 
-def _unexplained_s(passes: Sequence[_Timed], flops_per_s: float, default: float) -> float:
+def _unexplained_s(passes: Sequence[_LayerPass], flops_per_s: float, default: float) -> float:
     """Median seconds of a pass beyond the longer of arithmetic and memory traffic; `default` without passes."""
     rest = [max(one.seconds - max(one.flops / flops_per_s, one.traffic_s), 0.0) for one in passes]
     return median(rest) if rest else default

@@ -268,7 +268,7 @@ def _strategies(size: int, devices_per_host: int) -> Iterator[ParallelStrategy]:
             yield ParallelStrategy(hosts // pp, host, pp)
 
 
-Sizes = tuple[int, ...]
+MeshSizes = tuple[int, ...]
 Rank = tuple[float, float, float]  # excess bytes, seconds per iteration, seconds of all calls
 
 STEP = 1.15  # the least ratio of a mesh's size to the next smaller size that is tried
@@ -283,7 +283,7 @@ class _Disjoint:
         self.roles = graph.roles
         self.calls = [[i for i, call in enumerate(graph.calls) if call.role == role] for role in self.roles]
         self.sizes = [self._common_sizes(calls) for calls in self.calls]
-        self.best: dict[Sizes, tuple[Rank, list[int]] | None] = {}
+        self.best: dict[MeshSizes, tuple[Rank, list[int]] | None] = {}
         self.evaluations = 0
 
     def _common_sizes(self, calls: Sequence[int]) -> list[int]:
@@ -295,7 +295,7 @@ class _Disjoint:
                 kept.append(size)
         return kept
 
-    def smallest(self) -> Sizes:
+    def smallest(self) -> MeshSizes:
         """The smallest meshes that fit side by side.
 
         For rising sizes n, each role gets its smallest mesh of at least n devices. Very small meshes may have no
@@ -323,7 +323,7 @@ class _Disjoint:
         options = self.tables.options
         return [min(numbers, key=lambda n: options[c][n].seconds) for c, numbers in enumerate(allowed)]
 
-    def rank(self, sizes: Sizes) -> Rank:
+    def rank(self, sizes: MeshSizes) -> Rank:
         """The rank of the best choice on meshes of these sizes, lower is better; infinite if they do not fit side by
         side."""
         if sizes not in self.best:
@@ -331,7 +331,7 @@ class _Disjoint:
         found = self.best[sizes]
         return found[0] if found else (float("inf"), 0.0, 0.0)
 
-    def _settle(self, sizes: Sizes) -> tuple[Rank, list[int]] | None:
+    def _settle(self, sizes: MeshSizes) -> tuple[Rank, list[int]] | None:
         """Coordinate descent: the best option of one call after another, until none improves."""
         allowed = self._allowed(sizes)
         if allowed is None:
@@ -354,7 +354,7 @@ class _Disjoint:
         seconds = sum(self.tables.options[call][number].seconds for call, number in enumerate(choice))
         return value.excess_bytes, value.time_s, seconds
 
-    def _allowed(self, sizes: Sizes) -> list[list[int]] | None:
+    def _allowed(self, sizes: MeshSizes) -> list[list[int]] | None:
         """[calls] numbers of each call's options on its role's mesh; None if the meshes do not fit side by side."""
         allowed: list[list[int]] = [[] for _ in self.tables.calls]
         position = 0
@@ -375,19 +375,19 @@ class _Disjoint:
                 ]
         return allowed if all(allowed) else None
 
-    def grown(self, sizes: Sizes) -> Iterator[Sizes]:
+    def grown(self, sizes: MeshSizes) -> Iterator[MeshSizes]:
         """All ways to make one role's mesh a step larger."""
         for role in range(len(sizes)):
             yield from self._stepped(sizes, role, 1)
 
-    def exchanged(self, sizes: Sizes) -> Iterator[Sizes]:
+    def exchanged(self, sizes: MeshSizes) -> Iterator[MeshSizes]:
         """All ways to make one role's mesh a step smaller, and another's a step larger or not."""
         for loser, winner in permutations(range(len(sizes)), 2):
             for smaller in self._stepped(sizes, loser, -1):
                 yield smaller
                 yield from self._stepped(smaller, winner, 1)
 
-    def _stepped(self, sizes: Sizes, role: int, step: int) -> Iterator[Sizes]:
+    def _stepped(self, sizes: MeshSizes, role: int, step: int) -> Iterator[MeshSizes]:
         place = self.sizes[role].index(sizes[role]) + step
         if 0 <= place < len(self.sizes[role]):
             yield (*sizes[:role], self.sizes[role][place], *sizes[role + 1 :])

@@ -15,12 +15,12 @@ from pydantic_core import CoreSchema
 
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.config.cluster import Assignments
+from rlhf_tasks.config.cluster import ManualAssignments
 from rlhf_tasks.config.files import MOST_PLAN_BYTES, first_fault, parse_yaml, read_yaml
 from rlhf_tasks.spec import CallAssignment
 from rlhf_tasks.system.reading import ConfigError, reading, shown
 
-ASSIGNMENTS: TypeAdapter[Assignments] = TypeAdapter(Assignments)
+ASSIGNMENTS: TypeAdapter[ManualAssignments] = TypeAdapter(ManualAssignments)
 MADE_PLANS = ("heuristic", "auto")
 """The values of `plan` for which the program makes the plan."""
 

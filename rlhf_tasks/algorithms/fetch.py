@@ -7,7 +7,7 @@ import torch
 
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.rows import DatasetValue
-from rlhf_tasks.data.token_file import Numbers, TokenFile
+from rlhf_tasks.data.token_file import StoredNumbers, TokenFile
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 
 
@@ -17,7 +17,7 @@ def fetch(rows: TokenFile, config: RunConfig, ids: Sequence[int]) -> SampleBatch
     return SampleBatch(tuple(ids), {key: _packed([each[key] for each in values]) for key in values[0]})
 
 
-def _packed(values: Sequence[Numbers | DatasetValue]) -> Packed:
+def _packed(values: Sequence[StoredNumbers | DatasetValue]) -> Packed:
     """Token ids as int64, masks as bool, other numbers as float64, text as UTF-8 bytes."""
     if isinstance(values[0], str):
         return Packed.of_texts(str(value) for value in values)

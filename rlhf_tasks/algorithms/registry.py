@@ -191,7 +191,7 @@ def in_parts(calls: Sequence[ModelFunctionCall], chunks: int) -> list[ModelFunct
     return [call if call.name in whole else call.model_copy(update={"chunks": chunks}) for call in calls]
 
 
-class _Source(NamedTuple):
+class _EntryOf(NamedTuple):
     """The entry point of a record, and its package."""
 
     package: str
@@ -253,9 +253,9 @@ def _checked(found: Any, name: str, package: str, value: str) -> Algorithm:
 
 
 @cache
-def _sources() -> dict[str, _Source]:
+def _sources() -> dict[str, _EntryOf]:
     """Name -> source of its record, built-in ones first. Raises ConfigError as `algorithm_names` does."""
-    found: dict[str, _Source] = {}
+    found: dict[str, _EntryOf] = {}
     for name, source in _registered():
         if not name.isidentifier():
             raise ConfigError(
@@ -271,16 +271,16 @@ def _sources() -> dict[str, _Source]:
     return found
 
 
-def _registered() -> Iterator[tuple[str, _Source]]:
+def _registered() -> Iterator[tuple[str, _EntryOf]]:
     folders = [
         m.name for m in pkgutil.iter_modules(algorithms.__path__) if m.ispkg and m.name not in NO_ALGORITHMS
     ]
     named = [m.name for m in pkgutil.iter_modules(presets.__path__)]
     for folder, names in ((algorithms, folders), (presets, named)):
         for name in names:
-            yield name, _Source(OURS, EntryPoint(name, f"{folder.__name__}.{name}:ALGORITHM", GROUP))
+            yield name, _EntryOf(OURS, EntryPoint(name, f"{folder.__name__}.{name}:ALGORITHM", GROUP))
     for entry in entry_points(group=GROUP):
-        yield entry.name, _Source("(unknown)" if entry.dist is None else entry.dist.name, entry)
+        yield entry.name, _EntryOf("(unknown)" if entry.dist is None else entry.dist.name, entry)
 
 
 def _whose(name: str, package: str) -> str:

@@ -23,7 +23,7 @@ from rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SECONDS, MOST_SEQS,
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
 from rlhf_tasks.system.reading import shown
 
-Tracker = Literal["tensorboard", "wandb", "mlflow"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Groups = Mapping[str, tuple[str, ...]]
 """Heading in a form -> the fields below it. Fields under the empty heading are asked first."""
 
@@ -94,7 +94,7 @@ class RunConfig(Settings):
         le=MOST_ITERATIONS,
         description="Snapshots that are kept; at least 2, so that one is left if the last is damaged.",
     )
-    report_to: tuple[Tracker, ...] = Field(
+    report_to: tuple[TrackerName, ...] = Field(
         default=(), max_length=3, description="Trackers that get the metrics of each commit, too."
     )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
@@ -206,7 +206,7 @@ class RunConfig(Settings):
 
     @field_validator("report_to")
     @classmethod
-    def _each_tracker_once(cls, value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+    def _each_tracker_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
         if len(set(value)) < len(value):
             raise ValueError(f"names a tracker twice: {', '.join(value)}. Name each once.")
         return value

@@ -142,10 +142,10 @@ class ManualAssignment(Settings):
         )
 
 
-Assignments = dict[str, ManualAssignment]
+ManualAssignments = dict[str, ManualAssignment]
 
 PlanSource = Annotated[
-    Annotated[str, Tag("path")] | Annotated[Assignments, Tag("inline")], Discriminator(form)
+    Annotated[str, Tag("path")] | Annotated[ManualAssignments, Tag("inline")], Discriminator(form)
 ]
 
 

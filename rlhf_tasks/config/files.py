@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from rlhf_tasks.config.rewards import FUNCTION_REWARD, SERVICE_REWARD
 from rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, reading, shown
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 MAX_ALIASES = 24  # in a YAML file: aliases of aliases then make at most 3 ** 8 copies of a value
 MAX_DEPTH = 64  # nesting of lists and mappings in a YAML file
@@ -105,11 +105,11 @@ def read_yaml(path: Path, most_bytes: int = MOST_YAML_BYTES) -> dict[str, Any]:
 
 def read_document(
     path: Path,
-    kind: TypeAdapter[Value],
+    kind: TypeAdapter[T],
     predicate: str,
     error: type[ValueError] = ConfigError,
     remedy: str = "",
-) -> Value:
+) -> T:
     """The value in a JSON file that we wrote. Raises `error` with one sentence that names file, field and fault."""
     with reading(path, predicate, error, remedy):
         content = read_bytes(path, MOST_KEPT_BYTES)

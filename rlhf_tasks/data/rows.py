@@ -223,7 +223,7 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
-Answers = tuple[list[int], list[list[int]]]
+PromptAndAnswers = tuple[list[int], list[list[int]]]
 """Token ids of a prompt, and of each answer to it with its end token."""
 
 
@@ -239,7 +239,7 @@ def _given(prompt: list[int], answer: list[int]) -> int:
 NOTHING_TO_LEARN = "has nothing to learn: an answer is empty. Remove the row or fill it in."
 
 
-def _answer_ids(prompt: Any, answers: list[Any], tokenizer: "Tokenizer") -> Reading[Answers]:
+def _answer_ids(prompt: Any, answers: list[Any], tokenizer: "Tokenizer") -> Reading[PromptAndAnswers]:
     if not isinstance(prompt, str):
         before = _messages(prompt, "prompt") if prompt else []
         turns = [
@@ -256,7 +256,7 @@ def _answer_ids(prompt: Any, answers: list[Any], tokenizer: "Tokenizer") -> Read
     return tokenizer.encode(prompt, special_tokens=True), ended
 
 
-def _turn_ids(before: list, turns: list[list], tokenizer: "Tokenizer") -> Reading[Answers]:
+def _turn_ids(before: list, turns: list[list], tokenizer: "Tokenizer") -> Reading[PromptAndAnswers]:
     """Token ids of a conversation and of each turn that may follow it."""
     if not all(any(message["content"] or message.get("tool_calls") for message in turn) for turn in turns):
         raise DataError(NOTHING_TO_LEARN)

@@ -34,7 +34,7 @@ from rlhf_tasks.system.counter_random import permutation
 from rlhf_tasks.system.durable import replace_file, sync
 from rlhf_tasks.system.reading import DataError, one_line, reading
 
-Numbers = NDArray[Any]
+StoredNumbers = NDArray[Any]
 
 ROWS = "rows.arrow"  # in a run folder
 SKIPPED = "skipped-rows.jsonl"  # beside it: the rows that were left out, and why
@@ -122,10 +122,10 @@ class TokenFile:
         sync(folder)
         self._name = path
 
-    def values(self, index: int) -> dict[str, Numbers | str]:
+    def values(self, index: int) -> dict[str, StoredNumbers | str]:
         """The values of a row by key: int32 token ids [tokens], a bool mask [tokens], float64 numbers, or text."""
         batch, place = self._batch(index // BATCH), index % BATCH
-        found: dict[str, Numbers | str] = {}
+        found: dict[str, StoredNumbers | str] = {}
         for key, kind in self._kinds.items():
             numbers = batch.column(key)[place].values.to_numpy()
             match kind:

@@ -66,14 +66,14 @@ def value_of(expression: str) -> str:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         return "error: division by zero"
-    except _TooLarge:
+    except _OutOfRange:
         return "error: too large"
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return "error: no arithmetic expression"
     return str(int(value)) if value == int(value) else f"{value:.10g}"
 
 
-class _TooLarge(Exception):
+class _OutOfRange(Exception):
     """A value beyond MOST_VALUE."""
 
 
@@ -86,7 +86,7 @@ def _value(node: ast.expr) -> float:
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _BINARY:
             one, other = _value(left), _value(right)
             if isinstance(op, ast.Pow) and one and abs(other * math.log(abs(one))) > math.log(MOST_VALUE):
-                raise _TooLarge
+                raise _OutOfRange
             return _bounded(_BINARY[type(op)](one, other))
         case _:
             raise ValueError("no arithmetic expression")
@@ -97,7 +97,7 @@ def _bounded(value: Any) -> float:
     if isinstance(value, complex):
         raise ValueError("no real number")
     if not abs(value) <= MOST_VALUE:
-        raise _TooLarge
+        raise _OutOfRange
     return value
 
 

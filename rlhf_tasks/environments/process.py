@@ -13,7 +13,7 @@ from rlhf_tasks.environments.episodes import Answer, Episode, FailedAnswer
 from rlhf_tasks.environments.helper import TIMEOUT_KEY
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.helper import late_message
-from rlhf_tasks.rewards.helper_process import HelperProcess, TooLarge
+from rlhf_tasks.rewards.helper_process import HelperOwner, HelperProcess, TooLarge
 from rlhf_tasks.rewards.process import ENDING_S, MOST_LOST
 
 SERVE = "rlhf_tasks.environments.helper:serve"
@@ -46,10 +46,10 @@ class EnvironmentProcess:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._parts: list[_Part] = []
+        self._parts: list[_EpisodePart] = []
         if isinstance(config, Scores) and config.environment is not None:
             of_part = (config.environment, config.reward_memory_bytes, config.on_reward_error == "skip")
-            self._parts = [_Part(*of_part) for _ in range(config.reward_processes)]
+            self._parts = [_EpisodePart(*of_part) for _ in range(config.reward_processes)]
         self._threads = ThreadPoolExecutor(max(len(self._parts), 1), thread_name_prefix="environments")
 
     def answers(self, episodes: Sequence[Episode]) -> list[Answer | FailedAnswer]:
@@ -82,8 +82,8 @@ class EnvironmentProcess:
             part.end()
 
 
-class _Part:
-    """One helper process, started with its first request, and again after it was lost.
+class _EpisodePart(HelperOwner[HelperProcess]):
+    """One helper process, which plays its part of the episodes.
 
     A new process is given all turns of the batch again, each with the time of a turn. Where a process is lost while
     several episodes wait for their answers, nobody knows which of them did it. The next process then plays one
@@ -93,25 +93,11 @@ class _Part:
     """
 
     def __init__(self, environment: EnvironmentConfig, most_bytes: int, skips: bool) -> None:
+        super().__init__()
         self._environment, self._most_bytes, self._skips = environment, most_bytes, skips
-        self._helper: HelperProcess | None = None
-        self._closed = False
         # Of the batch:
         self._n_lost = 0  # samples over which a process was lost
         self._replays_s = 0.0  # seconds that are left for replays
-
-    def close(self) -> None:
-        """End the helper from any thread; no other starts."""
-        self._closed = True
-        helper = self._helper  # read once: the asking thread may set it to None meanwhile
-        if helper is not None:
-            helper.end()
-
-    def end(self) -> None:
-        """End the helper and reap it. Called from one thread at a time."""
-        helper, self._helper = self._helper, None
-        if helper is not None:
-            helper.close()
 
     def answers(self, episodes: Sequence[Episode]) -> list[Answer | FailedAnswer]:
         """Answers to some episodes, all in the same turn. Raises RewardError.
@@ -125,7 +111,7 @@ class _Part:
         try:
             try:
                 return self._asked(episodes, begins)
-            except _Lost as error:
+            except _EpisodesLost as error:
                 since_s = time.monotonic()
                 found = self._answered_again(episodes, error, since_s + self._replays_s)
                 self._replays_s -= time.monotonic() - since_s
@@ -135,7 +121,7 @@ class _Part:
             raise
 
     def _answered_again(
-        self, episodes: Sequence[Episode], error: "_Lost", until_s: float
+        self, episodes: Sequence[Episode], error: "_EpisodesLost", until_s: float
     ) -> list[Answer | FailedAnswer]:
         """The answers of new processes, after one was lost. until_s: time.monotonic() until which this may take."""
         lost: dict[int, FailedAnswer] = {}
@@ -147,11 +133,11 @@ class _Part:
                 lost[error.place] = FailedAnswer(str(error))
                 self._n_lost += 1
             going = [each for each in episodes if each.sample not in lost]
-            searches = error.place is None and not isinstance(error, _Killed)
+            searches = error.place is None and not isinstance(error, _EpisodesKilled)
             try:
                 found = self._replayed(going, searches, error, until_s) if going else []
-            except _Lost as again:
-                if isinstance(error, _Killed) and isinstance(again, _Killed):
+            except _EpisodesLost as again:
+                if isinstance(error, _EpisodesKilled) and isinstance(again, _EpisodesKilled):
                     raise
                 error = again
             else:
@@ -161,7 +147,7 @@ class _Part:
                 return [lost.get(each.sample) or next(answers) for each in episodes]
 
     def _replayed(
-        self, episodes: Sequence[Episode], one_by_one: bool, error: "_Lost", until_s: float
+        self, episodes: Sequence[Episode], one_by_one: bool, error: "_EpisodesLost", until_s: float
     ) -> list[Answer | FailedAnswer]:
         """The answers to all turns of the episodes once more, the last ones returned. error: for which they are."""
         found: list[Answer | FailedAnswer] = []
@@ -184,12 +170,12 @@ class _Part:
 
     def _asked(self, episodes: Sequence[Episode], begins: bool = False) -> list[Answer | FailedAnswer]:
         """The answers to one turn. begins: a batch. Raises RewardError, and _Lost where the process is lost."""
-        if self._closed:
+        if self.closed:
             raise RewardError("the rank's environment process is closed.")
         timeout_s = self._environment.turn_timeout_s
         asked_s = since_s = time.monotonic()
         until_s = asked_s + timeout_s
-        helper = self._helper = self._helper or HelperProcess(SERVE)
+        helper = self.helper = self.helper or HelperProcess(SERVE)
         at: tuple[int | None, str, int] = (None, "", 0)
         try:
             if not helper.started:
@@ -232,10 +218,10 @@ class _Part:
     def _ended(self, helper: HelperProcess, at: tuple[int | None, str, int]) -> RewardError:
         """Why the process has ended without a reply: the environment ended it, or it was killed from outside."""
         how = helper.how_it_ended()
-        if self._closed:
+        if self.closed:
             return RewardError("the rank's environment process is closed.")
         if how is None:
-            return _Killed(
+            return _EpisodesKilled(
                 f"the process of {self._name} was killed from outside, as the system does when memory runs out."
             )
         where, frames = helper.written_stack()
@@ -245,11 +231,11 @@ class _Part:
         return f"{self._name}: {method}" if method else self._name
 
 
-class _Lost(RewardError):
+class _EpisodesLost(RewardError):
     """The process has ended, or must be ended, while it answered. place: the sample over which, where it is known."""
 
 
-class _Killed(_Lost):
+class _EpisodesKilled(_EpisodesLost):
     """It was killed from outside, not by what an environment did."""
 
 
@@ -258,4 +244,4 @@ def _lost(message: str, frames: str, at: tuple[int | None, str, int]) -> RewardE
     sample, _, n_open = at
     if sample is None:
         return RewardError(message, frames)
-    return _Lost(message, frames, sample if n_open == 1 else None)
+    return _EpisodesLost(message, frames, sample if n_open == 1 else None)

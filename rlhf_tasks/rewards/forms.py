@@ -17,10 +17,10 @@ from typing import Any
 
 from rlhf_tasks.rewards.user_code import UserCodeError
 
-Value = float | list[float] | None
+RewardValue = float | list[float] | None
 """What a reward gives for an answer: a number, or one for each of its tokens (a reward per token or per step). None
 means no verdict: it adds 0 to the score and is left out of the mean."""
-Values = list[Value]
+Values = list[RewardValue]
 """One value per answer."""
 
 
@@ -258,7 +258,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
+class FoundReward:
     """A reward function that was found.
 
     file              the source file of its function; "" where Python does not know it
@@ -288,13 +288,15 @@ class Reward:
             return calls
         return [{n: value for n, value in given.items() if n in self.parameters.names} for given in calls]
 
-    def values(self, returned: Any, places: Sequence[int], answers: Answers) -> "list[Value | RewardError]":
+    def values(
+        self, returned: Any, places: Sequence[int], answers: Answers
+    ) -> "list[RewardValue | RewardError]":
         """One value for each of the answers at these indices, from what a call returned; the error for a bad one.
 
         Raises RewardError where there is not one for each.
         """
         listed = [returned] if self.form.per_answer else self._listed(returned, len(places))
-        values: list[Value | RewardError] = []
+        values: list[RewardValue | RewardError] = []
         for place, value in zip(places, listed, strict=True):
             try:
                 values.append(self.value(place, value, len(answers.completion_ids[place])))
@@ -321,7 +323,7 @@ class Reward:
             )
         return returned
 
-    def value(self, place: int, value: Any, n_tokens: int) -> Value:
+    def value(self, place: int, value: Any, n_tokens: int) -> RewardValue:
         """The value of the answer at an index, which has so many tokens. Raises RewardError.
 
         Per token, it is a list of n_tokens numbers, one for each of `completion_ids`. Per step, it is a list of
@@ -400,7 +402,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
-def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = "sequence") -> Reward:
+def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = "sequence") -> FoundReward:
     """The reward at `module:function` or `file.py:function`. From a class, an object is made with `kwargs`.
 
     Raises RewardError when it is not there or its parameters match no form. What the user's module raises while it is
@@ -425,7 +427,7 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = 
     code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
     file = code.co_filename if code is not None else ""
     form = parameters.form(location, kwargs)
-    return Reward(name, location, target, parameters, form, kwargs, file, per=per)
+    return FoundReward(name, location, target, parameters, form, kwargs, file, per=per)
 
 
 def module_at(place: str, room: str = "rewards") -> ModuleType:

@@ -27,10 +27,10 @@ from typing import Any, BinaryIO, NoReturn
 
 from rlhf_tasks.rewards.forms import (
     Answers,
-    Reward,
+    FoundReward,
     RewardError,
+    RewardValue,
     TrainerState,
-    Value,
     Values,
     load_reward,
     shortened,
@@ -103,7 +103,7 @@ class _Call:
     is_search  it judges one of the answers of a call that has failed
     """
 
-    reward: Reward
+    reward: FoundReward
     places: Sequence[int]
     returned: Any = None
     error: BaseException | None = None
@@ -142,10 +142,10 @@ class _Task:
     """
 
     entry: _Entry
-    reward: Reward
+    reward: FoundReward
     places: Sequence[int]
     keys: Mapping[int, str]
-    known: Mapping[int, Value]
+    known: Mapping[int, RewardValue]
     left_out: Collection[int]
 
     @property
@@ -181,7 +181,7 @@ class Helper:
             if value and secret_named(entry.kwargs[name])
             for shown in _shown(str(value))
         }
-        self._rewards: list[Reward] = []
+        self._rewards: list[FoundReward] = []
         self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection open
         if self._secrets:
             sys.stdout, sys.stderr = (_Scrubbed(s, self.scrubbed) for s in (sys.stdout, sys.stderr))
@@ -350,7 +350,7 @@ class Helper:
                 continue
             if call.error is not None:
                 fault = _fault(call, call.error, timeout_s)
-                values: Sequence[Value | RewardError] = [fault] * len(call.places)
+                values: Sequence[RewardValue | RewardError] = [fault] * len(call.places)
             else:
                 values = call.reward.values(call.returned, call.places, answers)
             for place, value in zip(call.places, values, strict=True):
@@ -411,7 +411,7 @@ class Helper:
             places = half if fails(half) else places[len(places) // 2 :]
         return places[0] if fails(places) else None
 
-    def _called(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
+    def _called(self, reward: FoundReward, arguments: Mapping[str, Any]) -> Any:
         try:
             return reward.function(**arguments)
         finally:

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import psutil
 
@@ -142,3 +142,31 @@ class HelperProcess:
         if status > 128 and status - 128 in {s.value for s in signal.Signals}:
             return signal.Signals(status - 128).name
         return f"exit status {status}"
+
+
+Process = TypeVar("Process", bound=HelperProcess)
+
+
+class HelperOwner(Generic[Process]):
+    """Owns at most one helper process, which a subclass starts with its first request, and again after it was lost.
+
+    helper  the running process; None: none runs
+    closed  whether no further one may start
+    """
+
+    def __init__(self) -> None:
+        self.helper: Process | None = None
+        self.closed = False
+
+    def close(self) -> None:
+        """End the helper from any thread; no other starts. A request in progress fails."""
+        self.closed = True
+        helper = self.helper  # read once: the thread that asks it may set it to None meanwhile
+        if helper is not None:
+            helper.end()
+
+    def end(self) -> None:
+        """End the helper and reap it. Called from one thread at a time."""
+        helper, self.helper = self.helper, None
+        if helper is not None:
+            helper.close()

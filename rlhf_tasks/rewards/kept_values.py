@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.rewards.forms import Value
+from rlhf_tasks.rewards.forms import RewardValue
 
 MOST = 1 << 20  # values in memory, about 200 bytes each; the oldest go first
 
@@ -25,7 +25,7 @@ class KeptValues:
     """
 
     def __init__(self, folder: Path | None, name: str) -> None:
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, RewardValue] = {}
         self._file = None
         if folder is not None:
             folder.mkdir(exist_ok=True)
@@ -40,16 +40,16 @@ class KeptValues:
                     key, value = json.loads(line)
                     self._keep(key, value)
 
-    def _keep(self, key: str, value: Value) -> None:
+    def _keep(self, key: str, value: RewardValue) -> None:
         self._values[key] = value
         if len(self._values) > MOST:
             del self._values[next(iter(self._values))]
 
-    def find(self, keys: Mapping[int, str]) -> dict[int, Value]:
+    def find(self, keys: Mapping[int, str]) -> dict[int, RewardValue]:
         """Place -> value, for the places whose key is known."""
         return {place: self._values[key] for place, key in keys.items() if key in self._values}
 
-    def keep(self, pairs: Iterable[tuple[str, Value]]) -> None:
+    def keep(self, pairs: Iterable[tuple[str, RewardValue]]) -> None:
         """Keep values."""
         pairs = list(pairs)
         for key, value in pairs:

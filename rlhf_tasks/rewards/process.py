@@ -14,7 +14,7 @@ from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.rewards import RewardFunction, RewardService
 from rlhf_tasks.rewards.forms import Answers, RewardError, Values
 from rlhf_tasks.rewards.helper import late_message
-from rlhf_tasks.rewards.helper_process import HelperProcess, TooLarge
+from rlhf_tasks.rewards.helper_process import HelperOwner, HelperProcess, TooLarge
 
 KEPT_VALUES = "reward-values"  # folder in a run folder, of values that rewards with `cache: true` have given
 MOST_LOST = 4
@@ -83,13 +83,14 @@ class RewardProcess:
             "skips": self._config is not None and self._config.on_reward_error == "skip",
         }
         self._parts = [
-            _Part((part, parts), iterations, start | {"writer": f"{rank}-{part}"}) for part in range(parts)
+            _RewardPart((part, parts), iterations, start | {"writer": f"{rank}-{part}"})
+            for part in range(parts)
         ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._part_threads = ThreadPoolExecutor(parts, thread_name_prefix="rewards")
 
     @property
-    def helpers(self) -> list["_Helper | None"]:
+    def helpers(self) -> list["_RewardHelper | None"]:
         """The helper of each part; None where it does not run."""
         return [part.helper for part in self._parts]
 
@@ -132,24 +133,16 @@ class RewardProcess:
         return Judged(values, logged, {place: fault for place, _, fault in sorted(told, reverse=True)})
 
 
-class _Part:
-    """One helper process, started with its first request, and again after it was lost.
+class _RewardPart(HelperOwner["_RewardHelper"]):
+    """One helper process, which judges its part of the rewards and answers.
 
     part   its number, and how many there are
     start  what it is told first, beside the rewards
     """
 
     def __init__(self, part: tuple[int, int], iterations: int, start: Mapping[str, Any]) -> None:
+        super().__init__()
         self._part, self._iterations, self._start = part, iterations, start
-        self.helper: _Helper | None = None
-        self._closed = False
-
-    def close(self) -> None:
-        """End the helper from any thread; no other starts."""
-        self._closed = True
-        helper = self.helper  # read once: the judging thread may set it to None meanwhile
-        if helper is not None:
-            helper.end()
 
     def judge(self, config: Scores, answers: Answers, iteration: int) -> dict[str, Any]:
         """The helper's reply. Raises RewardError.
@@ -161,7 +154,7 @@ class _Part:
         while True:
             try:
                 reply = self._judged(config, answers, iteration, lost)
-            except _Lost as error:
+            except _LostInReward as error:
                 if config.on_reward_error != "skip" or len(lost) == MOST_LOST:
                     raise
                 lost.append((*error.where, str(error)))
@@ -183,10 +176,10 @@ class _Part:
         try:
             try:
                 return self._ask(config, request, until_s)
-            except _Killed:  # no reward did this: the process was killed from outside, so it is started again
+            except _KilledFromOutside:  # no reward did this, so the process is started again
                 self.end()
                 return self._ask(config, request, until_s)
-        except _Killed:
+        except _KilledFromOutside:
             raise RewardError(
                 f"the process of the rewards {_names(config)} was killed twice, as the system does when memory "
                 "runs out."
@@ -197,9 +190,9 @@ class _Part:
 
     def _ask(self, config: Scores, request: dict[str, Any], until_s: float) -> dict[str, Any]:
         """Raises RewardError, and _Killed when the helper was killed from outside."""
-        if self._closed:
+        if self.closed:
             raise RewardError("the rank's reward process is closed.")
-        helper = self.helper = self.helper or _Helper()
+        helper = self.helper = self.helper or _RewardHelper()
         with _naming(helper, config):
             if not helper.started:
                 helper.start({**self._start, "rewards": [_entry(r) for r in config.rewards]}, until_s)
@@ -217,22 +210,16 @@ class _Part:
                         return reply
         raise self._ended(helper, config)
 
-    def _ended(self, helper: "_Helper", config: Scores) -> Exception:
+    def _ended(self, helper: "_RewardHelper", config: Scores) -> Exception:
         """The reason why the helper ended without a reply: a reward ended it, or it was killed from outside."""
         how = helper.how_it_ended()
-        if self._closed:
+        if self.closed:
             return RewardError("the rank's reward process is closed.")
         if how is None:
-            return _Killed()
+            return _KilledFromOutside()
         where, frames = helper.written_stack()
         who = helper.at or f"one of the rewards {_names(config)}"
         return helper.lost(f"{who} ended its process with {how}{where}.", frames)
-
-    def end(self) -> None:
-        """End the helper and reap it. Called from one thread at a time."""
-        helper, self.helper = self.helper, None
-        if helper is not None:
-            helper.close()
 
 
 def _entry(reward: RewardFunction | RewardService) -> dict[str, Any]:
@@ -253,17 +240,17 @@ def _entry(reward: RewardFunction | RewardService) -> dict[str, Any]:
     }
 
 
-class _Killed(Exception):
+class _KilledFromOutside(Exception):
     """The helper was killed from outside, not by what a reward did."""
 
 
-class _Lost(RewardError):
+class _LostInReward(RewardError):
     """The process was ended in the call for one answer. where: the reward's name, the answer's place"""
 
     where: tuple[str, int] = ("", 0)
 
 
-class _Helper(HelperProcess):
+class _RewardHelper(HelperProcess):
     """A running process of the rewards.
 
     reward   the name of the reward that it is calling; "" for none
@@ -285,7 +272,7 @@ class _Helper(HelperProcess):
         """The error of a helper that ends, or must be ended, in a call."""
         if self.place is None:
             return RewardError(message, frames)
-        error = _Lost(message, frames, self.place)
+        error = _LostInReward(message, frames, self.place)
         error.where = (self.reward, self.place)
         return error
 
@@ -300,7 +287,7 @@ class _Helper(HelperProcess):
 
 
 @contextlib.contextmanager
-def _naming(helper: _Helper, config: Scores) -> Iterator[None]:
+def _naming(helper: _RewardHelper, config: Scores) -> Iterator[None]:
     """Turns a helper that is late or too large into a RewardError that says where in the user's code it is."""
     try:
         yield

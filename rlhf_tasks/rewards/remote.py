@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rlhf_tasks.rewards.forms import TRL, Parameters, Reward, RewardError, shortened
+from rlhf_tasks.rewards.forms import TRL, FoundReward, Parameters, RewardError, shortened
 
 MOST_BYTES = 16 << 20  # of an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; twice as long after each
@@ -64,7 +64,7 @@ class Service:
     allow_private: bool
     per: str = "sequence"
 
-    def reward(self) -> Reward:
+    def reward(self) -> FoundReward:
         """The service as an async reward of TRL's form, each call of which is one request.
 
         Raises RewardError for a header that cannot be sent.
@@ -76,7 +76,7 @@ class Service:
                     "that no header may have. Remove it where the value is set."
                 )
         anything = Parameters((), (), takes_any=True)
-        return Reward(
+        return FoundReward(
             self.name,
             self.url,
             self._judge,

@@ -36,7 +36,7 @@ inner: Callable[..., Any] = _njit(error_model="numpy", no_cpython_wrapper=True, 
 def compiled(function: Callable[..., Any]) -> Any:
     """Decorator of functions that Python calls: compiled at the first call; later processes load them."""
     dispatcher = _njit(error_model="numpy")(function)
-    dispatcher._cache = _Cache(function)
+    dispatcher._cache = _KeptCode(function)
     return dispatcher
 
 
@@ -59,7 +59,7 @@ class _Index(IndexDataCacheFile):
             return {}
 
 
-class _Cache(FunctionCache):
+class _KeptCode(FunctionCache):
     """A cache of compiled code that becomes stale when any source linked into it changes.
 
     Numba itself checks only the file of the function.

@@ -8,7 +8,7 @@ from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
 from rlhf_tasks.algorithms.shared.learning.reference import ANSWER, answer_logps, reference_logps
 from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.shared.learning.side_by_side import Keys, side_by_side
+from rlhf_tasks.algorithms.shared.learning.side_by_side import SequenceKeys, side_by_side
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms
@@ -47,8 +47,8 @@ def reference_point(ratios_sum: float, n: float) -> float:
     return 0.0 if kl < 0 else kl
 
 
-OWN: Keys = {"input_ids": "input_ids", "response_mask": "response_mask"}
-MISMATCHED: Keys = {"input_ids": "mismatched_ids", "response_mask": "mismatched_mask"}
+OWN: SequenceKeys = {"input_ids": "input_ids", "response_mask": "response_mask"}
+MISMATCHED: SequenceKeys = {"input_ids": "mismatched_ids", "response_mask": "mismatched_mask"}
 SIDES = ("chosen", "rejected")  # TRL's words for desirable answers and the others
 SUMS = ("kl", *(f"{what}/{side}" for side in SIDES for what in ("count", "rewards", "logps")))
 

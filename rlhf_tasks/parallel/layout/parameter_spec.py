@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 Unit = Literal["query_head", "kv_head", "column", "vocab"]
 """The units that a sharded dim consists of. A unit is never divided between tp ranks."""
 
-Place = Literal["layer", "first", "last", "ends"]
+StagePlace = Literal["layer", "first", "last", "ends"]
 """Which stages hold a parameter: its layer's, the first, the last, or first and last (tied embeddings)."""
 
 
@@ -42,7 +42,7 @@ class ParameterSpec:
 
     name: str
     shape: tuple[int, ...]
-    place: Place
+    place: StagePlace
     layer: int | None = None
     shard_dim: int | None = None
     unit: Unit | None = None

@@ -110,7 +110,7 @@ class ModelShape:
         if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]: users write it
             raise ConfigError(f"Model {source!r}: the config is not a JSON object.")
         family = family_of(config, source, weights)
-        read = _Reader(config, source, family.keys)
+        read = _ConfigKeys(config, source, family.keys)
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
         mixture = family.mixture
         experts, per_token = (0, 0) if mixture is None else read.experts(mixture)
@@ -165,7 +165,7 @@ def _remedy(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _ConfigKeys:
     """Checked access to config keys, by Llama's names. A key that is null counts as absent.
 
     keys  as in `Family`

@@ -60,12 +60,12 @@ def load(
     return tuple(missing)
 
 
-Stored = Callable[[str], Any]
+ReadTensor = Callable[[str], Any]
 """Name of a tensor in files -> a Tensor, or a slice of safetensors, of which only the wanted rows are read."""
 
 
 @contextmanager
-def opened(files: Mapping[str, InFile]) -> Iterator[Stored]:
+def opened(files: Mapping[str, InFile]) -> Iterator[ReadTensor]:
     """The tensors of safetensors files. Each file is opened (mapped) when the first of its tensors is wanted.
 
     files  name of a tensor -> where it is
@@ -79,7 +79,7 @@ def opened(files: Mapping[str, InFile]) -> Iterator[Stored]:
         yield lambda name: tensors(files[name].file).get_slice(files[name].name)
 
 
-def stored_rows(stored: Stored, spec: ParameterSpec, rows: Interval) -> Tensor:
+def stored_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval) -> Tensor:
     """Some rows of a parameter, from the tensors in files that it is a part of, or is made of (`spec.stored`)."""
     names = list(spec.stored)
     if spec.stacked is None:

@@ -68,8 +68,8 @@ def reallocate(
     rank = groups.rank
     group = groups[union_set(source.placement, destination.placement)]
     plan = plan_reallocation(source, destination, dtype.itemsize, devices_per_host)
-    ours = _Held(source, rank, slices or {})
-    fresh = _Held(destination, rank, _allocate(destination, rank, dtype, groups.device))
+    ours = _SlicesHere(source, rank, slices or {})
+    fresh = _SlicesHere(destination, rank, _allocate(destination, rank, dtype, groups.device))
     _keep(ours, fresh)
     sends = _rounds(source, ((t.destination, t) for t in plan if t.source == rank), dtype, round_bytes)
     receives = _rounds(source, ((t.source, t) for t in plan if t.destination == rank), dtype, round_bytes)
@@ -89,7 +89,7 @@ def reallocate(
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _SlicesHere:
     """One rank's slices in one layout; none if the rank is not in the layout."""
 
     layout: Layout
@@ -111,7 +111,7 @@ def _allocate(layout: Layout, rank: int, dtype: torch.dtype, device: torch.devic
     }
 
 
-def _keep(ours: _Held, fresh: _Held) -> None:
+def _keep(ours: _SlicesHere, fresh: _SlicesHere) -> None:
     """Copy the rows that this rank holds in both layouts."""
     for name in ours.slices.keys() & fresh.slices.keys():
         rows = ours.layout.held(ours.rank)[name].intersect(fresh.layout.held(fresh.rank)[name])
@@ -138,7 +138,7 @@ def _rounds(
     return rounds
 
 
-def _verify(ours: _Held, fresh: _Held, groups: ProcessGroups) -> str:
+def _verify(ours: _SlicesHere, fresh: _SlicesHere, groups: ProcessGroups) -> str:
     """The digest of the source's first dp rank. Raises InvariantError if a destination dp rank has another digest."""
     source, destination = ours.layout.placement, fresh.layout.placement
     sums = torch.zeros(1 + destination.strategy.dp, dtype=torch.int64, device=groups.device)

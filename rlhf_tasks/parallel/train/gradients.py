@@ -188,7 +188,7 @@ def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
     return hook
 
 
-class _Slot(NamedTuple):
+class _SharedRows(NamedTuple):
     """Shared rows on this rank: their gradient (a view), whether it enters the sum, and its range in the buffer."""
 
     gradient: Tensor
@@ -197,12 +197,12 @@ class _Slot(NamedTuple):
     stop: int
 
 
-class _Exchange(NamedTuple):
+class _SharedSum(NamedTuple):
     """One all-reduce: the group, the buffer's size in elements, and this rank's parts of it."""
 
     group: dist.ProcessGroup | None
     size: int
-    slots: list[_Slot]
+    slots: list[_SharedRows]
 
 
 class SharedSums:
@@ -257,7 +257,7 @@ class SharedSums:
                 else:
                     gradient.zero_()
 
-    def _exchange(self, holders: tuple[int, ...], group: dist.ProcessGroup | None) -> _Exchange:
+    def _exchange(self, holders: tuple[int, ...], group: dist.ProcessGroup | None) -> _SharedSum:
         """The all-reduce of the pieces whose holders are among `holders` (devices of this dp rank).
 
         The buffer's ranges are the same on all ranks of the group.
@@ -271,8 +271,8 @@ class SharedSums:
                 start, size = size, size + piece.interval.size * spec.row_size
                 if self._device in piece.devices:
                     counts = spec.partial_gradient or self._device == piece.devices[0]
-                    slots.append(_Slot(self._rows(spec.name, piece.interval), counts, start, size))
-        return _Exchange(group, size, slots)
+                    slots.append(_SharedRows(self._rows(spec.name, piece.interval), counts, start, size))
+        return _SharedSum(group, size, slots)
 
     def _rows(self, name: str, rows: Interval) -> Tensor:
         """A view of some rows (global numbers) of a gradient."""

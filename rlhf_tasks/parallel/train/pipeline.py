@@ -18,7 +18,7 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.topology import Placement
 
-Run = Callable[[Tensor, MicroBatch], Tensor]
+StageRun = Callable[[Tensor, MicroBatch], Tensor]
 """A stage's computation: (input, micro-batch) -> output.
 
 The input is token ids [T] on the first stage, else hidden states [C, hidden] of the C tokens that are computed. The
@@ -51,7 +51,7 @@ class Pipeline:
         return self._next is None
 
     @torch.no_grad()
-    def forward(self, micros: Sequence[MicroBatch], run: Run) -> list[Tensor]:
+    def forward(self, micros: Sequence[MicroBatch], run: StageRun) -> list[Tensor]:
         """The results of `run`, one tensor per micro-batch, on the last stage; an empty list on the others.
 
         A stage computes the next micro-batch while the hidden states of the previous one are being sent.
@@ -69,7 +69,7 @@ class Pipeline:
         return results
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], run: Run, end_pass: Callable[[], None] = lambda: None
+        self, micros: Sequence[MicroBatch], run: StageRun, end_pass: Callable[[], None] = lambda: None
     ) -> None:
         """Accumulate the gradients of the sum of the last stage's scalars in the parameters' `grad`.
 

@@ -13,7 +13,7 @@ TRUTHS = ("answer", "solution", "ground_truth", "label", "labels", "reward_model
 `ground_truth`."""
 PATTERN_S = 1.0  # that a pattern may take on one answer
 
-Columns = Mapping[str, Sequence[Any]]
+RowColumns = Mapping[str, Sequence[Any]]
 
 
 def texts(completions: Sequence[Any]) -> list[str]:
@@ -22,7 +22,7 @@ def texts(completions: Sequence[Any]) -> list[str]:
 
 
 def column_of(
-    reward: str, columns: Columns, named: str | None, known: Sequence[str] = TRUTHS
+    reward: str, columns: RowColumns, named: str | None, known: Sequence[str] = TRUTHS
 ) -> Sequence[Any]:
     """A column: the named one, or of each row the first known one that it has, else None. Raises RewardError where no
     row can have one."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.rewards.forms import TRL, Parameters, Reward, RewardError, TrainerState, load_reward
+from rlhf_tasks.rewards.forms import TRL, FoundReward, Parameters, RewardError, TrainerState, load_reward
 from tests.judged import LABELLED, SUMS, VERL, answers
 
 REWARDS = Path(__file__).parents[2] / "second_user_rewards"
@@ -95,7 +95,7 @@ def test_some_answers_are_whole_answers():
     assert (len(some), some.prompt_texts) == (2, ["What is 9 - 8?", "What is 3 + 4?"])
 
 
-TOKENS = Reward("mine", "m:f", max, Parameters((), (), takes_any=True), TRL, {}, "", per="token")
+TOKENS = FoundReward("mine", "m:f", max, Parameters((), (), takes_any=True), TRL, {}, "", per="token")
 STEPS = replace(TOKENS, per="step")
 
 
@@ -125,7 +125,7 @@ def test_a_reward_per_token_gives_a_number_for_each_and_one_per_step_names_the_s
         (STEPS, [[0, "x"]], "returned 'x': not a number."),
     ],
 )
-def test_what_is_no_value_of_tokens_or_steps_is_named(reward: Reward, value: Any, sentence: str):
+def test_what_is_no_value_of_tokens_or_steps_is_named(reward: FoundReward, value: Any, sentence: str):
     with pytest.raises(RewardError) as caught:
         reward.value(7, value, 3)
     assert sentence in str(caught.value)

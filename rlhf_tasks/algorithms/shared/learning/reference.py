@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.side_by_side import Keys, apart, side_by_side
+from rlhf_tasks.algorithms.shared.learning.side_by_side import SequenceKeys, apart, side_by_side
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
@@ -26,7 +26,7 @@ def answer_logps(engine: Engine, logits: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def reference_logps(
-    engine: Engine, batch: SampleBatch, sequences: Mapping[str, Keys], micro_batches: int
+    engine: Engine, batch: SampleBatch, sequences: Mapping[str, SequenceKeys], micro_batches: int
 ) -> CallOutput:
     """`answer_logps` of each of a sample's sequences under a frozen model, one number per sample and sequence.
 

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 
-Keys = Mapping[str, str]
+SequenceKeys = Mapping[str, str]
 """Of one sequence: its key in the engine's batch -> its key in the samples."""
 
-CHOSEN: Keys = {"input_ids": "chosen_ids", "response_mask": "chosen_mask"}
-REJECTED: Keys = {"input_ids": "rejected_ids", "response_mask": "rejected_mask"}
+CHOSEN: SequenceKeys = {"input_ids": "chosen_ids", "response_mask": "chosen_mask"}
+REJECTED: SequenceKeys = {"input_ids": "rejected_ids", "response_mask": "rejected_mask"}
 
 
-def side_by_side(batch: SampleBatch, sequences: Sequence[Keys]) -> SampleBatch:
+def side_by_side(batch: SampleBatch, sequences: Sequence[SequenceKeys]) -> SampleBatch:
     """A batch in which the sequences of each sample follow each other, in this order, under the sample's id.
 
     sequences  each names the same keys

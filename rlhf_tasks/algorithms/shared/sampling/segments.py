@@ -137,7 +137,7 @@ def draw_segments(call: ModelFunctionCall) -> CallFunction:
             if int(sample[NUMBER]) // size in due
         }
         ends = {number: places[place] for number, place in sorted(delivered.items())}
-        told = _Told(
+        told = _Figures(
             delivered=len(ends),
             tokens=sum(int(sample["response_mask"].sum()) for sample in ends.values()),
             truncated=sum(int(sample["truncated"]) for sample in ends.values()),
@@ -273,7 +273,7 @@ def _batch(samples: Mapping[int, Sample]) -> SampleBatch:
     )
 
 
-class _Told(NamedTuple):
+class _Figures(NamedTuple):
     """Figures of one dp rank, or sums of all.
 
     delivered, tokens, truncated  samples that are delivered now, their response tokens, those that are truncated
@@ -293,10 +293,10 @@ class _Told(NamedTuple):
     heads: float = 0
 
 
-def _metrics(engine: Engine, own: _Told | None) -> dict[str, float]:
+def _metrics(engine: Engine, own: _Figures | None) -> dict[str, float]:
     """The metrics of a call. Collective over the mesh. own: on a head"""
-    of_all = engine.sum_over_dp(torch.tensor(own or _Told(), dtype=torch.float64))
-    told = _Told(*of_all.tolist())
+    of_all = engine.sum_over_dp(torch.tensor(own or _Figures(), dtype=torch.float64))
+    told = _Figures(*of_all.tolist())
     return {
         "completions/mean_length": told.tokens / told.delivered,
         "completions/clipped_ratio": told.truncated / told.delivered,

@@ -51,7 +51,7 @@ def draw(
         return generate(engine, batch, sampling, *one_turn)
     environment = config.environment
     lengths = dict(zip(batch.ids, batch["prompt_ids"].lengths, strict=True))
-    table = _Table(batch, context, config, sampling, purpose, engine) if engine.is_head else None
+    table = _Dialogues(batch, context, config, sampling, purpose, engine) if engine.is_head else None
     waiting = batch
     for number in range(environment.max_turns):
         behind = zip(waiting.ids, waiting["prompt_ids"].lengths, strict=True)
@@ -135,7 +135,7 @@ class _Sequence:
         return new["input_ids"]
 
 
-class _Table:
+class _Dialogues:
     """The sequences of a head, which its environments answer."""
 
     def __init__(
