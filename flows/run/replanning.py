@@ -6,9 +6,7 @@ iteration's plan is decided twice.
 """
 
 import asyncio
-import json
 import os
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +22,13 @@ from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan, Frozen
+from rlhf_tasks.system.child_processes import python_call
 
 GAIN = 0.1  # of an iteration's predicted time: less is within what predictions are off by
 STARTING_S = (
     240.0  # of the planning process beside its search: imports, and compilation where nothing is cached
 )
 NICE = 5  # of the planning process: about a third of a rank's share of a core
-
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from flows.run.replanning import answer; answer(*sys.argv[2:])"
-)
 
 
 class Proposal(Frozen):
@@ -85,9 +79,9 @@ def answer(folder: str, iteration: str) -> None:
 
 async def propose_beside(config: RunConfig, folder: Path, iteration: int) -> Proposal | None:
     """`propose` in a process of its own; None when it fails or takes too long. Cancelling ends the process."""
-    command = ["-c", _START, json.dumps(sys.path), str(folder), str(iteration)]
+    command = python_call(f"{__name__}:{answer.__name__}", str(folder), str(iteration))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
     )
     limit_s = STARTING_S + 2 * config.planning.time_limit_s
     try:

@@ -7,8 +7,6 @@ begun again after a while; it then takes up what it lacks.
 
 import asyncio
 import json
-import os
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
@@ -17,18 +15,12 @@ from pathlib import Path
 
 from flows.trackers.process import TRACKERS
 from rlhf_tasks.config.base import RunConfig, TrackerName
+from rlhf_tasks.system.child_processes import kept_call, users_environment
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlhf_tasks.system.child_processes import keep; keep('flows.trackers.process:serve')"
-)
 ANSWER_S = 120.0  # that a tracker may take for its rows; its server may be slow
 AGAIN_S = 60.0  # after a failure; twice as long after each further one
 END_S = 30.0  # that all trackers together may take when the run has ended well
 RETIRE_S = 3.0  # the same where it ends early
-OURS = (
-    "PREFECT_"  # trackers do not get variables with this prefix: the login of the run's server is among them
-)
 
 
 class Trackers:
@@ -106,11 +98,11 @@ class _Tracker:
         place.mkdir(exist_ok=True)
         with open(place / f"{self._name}.log", "ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _START, json.dumps(sys.path)),
+                *kept_call("flows.trackers.process:serve"),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
-                env={name: value for name, value in os.environ.items() if not name.startswith(OURS)},
+                env=users_environment(),
                 start_new_session=True,  # Ctrl-C is the run's to handle
             )
         self._reading = asyncio.create_task(self._read(self._process))

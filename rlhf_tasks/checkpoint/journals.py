@@ -13,12 +13,11 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from rlhf_tasks.spec import Frozen, NodeResult
-from rlhf_tasks.system.durable import append_lines, no_link
+from rlhf_tasks.system.durable import CHUNK_BYTES, append_lines, no_link
 
 METRICS = "metrics.jsonl"
 LINEAGE = "lineage.jsonl"
 JOURNALS = (METRICS, LINEAGE)
-_CHUNK_BYTES = 1 << 22
 ITERATION_S = "time/iteration"  # metric: seconds of an iteration by the ranks' clocks
 
 BEFORE = "before"  # in a result's details: metrics of the state before the first iteration
@@ -88,7 +87,7 @@ def _hashed(path: Path, mark: JournalMark) -> "hashlib._Hash":
         return digest
     try:
         with open(path, "rb", opener=no_link) as file:
-            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            while left and (chunk := file.read(min(left, CHUNK_BYTES))):
                 digest.update(chunk)
                 left -= len(chunk)
     except FileNotFoundError:

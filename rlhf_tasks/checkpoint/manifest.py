@@ -14,15 +14,14 @@ from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.spec import Frozen
-from rlhf_tasks.system.durable import no_link, sync, write_file
+from rlhf_tasks.system.durable import CHUNK_BYTES, no_link, sync, write_file
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.reading import reading, shown
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.json.sha256"  # in the format of `sha256sum -c`
-_CHUNK_BYTES = 1 << 22
-_READERS = 8  # files that are hashed at once; a thread hashes 1 to 2 GB/s
+READERS = 8  # files that are hashed at once; a thread hashes 1 to 2 GB/s
 
 
 class CheckpointError(ValueError):
@@ -144,7 +143,7 @@ def verify(folder: Path) -> Manifest:
         size_bytes = path.stat().st_size
         if size_bytes != stored.size_bytes:
             raise CheckpointError(f"{path}: {size_bytes} bytes instead of {stored.size_bytes}.")
-    with ThreadPoolExecutor(_READERS) as readers:
+    with ThreadPoolExecutor(READERS) as readers:
         digests = readers.map(_hash_file, [folder / stored.file for stored in manifest.files])
         for stored, digest in zip(manifest.files, digests, strict=True):
             if digest != stored.sha256:
@@ -166,6 +165,6 @@ def _checksum(data: bytes) -> bytes:
 def _hash_file(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -30,6 +30,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf_tasks.system.child_lines import Lines
+from rlhf_tasks.system.child_processes import python_call
 from rlhf_tasks.system.reading import ConfigError, reading
 
 Message = Mapping[str, Any]
@@ -48,10 +49,6 @@ MOST_AT_ONCE, FULL_CHARACTERS = 256, 256 << 10
 """A request has so many conversations at most, and no further one where it has so many characters."""
 
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ")  # of the environment: it may hold secrets
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlhf_tasks.data.chat_template import serve; serve(sys.stdin.buffer, sys.stdout.buffer)"
-)
 
 
 class TokenizerError(ConfigError):
@@ -114,7 +111,7 @@ class ChatTemplate:
         if self._lines is not None:
             return self._lines
         child = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(sys.path)],
+            python_call(f"{__name__}:{serve.__name__}"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -166,8 +163,13 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
             pipe.close()
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+def serve() -> None:
     """The process's own life: read a template, then render conversations until standard input closes."""
+    render_all(sys.stdin.buffer, sys.stdout.buffer)
+
+
+def render_all(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Read a template, then render conversations until there are no more."""
     text, file, whole, special_tokens = json.loads(requests.readline())
     source = Source(text, Path(file), whole)
     _limit(resource.RLIMIT_AS, MOST_MEMORY_BYTES)

@@ -23,9 +23,9 @@ from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
 TIMEOUT_KEY = "environment.turn_timeout_s"
 
 
-def serve() -> None:
-    """Answer turns until an environment fails. sys.argv[2] is the descriptor of the file to dump stacks to."""
-    requests, replies = connected()
+def serve(stacks: str) -> None:
+    """Answer turns until an environment fails. stacks: the descriptor of the file to dump stacks to"""
+    requests, replies = connected(int(stacks))
 
     def tell(reply: Mapping[str, Any]) -> None:
         replies.write(json.dumps(reply).encode() + b"\n")

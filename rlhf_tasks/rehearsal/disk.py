@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from rlhf_tasks.checkpoint.manifest import READERS
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.system.byte_count import ByteCount
 
 COMMIT_S = 0.05  # of a commit besides its bytes: manifest, journals, rename, and their syncs
-READERS = 8  # files of a commit that are hashed at once (checkpoint/manifest.py)
 PER_FILE_S = 2e-4  # to look at one file of a commit, on a disk that hosts share
 
 

@@ -44,24 +44,23 @@ MARGIN_S = 0.5  # async rewards time out this much before the process does, so t
 MOST_MESSAGE, MOST_TRACEBACK = 400, 8000  # characters
 
 
-def connected() -> tuple[BinaryIO, BinaryIO]:
+def connected(stacks: int) -> tuple[BinaryIO, BinaryIO]:
     """(requests, replies) of a helper process. Its code may read its input and print: neither mixes with these.
 
-    From here on STACK_SIGNAL and a crash dump the stack to the file whose descriptor is sys.argv[2].
+    From here on STACK_SIGNAL and a crash dump the stack to the file of the descriptor `stacks`.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    stacks = int(sys.argv[2])
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
     return requests, replies
 
 
-def serve() -> None:
-    """Answer requests until a reward fails. sys.argv[2] is the descriptor of the file to dump stacks to."""
-    requests, replies = connected()
+def serve(stacks: str) -> None:
+    """Answer requests until a reward fails. stacks: the descriptor of the file to dump stacks to"""
+    requests, replies = connected(int(stacks))
     start = json.loads(requests.readline())
     folder = start["kept"] and Path(start["kept"])
     kept = KeptValues(folder, start["writer"])

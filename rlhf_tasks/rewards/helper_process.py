@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -23,13 +22,8 @@ import psutil
 from rlhf_tasks.rewards.helper import STACK_SIGNAL
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
 from rlhf_tasks.system.child_lines import LOOK_EVERY_S, Lines
+from rlhf_tasks.system.child_processes import kept_call, users_environment
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlhf_tasks.system.child_processes import keep; keep(sys.argv[3])"
-)
-OURS = "PREFECT_"
-"""The process does not get variables with this prefix: the login of the run's Prefect server is among them."""
 STACK_S = 1.0  # that the process may take to dump its stack
 END_S = 10.0  # that a keeper may take to kill all its descendants
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -46,7 +40,7 @@ class TooLarge(Exception):
 class HelperProcess:
     """A running process of the user's code and its keeper.
 
-    serve    `module:function` that it runs; sys.argv[2] is the descriptor of the file to dump stacks to
+    serve    `module:function` that it runs, with the descriptor of the file to dump stacks to
     started  whether it has been sent what it begins with
     """
 
@@ -54,11 +48,11 @@ class HelperProcess:
         self.started = False
         self._stacks = os.memfd_create("stacks")
         self._keeper = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(sys.path), str(self._stacks), serve],
+            kept_call(serve, str(self._stacks)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._stacks],
-            env={name: value for name, value in os.environ.items() if not name.startswith(OURS)},
+            env=users_environment(),
             start_new_session=True,
         )
         self.lines = Lines(self._keeper)

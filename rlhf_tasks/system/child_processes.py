@@ -1,4 +1,4 @@
-"""Child processes that end with the process that started them, in any state: parent-death signals, and keepers.
+"""Child processes: how they start, and that they end with the process that started them, in any state.
 
 Between us and a process that runs a user's code there are two keepers, one the child of the other. They never run the
 user's code, so they can always act: when we are gone, or the kept process has ended, they kill every process below
@@ -7,6 +7,7 @@ memory.
 """
 
 import ctypes
+import json
 import os
 import select
 import signal
@@ -21,6 +22,26 @@ STDIN = 0
 REAP_EVERY_MS = 1000
 KILL_S = 5.0
 """Most seconds that a keeper spends on killing the processes below it."""
+_LOGINS = "PREFECT_"  # the login of the run's Prefect server is among the variables with this prefix
+_CALL = (
+    "import json, sys; from pkgutil import resolve_name; "
+    "sys.path[:] = json.loads(sys.argv[1]); resolve_name(sys.argv[2])(*sys.argv[3:])"
+)
+
+
+def python_call(function: str, *arguments: str) -> list[str]:
+    """The command of a process that imports from where this one does, and calls `module:function` with texts."""
+    return [sys.executable, "-c", _CALL, json.dumps(sys.path), function, *arguments]
+
+
+def kept_call(function: str, *arguments: str) -> list[str]:
+    """The same, for a process of a user's code: with keepers between us and it."""
+    return python_call(f"{__name__}:{keep.__name__}", function, *arguments)
+
+
+def users_environment() -> dict[str, str]:
+    """This process's environment without what a user's code need not know: the logins of Prefect's server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LOGINS)}
 
 
 def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
@@ -55,13 +76,13 @@ def end_with_starter() -> None:
     die_with_parent(os.getppid())
 
 
-def keep(function: str) -> None:
+def keep(function: str, *arguments: str) -> None:
     """Fork a process that calls `module:function`, and keep it until it ends or standard input is closed.
 
     Then every process that it has started is killed, and this process exits; the function does not return. The exit
     status is that of the kept process, or 128 + the number of the signal that killed it.
     """
-    _keep(signal.SIGTERM, lambda: _keep(signal.SIGKILL, lambda: resolve_name(function)()))
+    _keep(signal.SIGTERM, lambda: _keep(signal.SIGKILL, lambda: resolve_name(function)(*arguments)))
 
 
 def _keep(by: signal.Signals, run: Callable[[], None]) -> None:

@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+CHUNK_BYTES = 1 << 22  # of a large file, read, hashed and written at a time
+
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a whole file and sync it. Raises OSError."""

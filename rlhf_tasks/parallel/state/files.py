@@ -28,10 +28,10 @@ from rlhf_tasks.parallel.state.transfer import StateTransfer, assemble
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
 from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import CHUNK_BYTES
 from rlhf_tasks.system.failpoints import Point, reach
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_CHUNK_BYTES = 1 << 22  # hashed and written at a time
 _SYNC_BYTES = 1 << 26  # synced and read back at a time
 
 
@@ -205,8 +205,8 @@ def _key(name: str, kind: str) -> str:
 def pieces_of(data: bytes) -> Iterator[memoryview]:
     """The data in pieces of the size that is written at a time."""
     whole = memoryview(data)
-    for start in range(0, len(data), _CHUNK_BYTES):
-        yield whole[start : start + _CHUNK_BYTES]
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield whole[start : start + CHUNK_BYTES]
 
 
 def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | memoryview]:
@@ -215,8 +215,8 @@ def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | mem
     yield header
     for shard in shards:
         data = shard.tensor.contiguous().view(torch.uint8).numpy().data
-        for start in range(0, len(data), _CHUNK_BYTES):
-            yield data[start : start + _CHUNK_BYTES]
+        for start in range(0, len(data), CHUNK_BYTES):
+            yield data[start : start + CHUNK_BYTES]
 
 
 class _Stored(NamedTuple):

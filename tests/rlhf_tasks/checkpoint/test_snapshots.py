@@ -340,7 +340,7 @@ def test_a_manifest_that_does_not_fit_leaves_the_last_commit(tmp_path):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Files of a few kilobytes are written, synced and read back in many pieces."""
-    monkeypatch.setattr(files, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
     monkeypatch.setattr(files, "_SYNC_BYTES", 350)
 
 

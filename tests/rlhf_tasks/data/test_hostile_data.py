@@ -18,7 +18,7 @@ from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.data import chat_template, dataset
-from rlhf_tasks.data.chat_template import ChatTemplate, Source, serve
+from rlhf_tasks.data.chat_template import ChatTemplate, Source, render_all
 from rlhf_tasks.data.dataset import MOST_LINE_BYTES, data_set
 from rlhf_tasks.data.rows import pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
@@ -240,7 +240,7 @@ def test_many_slow_conversations_in_one_request_may_take_more_than_one(monkeypat
     source = ["{{ messages }}", "t", True, {}]
     requests = [source, [["a", True]] * 200, [["a", True]] * 51]
     answers = io.BytesIO()
-    serve(io.BytesIO(b"\n".join(json.dumps(each).encode() for each in requests)), answers)
+    render_all(io.BytesIO(b"\n".join(json.dumps(each).encode() for each in requests)), answers)
     assert len(answers.getvalue().splitlines()) == 251
     assert limits[-1] == 8
 
