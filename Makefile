@@ -11,7 +11,7 @@ STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | 
 
 FAST := $(addprefix tests/,planner/plan rlhf_tasks/config rlhf_tasks/parallel/layout rlhf_tasks/rewards/test_forms.py)
 
-.PHONY: help coverage demo check format test test-slow test-whole lint venv lock wheel wheel-check clean
+.PHONY: help coverage demo check format test test-ci test-slow lint venv lock wheel wheel-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-12s %s\n", $$1, $$2}'
@@ -48,8 +48,8 @@ endef
 test: $(STAMP)  ## the default suite in two halves: what starts servers and clusters, then what is pure; beside it the rest
 	$(call HALVES,$(DEFAULT),$(PURE))
 
-test-whole: $(STAMP)  ## what continuous integration runs besides: end to end, pages, further layouts and faults
-	$(call HALVES,whole)
+test-ci: $(STAMP)  ## what continuous integration runs: besides, runs end to end, pages, further layouts and faults
+	$(call HALVES,(not slow or whole) and not gpu)
 
 coverage: $(STAMP)  ## the default suite, and which lines it leaves out
 	$(BIN)/coverage erase

@@ -23,7 +23,15 @@ from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.cluster import server_process
-from flows.cluster.server import RESTARTS, OwnServer, _login, own_server, prefect_server, refuse_dead_server
+from flows.cluster.server import (
+    RESTARTS,
+    OwnServer,
+    ServerError,
+    _login,
+    own_server,
+    prefect_server,
+    refuse_dead_server,
+)
 from flows.cluster.server_process import begin_database, empty_database, put_aside
 from rlhf_tasks.algorithms.configurations import ConfigError
 
@@ -305,6 +313,17 @@ def test_a_server_that_lives_long_may_die_again_and_again(tmp_path, monkeypatch)
     monkeypatch.setattr(server, "_address", lambda _: "")
     server._watch()
     assert len(begun) == 3 * RESTARTS
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_tells_no_address_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.cluster.server.START_DEADLINE_S", 0.1)
+    with subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE) as silent:
+        try:
+            with pytest.raises(ServerError, match="has told no address within"):
+                OwnServer(tmp_path)._address(silent)
+        finally:
+            silent.kill()
 
 
 def test_a_login_is_never_empty_even_when_its_writing_was_cut_off(tmp_path, monkeypatch):

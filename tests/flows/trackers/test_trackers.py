@@ -195,6 +195,24 @@ def test_a_server_that_never_answers_holds_nothing_up_and_is_named_once(tmp_path
     assert children() == []
 
 
+@pytest.mark.timeout(60)
+def test_a_tracker_whose_keeper_stands_still_is_killed_at_the_end(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(trackers, "END_S", 1.0)
+    monkeypatch.setattr(trackers, "RETIRE_S", 0.1)
+    run = Run(tmp_path, "tensorboard")
+
+    async def scene() -> list[psutil.Process]:
+        told = run.begin()
+        await told.tell(0)
+        (keeper,) = children()
+        keeper.suspend()
+        await told.close(finished=False)
+        return [keeper]
+
+    (keeper,) = asyncio.run(scene())
+    assert not keeper.is_running()
+
+
 @pytest.mark.whole
 def test_a_store_that_refuses_is_named_with_its_own_words(tmp_path: Path):
     run = Run(tmp_path, "tensorboard")
