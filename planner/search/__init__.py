@@ -1,5 +1,5 @@
 """The plan search: simulated annealing, branch and bound, baselines.
 
-search/compiled prices choices in compiled loops; search/bounds has the lower bounds. The prices themselves are made in
-planner/pricing.
+search/compiled prices choices in compiled loops; search/bounds has the lower bounds.
+What a call or a transfer costs is in planner/pricing.
 """

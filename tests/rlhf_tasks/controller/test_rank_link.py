@@ -32,7 +32,7 @@ def link_of(asked: list[str], identity=never) -> RankLink:
 
 @pytest.mark.timeout(20)
 def test_a_scheduler_that_never_answers_is_no_longer_asked_when_the_time_is_over(asked: list[str]):
-    with pytest.raises(RankMissing, match="rank 3 .*was not there within 0.3 s"):
+    with pytest.raises(RankMissing, match="was not there within"):
         asyncio.run(link_of(asked).open(0.3))
 
 
