@@ -19,7 +19,13 @@ from planner.pricing.segments import drawn
 from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.layout.shared_tokens import LEAST_SHARED
-from rlhf_tasks.parallel.layout.slots_of import PREFILL_TOKENS, REFILL_SHARE, rows_at_once, slots_of
+from rlhf_tasks.parallel.layout.slots_of import (
+    LOGITS_AT_ONCE,
+    PREFILL_TOKENS,
+    REFILL_SHARE,
+    rows_at_once,
+    slots_of,
+)
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.train.state_layout import BUCKET
 from rlhf_tasks.profiling.measurements import Exchange, Pass
@@ -33,6 +39,7 @@ and 2048 (bfloat16, float32), and more below, where Python sees each operator of
 COPY_BYTES = 4  # what stays of each copy of a token for an expert: the token's number
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
 DRAWN_BYTES = 16  # of a logit that is being drawn from: its float64 score and the sum up to it (sampling.py)
+LOGPROB_BYTES = 8  # of a logit whose log-probability is being computed: two float32 copies (logprobs.py)
 NUCLEUS_BYTES = (
     96  # of one among which a nucleus is sought: measured 54 to 94 on 1 to 4 tp ranks (docs/measured.md)
 )
@@ -83,6 +90,11 @@ class OnMesh:
     crossings: Crossings
     overlap: float = 0.0
     gpus: bool = False
+
+    @property
+    def device_type(self) -> str:
+        """The type of the fullest device, as torch names it."""
+        return "cuda" if self.gpus else "cpu"
 
     def share(self, call: ModelFunctionCall, mini_batches: int = 1) -> int:
         """Sequences of the fullest dp rank, of a call's batch or part, or of one of its mini-batches."""
@@ -253,11 +265,23 @@ class OnMesh:
         return 2 * self.local.kv * self.workload.itemsize
 
     def working_bytes(self, tokens: float, stage: int, gradients: bool, repeated: float = 0.0) -> float:
-        """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's.
+        """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's: logits, and what
+        their log-probabilities take, a few rows at a time. repeated: as in `stages_s`"""
+        of_layer = self.layer_working_bytes(tokens, gradients, repeated)
+        if stage < self.strategy.pp - 1:
+            return of_layer
+        logits = self.counted(tokens + repeated) * self.local.vocab
+        of_head = logits * self.workload.itemsize * (2 if gradients else 1)
+        if self.local.vocab > 1:
+            of_head += min(logits, LOGITS_AT_ONCE[self.device_type]) * LOGPROB_BYTES
+        return max(of_layer, of_head)
 
-        In a backward pass a layer's are gradients, and what is recomputed. With experts the larger of two moments
-        counts: inputs with the products of the branches (one in float32), or inputs and outputs, joined and sorted.
-        That is for one kernel for all experts, or for one expert that gets every token. repeated: as in `stages_s`
+    def layer_working_bytes(self, tokens: float, gradients: bool, repeated: float = 0.0) -> float:
+        """Bytes of one layer's temporary tensors: in a backward pass its gradients, and what is recomputed.
+
+        With experts the larger of two moments counts: inputs with the products of the branches (one in float32), or
+        inputs and outputs, joined and sorted. That is for one kernel for all experts, or for one expert that gets
+        every token. repeated: as in `stages_s`
         """
         local, itemsize = self.local, self.workload.itemsize
         mlp = 3 * local.intermediate
@@ -265,13 +289,10 @@ class OnMesh:
             mlp = max(4 * local.routed, local.routed + 4 * local.intermediate)
         layer = tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + mlp) * itemsize
         layer += repeated * self.repeated_bytes()
-        logits = 0.0
-        if stage == self.strategy.pp - 1:
-            logits = self.counted(tokens + repeated) * local.vocab * itemsize * (2 if gradients else 1)
         if gradients:
             layer *= 2
             layer += tokens * (self.kept_bytes("none") - self.kept_bytes(self.workload.recompute))
-        return max(layer, logits)
+        return layer
 
 
 def infer(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
@@ -480,7 +501,7 @@ def _generation_bytes(mesh: OnMesh, at_once: int, slots: int, read_tokens: float
         cache = at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
         logits = slots * local.vocab if stage == mesh.strategy.pp - 1 else 0
         drawing = logits * workload.itemsize + _drawing_bytes(mesh, logits)
-        return cache + max(mesh.working_bytes(read_tokens, 0, False), drawing)
+        return cache + max(mesh.layer_working_bytes(read_tokens, False), drawing)
 
     return tuple(mesh.each_stage(active))
 
@@ -491,7 +512,7 @@ def _drawing_bytes(mesh: OnMesh, logits: float) -> float:
     top-k leaves a copy without the unlikely ones, and the mask. A search for the nucleus has a third of the rows.
     """
     workload, vocab = mesh.workload, mesh.local.vocab
-    rows = rows_at_once(vocab, workload.top_p, "cuda" if mesh.gpus else "cpu")
+    rows = rows_at_once(vocab, workload.top_p, mesh.device_type)
     of_each = NUCLEUS_BYTES if workload.top_p else DRAWN_BYTES
     if workload.top_k:
         of_each += workload.itemsize + 1

@@ -1,4 +1,4 @@
-"""How much of a generation happens at a time: what the engine does and the planner prices."""
+"""How much of a call's work happens at a time: what the engine does and the planner prices."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -12,6 +12,10 @@ REFILL_SHARE = 8
 SAMPLED_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits of a rank that tokens are drawn from at a time, by type of device. Their float64 copies stay in a CPU's
 cache, and small beside a model on a GPU, which sums up many rows at a time as fast as one."""
+
+LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits of a rank whose log-probabilities are computed at a time, by type of device. On a CPU their 4 MiB of float32
+stay in the cache; on a GPU 64 MiB take longer to compute than their kernel to launch."""
 
 
 def runs_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:

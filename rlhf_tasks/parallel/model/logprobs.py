@@ -15,10 +15,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.comm.groups import all_reduce
-
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Elements of a temporary, whatever the number of tokens. On a CPU 4 MiB of float32 stay in the cache; on a GPU 64
-MiB take longer to compute than their kernel to launch."""
+from rlhf_tasks.parallel.layout.slots_of import LOGITS_AT_ONCE
 
 LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no NaN arises as from -inf
 
@@ -182,6 +179,7 @@ class _TokenStatistics(torch.autograd.Function):
             sums[0, rows] = weights.sum(1)
             if with_entropy:
                 sums[1, rows] = weights.mul_(x).sum(1)
+            del x, weights  # else they would stay while the next chunk is copied
         if shard.group is not None:
             highest = all_reduce(maximum.clone(), shard.group, dist.ReduceOp.MAX)
             step = maximum - highest
@@ -214,11 +212,12 @@ class _TokenStatistics(torch.autograd.Function):
             log_p -= log_sum[rows, None]
             slope = -grad_logprobs[rows, None]
             if grad_entropy is not None:
-                slope = slope - grad_entropy[rows, None] * (log_p + entropy[rows, None])
+                slope = (log_p + entropy[rows, None]).mul_(-grad_entropy[rows, None]).add_(slope)
             grad = log_p.exp_().mul_(slope)
             at_target = torch.where(here[rows], grad_logprobs[rows], 0.0)
             grad.scatter_add_(1, columns[rows, None], at_target[:, None])
             result[rows] = grad if ctx.temperature == 1 else grad.div_(ctx.temperature)
+            del log_p, grad, slope  # as above
         return result, None, None, None, None, None
 
 
@@ -229,11 +228,11 @@ def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
 
 
 def _chunks(logits: Tensor, kept: KeptTokens | None, start: int) -> Iterator[tuple[slice, Tensor | None]]:
-    """Slices of rows of about CHUNK_ELEMENTS logits each, and masks [rows, vocabulary / tp] of those to leave out.
+    """Slices of rows of about LOGITS_AT_ONCE logits each, and masks [rows, vocabulary / tp] of those to leave out.
 
     A mask is None without `kept`.
     """
     tokens, vocab = logits.shape
-    step = max(1, CHUNK_ELEMENTS[logits.device.type] // max(1, vocab))
+    step = max(1, LOGITS_AT_ONCE[logits.device.type] // max(1, vocab))
     chunks = [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]
     return zip(chunks, repeat(None) if kept is None else kept.left_out(chunks, start, vocab), strict=False)

@@ -68,6 +68,19 @@ def test_a_language_models_head_computes_only_tokens_that_count(seconds, active,
     assert max(active(call, **many)) > 1.5 * max(active(call, **many, counted_tokens=128))
 
 
+def test_log_probabilities_take_two_float32_copies_of_a_few_rows_beside_the_logits(active, llama):
+    """Of 2^24 logits at a time on a GPU."""
+    one = {"n_seqs": 4, "micro_batches": 4, "prompt_tokens": 1920, "shape": llama(vocab_size=256_000)}
+    assert active("ref_inference", **one)[0] == pytest.approx(2048 * 256_000 * 2 + 2**24 * 2 * 4)
+
+
+def test_a_prefill_has_no_room_for_logits_that_are_not_computed(active, llama):
+    """Logits of every prompt's last token are; those of all their tokens would be 3.4 GB more."""
+    few = {"n_seqs": 4, "prompt_tokens": 1920}
+    small, large = (active("actor_generate", **few, shape=llama(vocab_size=n))[0] for n in (32_000, 256_000))
+    assert large - small < 4 * 224_000 * 20
+
+
 def test_a_scalar_head_computes_every_token(seconds):
     for call in ("critic_inference", "critic_train", "reward_inference"):
         assert seconds(call, dp=8, counted_tokens=128) == seconds(call, dp=8)

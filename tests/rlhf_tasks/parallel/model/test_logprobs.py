@@ -1,10 +1,14 @@
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from planner.pricing.call_formulas import LOGPROB_BYTES
 from rlhf_tasks.parallel.batch.micro_batch import micro_batch, predicting
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.model import logprobs as module
@@ -58,7 +62,7 @@ def _weighted(logprobs: Tensor, entropy: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk", [1 << 20, 4 * VOCAB, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_and_gradients_equal_log_softmax(monkeypatch, chunk: int, temperature: float) -> None:
-    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(module.LOGITS_AT_ONCE, "cpu", chunk)
     logits, targets = _logits(torch.float64)
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     got = token_logprobs_and_entropy(ours, targets, WHOLE, temperature)
@@ -72,7 +76,7 @@ def test_values_and_gradients_equal_log_softmax(monkeypatch, chunk: int, tempera
 
 @pytest.mark.parametrize("chunk", [1 << 20, 4 * VOCAB, 1])
 def test_tokens_that_are_left_out_have_no_share(monkeypatch, chunk: int) -> None:
-    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(module.LOGITS_AT_ONCE, "cpu", chunk)
     logits, targets = _logits(torch.float64)
     allowed = _allowed(targets)
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -84,6 +88,28 @@ def test_tokens_that_are_left_out_have_no_share(monkeypatch, chunk: int) -> None
     _weighted(*want).backward()
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
     assert not ours.grad[~allowed].any()
+
+
+def test_two_float32_copies_of_a_few_rows_are_the_largest_temporaries(monkeypatch) -> None:
+    chunk, rows = 1 << 16, 256
+    monkeypatch.setitem(module.LOGITS_AT_ONCE, "cpu", chunk)
+    logits = torch.zeros(rows, 1024, dtype=torch.bfloat16).requires_grad_()
+    targets = torch.zeros(rows, dtype=torch.int64)
+
+    def temporary_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+            result = run()
+        events = [event for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = list(accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())))
+        return result, max(held) - held[-1]
+
+    found, of_forward = temporary_bytes(
+        lambda: token_logprobs_and_entropy(logits, targets, WHOLE, temperature=0.7)
+    )
+    loss = found[0].sum() + found[1].sum()
+    _, of_backward = temporary_bytes(loss.backward)
+    for used in (of_forward, of_backward):
+        assert chunk * LOGPROB_BYTES <= used < 1.2 * chunk * LOGPROB_BYTES
 
 
 def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
