@@ -265,7 +265,7 @@ def typed(config: RunConfig, classes: DeviceClasses) -> RunConfig:
     that multiply it, else float32."""
     if config.dtype != "auto":
         return config
-    wide = not all(device.is_gpu and device.has_bfloat16 for device in classes.profiles)
+    wide = any(device.is_on_host or not device.has_bfloat16 for device in classes.profiles)
     return config.model_copy(update={"dtype": "float32" if wide else "bfloat16"})
 
 

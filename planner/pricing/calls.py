@@ -166,7 +166,7 @@ class CostModel:
         return self.classes.host_copy_s(2 * OPTIMIZER_BYTES * most / where.strategy.dp, where.classes)
 
     def _on_gpus(self, where: _Where) -> bool:
-        return any(self._inside_calls[number].is_gpu for number in where.classes)
+        return not all(self._inside_calls[number].is_on_host for number in where.classes)
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:
         """Numbers of the device classes of a placement's devices, ascending."""

@@ -108,13 +108,8 @@ class DeviceProfile(Frozen):
     sources: tuple[str, ...] = ()
 
     @property
-    def is_gpu(self) -> bool:
-        """Whether CUDA's context takes memory of it."""
-        return self.context_bytes > 0
-
-    @property
     def is_on_host(self) -> bool:
-        """Whether its memory is its host's."""
+        """Whether its memory is its host's: a CPU slot. Others are GPUs."""
         return self.host_memory_bytes == 0
 
     @property

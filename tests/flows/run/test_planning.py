@@ -351,12 +351,16 @@ def test_a_dtype_that_the_device_lacks_is_refused(run_plan, write):
         ("cpu-slot", "float32"),
         ("a100-40g-sxm", "bfloat16"),
         ("v100", "float32"),
+        ("one without a figure for CUDA's context", "bfloat16"),
         (["a100-40g-sxm", "cpu-slot"], "float32"),
     ],
 )
 def test_a_run_without_a_dtype_takes_bfloat16_on_gpus_that_multiply_it(write, device, expected):
-    old = write("like: a100-40g-sxm\nname: v100\nhas_bfloat16: false\n", "mine.yaml")
-    named = old if device == "v100" else device
+    files = {
+        "v100": "like: a100-40g-sxm\nname: v100\nhas_bfloat16: false\n",
+        "one without a figure for CUDA's context": "like: a100-40g-sxm\nname: mine\ncontext_bytes: 0\n",
+    }
+    named = write(files[device], "mine.yaml") if isinstance(device, str) and device in files else device
     parts = named if isinstance(named, str) else [{"n_hosts": 1, "device": one} for one in named]
     cluster = {"n_hosts": 1 if isinstance(named, str) else 2, "devices_per_host": 2}
     document = {**ppo(planning={"prompt_tokens": 16, "device": parts}, cluster=cluster)}
