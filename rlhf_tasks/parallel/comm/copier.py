@@ -86,7 +86,14 @@ class _PinnedPages(mmap):
         # Written after a fork, a page would move away from where the device looks.
         pages.madvise(MADV_DONTFORK)
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        torch.cuda.check_error(_cuda().cudaHostRegister(address, size_bytes, 0))
+        try:
+            torch.cuda.check_error(_cuda().cudaHostRegister(address, size_bytes, 0))
+        except torch.cuda.CudaError as error:
+            raise MemoryError(
+                f"CUDA does not pin {size_bytes / 1e9:.2g} GB of host memory for copies to and from the device: "
+                f"{error}. Raise the limit of locked memory (`ulimit -l unlimited`; of a container "
+                "`--ulimit memlock=-1`), or give the host more memory."
+            ) from error
         pages._address = address
         return pages
 

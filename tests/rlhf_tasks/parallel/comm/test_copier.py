@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,3 +72,17 @@ def test_memory_for_a_gpu_is_pinned_and_unpinned_when_nobody_has_it(monkeypatch)
     del part
     gc.collect()
     assert there() is None
+
+
+def test_memory_that_cuda_does_not_pin_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    class Refused(torch.cuda.CudaError):
+        def __init__(self, code: int) -> None:
+            RuntimeError.__init__(self, f"out of memory ({code})")
+
+    def check(code: int) -> None:
+        raise Refused(code)
+
+    monkeypatch.setattr(copying, "_cuda", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    with pytest.raises(MemoryError, match=r"does not pin 0.004 GB .* out of memory \(2\).*ulimit -l"):
+        host_zeros(1_000_000, torch.float32, torch.device("cuda"))
