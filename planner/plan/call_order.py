@@ -119,12 +119,19 @@ class OrderRule:
         """
         calls = (slot.name,)
         if slot.kind != "call":
-            calls = tuple(n for n in self._at if slot.name in template.after[n])
+            served = {slot.name}
+            if slot.kind == "onload":  # of a trained role: also the readers of copies of what it brings
+                served |= {n for n in template.moving if self._reallocates(template, n, slot)}
+            calls = tuple(n for n in self._at if served & template.after[n])
         if slot.kind == "reallocate":  # its train_step waits for it too, but only to change the parameters
             calls = tuple(n for n in calls if n != slot.source)
         if (slot.kind, calls) not in self._wishes:
             self._wishes[slot.kind, calls] = self._wish_of(slot.kind, calls)
         return self._wishes[slot.kind, calls]
+
+    @staticmethod
+    def _reallocates(template: PlanTemplate, name: str, onload: Slot) -> bool:
+        return template.slots[name].kind == "reallocate" and onload.name in template.after[name]
 
     def _wish_of(self, kind: SlotKind, calls: tuple[str, ...]) -> Ints:
         """calls: the nodes of calls that a slot of this kind serves.
@@ -139,7 +146,7 @@ class OrderRule:
         at, first = self._at[calls[0]], self._first[self._level[calls[0]]]
         match kind:
             case "onload":
-                return 4 * n * first + at
+                return np.min([4 * n * self._first[self._level[c]] + self._at[c] for c in calls], axis=0)
             case "transfer":
                 return (4 * first + 1) * n + at
             case "reallocate":

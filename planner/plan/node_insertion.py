@@ -66,7 +66,7 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
         offloaded={
             call.name
             for call in graph.calls
-            if assignments[call.name].offload and graph.trainer(call.role) is None
+            if assignments[call.name].offload and graph.comes_and_goes(call)
         },
     )
     return Draft({name: _node(slot, graph, assignments) for name, slot in template.slots.items()}, template)

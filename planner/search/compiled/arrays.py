@@ -2,8 +2,8 @@
 
 The options of all calls are in one table: option j of call c is row start[c] + j. A template (planner.plan.template)
 holds the nodes of all plans with the same pattern, that is, with the same pairs of calls that have equal sides and
-equal placements. Its slots are numbered. It contains the onloads and offloads of all calls whose role may be
-offloaded; if a call's option is resident, these slots are idle. Orders are those of planner.plan.call_order.
+equal placements. Its slots are numbered. It contains the onloads and offloads of all calls that have options with
+these; if a call's option has none, its slots are idle. Orders are those of planner.plan.call_order.
 """
 
 import math
@@ -54,7 +54,7 @@ OPTION_ROW = np.dtype(
         *((name, "f8") for name in ("seconds", "save_s", "evaluate_s", "copy_s")),
         *(
             (name, "i8")
-            for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "classes", "stage")
+            for name in ("first", "size", "dp", "tp", "pp", "onloaded", "where", "place", "strategy", "classes", "stage")
         ),
         *((name, "f8") for name in ("resident", "frozen", "copy", "active", "host", "layer")),
         ("layers", "i8"),
@@ -65,8 +65,9 @@ OPTION_ROW = np.dtype(
 seconds, save_s  seconds of the call (of all its parts together), and of the save that follows a train_step, or the
                  call of a role that follows another; both include dispatch
 evaluate_s       seconds per iteration of the evaluation that follows a train_step, dispatch included; 0 without one
-copy_s           seconds of the copy of its parameters from host memory
+copy_s           seconds of the copy of its parameters from host memory, or back
 first .. pp      mesh and strategy
+onloaded         1 if an onload brings the role's parameters and an offload frees them, else 0
 where            row of Arrays.sides; options with equal numbers have every sample on the same rank
 place            number of the placement
 strategy         number of (dp, tp, pp) together with the device classes along the mesh
@@ -206,7 +207,7 @@ def make_arrays(
         offloadable = {
             call.name
             for call, of_call in zip(graph.calls, options, strict=True)
-            if of_call[-1].offload and not graph.changes(call.role)
+            if of_call[-1].onloaded
         }
         templates = _templates(problem, orders, offloadable)
     return Arrays(
@@ -278,7 +279,8 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
             where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
             seconds = option.seconds + call.chunks * dispatch_s
             rows.append(
-                (seconds, saved_s, evaluated_s, copy_s, *mesh, *degrees, where, place, strategy, *figures)
+                (seconds, saved_s, evaluated_s, copy_s, *mesh, *degrees, option.onloaded, where, place)
+                + (strategy, *figures)
             )
     slowest = np.array([classes.wires(within) for within in wires], np.float64)
     return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64), slowest
@@ -302,7 +304,7 @@ class _Numbers(dict[Any, int]):
 def _templates(
     problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str]
 ) -> Templates:
-    """The templates of all patterns. offloadable: names of the calls that have offloaded options."""
+    """The templates of all patterns. offloadable: names of the calls that have options with onloads."""
     graph = problem.graph
     found: dict[tuple, int] = {}
     different: list[PlanTemplate] = []

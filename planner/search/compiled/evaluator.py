@@ -84,6 +84,8 @@ def durations(arrays: Arrays, template: int, rows: Ints, chains: Ints, out: Floa
             out[i] = options[here].evaluate_s
         elif slot.kind == COPY:
             out[i] = options[here].copy_s
+        elif slot.kind == OFFLOAD and arrays.trainer[slot.call] == slot.call:  # its values go back to host memory
+            out[i] = options[here].copy_s + arrays.dispatch_s
         elif slot.kind == REALLOCATE or slot.kind == SYNC:
             out[i] = reallocation_s(arrays, int(arrays.role[slot.call]), there, here)
             if slot.kind == SYNC:
@@ -159,13 +161,13 @@ def _chains(arrays: Arrays, template: int, rows: Ints, masks: Ints, n_masks: int
     """Writes the chains of each slot to out ([slots] int64, bit k: chain k); returns the number of chains.
 
     Chain k has the slots on the devices of masks[k]. If there are several copies, chain n_masks + k has the copies to
-    these devices. An idle slot is on no chain: it serves offloaded parameters, but the call's option is resident.
+    these devices. An idle slot is on no chain: it serves parameters that come and go, but the option's stay.
     """
     copies = 0
     for i in range(len(out)):
         slot = arrays.templates.slots[template, i]
         serves = slot.kind == ONLOAD or slot.kind == OFFLOAD or slot.kind == COPY
-        if serves and rows[slot.call] < arrays.offloaded[slot.call]:
+        if serves and not arrays.options[rows[slot.call]].onloaded:
             continue
         copies += 1 if slot.kind == COPY else 0
         for k in range(n_masks):
