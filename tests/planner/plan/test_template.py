@@ -107,7 +107,7 @@ def test_a_copy_is_made_of_parameters_that_have_come(make_graph, assign):
 
 def test_parameters_stay_where_all_calls_need_them_or_run_between_calls_that_do(make_graph, assign):
     """GRPO generates first and trains last: only the optimizer's state is in host memory."""
-    graph = make_graph("grpo", group_size=8, beta=0.1, max_rounds=1)
+    graph = make_graph("grpo", group_size=8, beta=0.1, max_rounds=1, mask_truncated_completions=False)
     places = {c.name: assign([0], offload=c.kind == "train_step") for c in graph.calls}
     plan = build_plan(graph, places, Cluster(1, 1))
     assert onloads(plan) == []
