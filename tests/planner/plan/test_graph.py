@@ -2,6 +2,7 @@ import pytest
 
 from planner.plan.graph import DataflowGraph, GraphError, VersionEdge
 from rlhf_tasks.spec import ModelFunctionCall
+from tests.planner.ahead import drawn_ahead_by
 
 
 def call(name, inputs=("x",), outputs=(), kind="inference", role=None, n_seqs=8, **more) -> ModelFunctionCall:
@@ -45,6 +46,28 @@ def test_versions_cross_iterations(make_graph):
         VersionEdge("critic_train", "critic_inference", "critic"),
         VersionEdge("critic_train", "critic_train", "critic"),
     }
+
+
+def test_parameters_are_in_use_from_a_roles_first_call_to_its_last(make_graph):
+    graph = make_graph()
+    assert graph.while_used("critic") == {"critic_inference", "critic_train"}
+    assert graph.while_used("actor") == {call.name for call in graph.calls} - {"critic_train"}
+    assert graph.while_used("ref") == {"ref_inference"}
+
+
+def test_those_that_train_leave_the_devices_only_where_another_call_may_run_meanwhile(make_graph):
+    """Critic and actor for each other. GRPO generates first and trains last, and SFT has no other call."""
+
+    def found(graph):
+        return {call.name for call in graph.calls if graph.comes_and_goes(call)}
+
+    assert found(make_graph()) == {"ref_inference", "reward_inference", "actor_train", "critic_train"}
+    learns = {"group_size": 8, "beta": 0.1, "max_rounds": 1, "mask_truncated_completions": False}
+    grpo = make_graph("grpo", **learns)
+    assert found(grpo) == {"ref_inference", "reward_inference"}
+    assert found(make_graph("sft")) == set()
+    ahead = DataflowGraph(drawn_ahead_by(1, grpo.calls), grpo.dataset_keys)
+    assert found(ahead) == {"ref_inference", "reward_inference", "actor_train"}, "these may run before it generates"
 
 
 def test_a_call_downstream_of_the_training_reads_the_new_version():
