@@ -19,7 +19,7 @@ from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import NodeExecutor
-from rlhf_tasks.spec import ExecutionPlan, OnloadNode
+from rlhf_tasks.spec import ExecutionPlan, OffloadNode, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
 from tests import rendezvous
 from tests.rlhf_tasks.lazy_copies import LazyCopier
@@ -162,6 +162,29 @@ def test_parameters_are_on_the_device_only_from_the_onload_to_the_offload(tmp_pa
     assert freed == [True, True]
     assert not there
     executor.close(keep_state=False)
+
+
+def test_where_a_stored_plan_has_no_onload_parameters_stay(tmp_path):
+    """A run that began when train_steps offloaded the optimizer alone goes on by its plan."""
+    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, TRAINED)
+    moved = {node.name for node in plan.nodes if isinstance(node, OnloadNode | OffloadNode)}
+    kept = [
+        node.model_copy(update={"after": tuple(name for name in node.after if name not in moved)})
+        for node in plan.nodes
+        if node.name not in moved
+    ]
+    losses = []
+    for number, given in enumerate((plan, plan.model_copy(update={"nodes": tuple(kept)}))):
+        store, executor = new_store(), NodeExecutor(0, lambda part: None)
+        document = json.loads(config.model_dump_json())
+        executor.load(generation(given, 0, 1, document, str(tmp_path), store.port, f"plan {number}"))
+        for request in Sequencer(given, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]:
+            result = executor.execute(request, given.node(request.key.node))
+            if request.key.node == "critic_train":
+                losses.append(_timeless(result.metrics))
+        executor.close(keep_state=False)
+    assert len(moved) == 4
+    assert losses[0] == losses[1]
 
 
 def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_path):
