@@ -233,6 +233,7 @@ def test_equals_enumeration_where_generation_fits_only_while_the_critic_is_in_ho
     assert lower_bound_s == pytest.approx(best, rel=2e-9)
     plan, model = tables.plan(state.choice.tolist()), tables.problem.model
     place, price = plan.node("critic_train").placement, price_plan(plan, model)
+    assert price.iteration_time_s == pytest.approx(state.time_s)
     assert ("critic", place) in plan.onloaded
     held = price.call_bytes["actor_generate"]
     assert held <= memory < held + max(model.parameter_bytes("critic", place))

@@ -14,17 +14,19 @@ import pytest
 import torch.distributed as dist
 
 from flows.run.prepare import prepare
+from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.data.token_file import ROWS
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import NodeExecutor
-from rlhf_tasks.spec import ExecutionPlan, OffloadNode, OnloadNode
+from rlhf_tasks.spec import ExecutionPlan, NodeResult, OffloadNode, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
 from tests import rendezvous
 from tests.rlhf_tasks.lazy_copies import LazyCopier
+from tests.rlhf_tasks.rank.test_evaluation import commit, run
 from tests.rlhf_tasks.settings import DEADLINES
-from tests.tiny_runs import ppo_config
+from tests.tiny_runs import ppo_config, write_prompts
 
 MESH = {"devices": [0, 1], "dp": 2}
 PLAN = {
@@ -162,6 +164,49 @@ def test_parameters_are_on_the_device_only_from_the_onload_to_the_offload(tmp_pa
     assert freed == [True, True]
     assert not there
     executor.close(keep_state=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"evaluation": {"every": 1, "on_start": True, "temperature": 1.0}},
+        pytest.param({"lora": {"rank": 4, "alpha": 8.0}}, marks=pytest.mark.whole),
+        pytest.param({"sync_ref_model": True, "ref_model_sync_steps": 1}, marks=pytest.mark.whole),
+    ],
+    ids=["evaluated", "adapters", "followed"],
+)
+def test_a_run_that_is_resumed_at_a_commit_has_the_bits_of_one_that_was_resident_all_along(tmp_path, changes):
+    """Evaluations, before the first iteration too, and a reference that follows read what comes and goes."""
+    if "evaluation" in changes:
+        held_out = str(write_prompts(tmp_path / "held_out.jsonl", 3))
+        changes = {"evaluation": {**changes["evaluation"], "data": held_out}}
+    seen = []
+    for offload in (False, True):
+        places = {call: {"devices": [0], "offload": offload and call in TRAINED} for call in PLAN}
+        config = ppo_config(
+            tmp_path, plan=places, cluster={"devices_per_host": 1}, total_iterations=4, **changes
+        )
+        prepared, folder = prepare(config), tmp_path / f"offload-{offload}"
+        folder.mkdir()
+        prepared.keep_rows(folder)
+        if offload:
+            results, parts = run(prepared, folder, range(2))
+            commit(prepared, folder, 2, results, parts)
+            results |= run(prepared, folder, range(2, 4))[0]
+        else:
+            results, _ = run(prepared, folder, range(4))
+        seen.append({t: _told(nodes) for t, nodes in results.items()})
+    assert seen[0] == seen[1]
+    assert len({nodes["critic_train"]["loss/value"] for nodes in seen[0].values()}) == 4
+
+
+def _told(nodes: Mapping[str, Mapping[int, NodeResult]]) -> dict[str, dict]:
+    """What the nodes of an iteration have told that both plans have."""
+    found = {}
+    for name, ranks in nodes.items():
+        if not name.startswith(("onload", "offload")):
+            found[name] = {**_timeless(ranks[0].metrics), **_timeless(ranks[0].details.get(BEFORE, {}))}
+    return found
 
 
 def test_where_a_stored_plan_has_no_onload_parameters_stay(tmp_path):
