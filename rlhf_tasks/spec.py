@@ -123,8 +123,8 @@ class CallAssignment(Frozen):
     micro_batches  micro-batches, balanced by tokens, into which a dp rank's share of one (mini-)batch is split
     balance        what dp ranks get equal shares of: groups of samples ("count") or tokens
     offload        the parameters stay in host memory from the role's last call on this placement to its first one in
-                   the next iteration. Of a train_step also the optimizer's state is kept there, and passes through the
-                   devices in every step; the parameters only if another call may run while none needs them
+                   the next iteration. Of a train_step also the optimizer's state is kept there, and passes through
+                   the devices in every step; the parameters only if another call may run while none needs them
     order          the call's position in an iteration; None where the planner may choose it
     """
 
@@ -402,7 +402,7 @@ class RolePlacements(Frozen):
     The first placement of a trained role is its training placement, which owns parameters, gradients and optimizer.
     A role that is not trained is resident on every placement. On those that are also in `offloaded`, the devices hold
     its parameters only between an onload and the next offload. A training placement is in `offloaded` where host
-    memory keeps the optimizer's state, and the parameters too where the plan has an onload (`ExecutionPlan.onloaded`).
+    memory keeps the optimizer's state, and the parameters too if the plan has an onload (`ExecutionPlan.onloaded`).
 
     follows  the trained role that this one is blended with, on its first placement; "": it is trained, or frozen
     """

@@ -4,7 +4,8 @@ The search tries the orders of the calls. The inserted nodes follow by rule:
 - Fetch comes first.
 - The transfers to all calls of one level (depth in the dataflow graph) come before the first call of that level or
   a deeper one, so that no running call holds them up.
-- The onloads for these calls come before the transfers, so that they overlap with the transfers and the calls.
+- The onloads for these calls come before the transfers, so that they overlap with the transfers and the calls. One for
+  several calls, or for their copies, comes for the first of them.
 - A reallocation comes directly before the first reader of its copy, so that the copy takes memory only briefly.
 Where this rule contradicts an edge between two nodes, the edge wins.
 
@@ -119,19 +120,16 @@ class OrderRule:
         """
         calls = (slot.name,)
         if slot.kind != "call":
-            served = {slot.name}
-            if slot.kind == "onload":  # of a trained role: also the readers of copies of what it brings
-                served |= {n for n in template.moving if self._reallocates(template, n, slot)}
-            calls = tuple(n for n in self._at if served & template.after[n])
+            serving = {slot.name}
+            if slot.kind == "onload":  # it also serves the readers of copies of what it brings
+                copies = (n for n in template.moving if template.slots[n].kind == "reallocate")
+                serving |= {n for n in copies if slot.name in template.after[n]}
+            calls = tuple(n for n in self._at if serving & template.after[n])
         if slot.kind == "reallocate":  # its train_step waits for it too, but only to change the parameters
             calls = tuple(n for n in calls if n != slot.source)
         if (slot.kind, calls) not in self._wishes:
             self._wishes[slot.kind, calls] = self._wish_of(slot.kind, calls)
         return self._wishes[slot.kind, calls]
-
-    @staticmethod
-    def _reallocates(template: PlanTemplate, name: str, onload: Slot) -> bool:
-        return template.slots[name].kind == "reallocate" and onload.name in template.after[name]
 
     def _wish_of(self, kind: SlotKind, calls: tuple[str, ...]) -> Ints:
         """calls: the nodes of calls that a slot of this kind serves.
@@ -170,7 +168,7 @@ def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[in
 def with_trailing(template: PlanTemplate, places: Ints) -> Ints:
     """The places of all slots, [orders, slots] int64, from those of the slots that move, [orders, slots that move].
 
-    A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step; a
+    A release or offload directly follows the last reader, which may be a node that itself follows so; a save, and behind it an evaluation, its train_step; a
     sync, and behind it its save, the later of its two calls. Nothing else comes between. No two places of an order
     are equal.
     """

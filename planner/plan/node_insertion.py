@@ -64,9 +64,7 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
         placement={call.name: assignments[call.name].placement for call in graph.calls},
         dealt_by={call.name: call.token_key for call in by_tokens},
         offloaded={
-            call.name
-            for call in graph.calls
-            if assignments[call.name].offload and graph.comes_and_goes(call)
+            call.name for call in graph.calls if assignments[call.name].offload and graph.comes_and_goes(call)
         },
     )
     return Draft({name: _node(slot, graph, assignments) for name, slot in template.slots.items()}, template)

@@ -39,9 +39,10 @@ class Slot(NamedTuple):
     """A node without its devices.
 
     call    the call that it serves. Of a call: itself; of a fetch: the source call; of a transfer: the consumer; of
-            a reallocation or release: the first reader; of an onload or offload: the first reader of a frozen role, the
-            train_step of a trained one; of a save or an evaluation: the train_step that it follows; of a sync, and of the save that follows it: the call that runs the role's model; of a
-            save of samples: the call that runs ahead
+            a reallocation or release: the first reader; of an onload or offload: the first reader of a frozen role,
+            the train_step of a trained one; of a save or an evaluation: the train_step that it follows; of a sync,
+            and of the save that follows it: the call that runs the role's model; of a save of samples: the call that
+            runs ahead
     source  of a transfer: the call whose placement holds the keys, or FETCH; of a reallocation or release: the
             role's train_step; of a sync: that of the role that it follows; otherwise `call`
     keys    what a fetch or transfer brings
@@ -205,7 +206,9 @@ def _add_onloads_of_trained(
     for call in graph.calls:
         if call.name not in offloaded or call.kind != "train_step":
             continue
-        at_home = {c.name for c in graph.calls if c.role == call.role and placement[c.name] == placement[call.name]}
+        at_home = {
+            c.name for c in graph.calls if c.role == call.role and placement[c.name] == placement[call.name]
+        }
         readers = {name for name, slot in template.slots.items() if _reads(slot, call.name, at_home)}
         onload = f"onload_{call.role}_to_{call.name}"
         template.add(Slot(onload, "onload", call.name, call.name))

@@ -57,8 +57,9 @@ class Option(NamedTuple):
     strategy       (dp, tp, pp) with dp x tp x pp = size
     seconds        the call's duration: of all its parts together, without their dispatch
     resident       [stages] bytes that a device holds all the time for a train_step: trained parameters, their
-                   gradients and optimizer, without what is offloaded; or for the call that runs the model of a role that follows another:
-                   parameters and master weights; for a generation samples for later iterations; 0 for other calls
+                   gradients and optimizer, without what is offloaded; or for the call that runs the model of a role
+                   that follows another: parameters and master weights; for a generation samples for later
+                   iterations; 0 for other calls
     frozen         [stages] bytes of frozen weights that it holds all the time, once for all calls that share them
                    (RoleModel.weights): those of a frozen role unless they are offloaded, and those below adapters
     copy           [stages] bytes of a read-only copy of the trained parameters, or of the parameters while onloaded

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -262,8 +263,8 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
 
     Always resident: a trained role's parameters, gradients and optimizer on its training placement, and a frozen
     role's parameters on each placement, without what is offloaded; the weights below adapters on each placement;
-    samples for later iterations on the last stage of the call that draws them. Roles with the same frozen weights hold
-    them once on a placement. A copy exists from its reallocation to its release. Offloaded parameters are on the
+    samples for later iterations on the last stage of the call that draws them. Roles with the same frozen weights
+    hold them once on a placement. A copy exists from its reallocation to its release. Offloaded parameters are on the
     devices from their onload to their offload, and for an evaluation before the first iteration; in host memory they
     are all the time, also where that is the devices' own. A call's temporary memory exists while it runs. A role that
     follows another has its parameters and master weights where its model runs; while they are blended, the other's
@@ -292,13 +293,6 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
             if not live[device][part]:
                 del live[device][part]
 
-    def runs(node: CallNode | EvaluateNode) -> None:
-        active, part = _active(node, model)
-        for device, size_bytes in _by_device(stages[node.placement], active):
-            parts = {**live[device], part: size_bytes}
-            note(device, node.name, parts)
-            call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
-
     away = set(plan.onloaded)
     for node in plan.nodes:
         match node:
@@ -312,12 +306,12 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
             case OffloadNode():
                 freed(node.role, f"{node.role}: onloaded parameters", node.placement)
                 away.add((node.role, node.placement))
-            case EvaluateNode() if (node.role, node.placement) in away:
-                brought(node.name, node.role, f"{node.role}: onloaded parameters", node.placement)
-                runs(node)
-                freed(node.role, f"{node.role}: onloaded parameters", node.placement)
             case CallNode() | EvaluateNode():
-                runs(node)
+                active, part = _active(node, model, away)
+                for device, size_bytes in _by_device(stages[node.placement], active):
+                    parts = {**live[device], part: size_bytes}
+                    note(device, node.name, parts)
+                    call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
             case SyncNode():
                 brought(node.name, node.role, f"{node.leader}: copy", node.destination)
                 freed(node.role, f"{node.leader}: copy", node.destination)
@@ -327,10 +321,18 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     return PlanMemory(by_device, call_bytes, kept_on_hosts(plan, model))
 
 
-def _active(node: CallNode | EvaluateNode, model: CostModel) -> tuple[tuple[float, ...], str]:
-    """([stages] bytes that a node needs while it runs, their name as a part of MemoryPeak)."""
+def _active(
+    node: CallNode | EvaluateNode, model: CostModel, away: Collection[tuple[str, Placement]]
+) -> tuple[tuple[float, ...], str]:
+    """([stages] bytes that a node needs while it runs, their name as a part of MemoryPeak).
+
+    away  (role, placement) of parameters that are offloaded then: an evaluation brings them for itself
+    """
     if isinstance(node, EvaluateNode):
-        return model.evaluation(node.role, node.placement).active_bytes, f"{node.name}: KV cache"
+        active = model.evaluation(node.role, node.placement).active_bytes
+        if (node.role, node.placement) in away:
+            active = tuple(map(add, active, model.parameter_bytes(node.role, node.placement)))
+        return active, f"{node.name}: KV cache"
     return model.call(node.call, node.assignment).active_bytes, active_part(node.call)
 
 

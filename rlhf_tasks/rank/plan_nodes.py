@@ -359,7 +359,9 @@ class RankRun:
         with self._engines.at_hand(node.role, node.placement) as engine:
             assert engine is not None, f"{node.name} is requested of a rank of another placement"
             held, expected = engine.version, request.versions[node.role]
-            require(held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}")
+            require(
+                held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}"
+            )
             flops_before = engine.flops
             metrics = self._evaluated().metrics(engine, iteration, node.at_start)
             flops = engine.flops - flops_before

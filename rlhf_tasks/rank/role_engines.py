@@ -31,11 +31,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class RoleEngines:
     """(role, placement) -> Engine, for the placements that this rank is in.
 
-    A trained role is resident on its training placement; a frozen one on all its placements, except where the plan has
-    an onload: there `onload` brings its weights and `offload` frees them. Of a trained role that is offloaded, host
-    memory keeps the optimizer's state all the time. `reallocate` makes a copy of a trained role
-    and `release` frees it; the engine of a released copy is kept without weights. `sync` blends a trained role's
-    weights into those of a role that follows it, on the first placement of that role.
+    A trained role is resident on its training placement; a frozen one on all its placements, except where the plan
+    has an onload: there `onload` brings its weights and `offload` frees them. Of a trained role that is offloaded,
+    host memory keeps the optimizer's state all the time. `reallocate` makes a copy of a trained role and `release`
+    frees it; the engine of a released copy is kept without weights. `sync` blends a trained role's weights into those
+    of a role that follows it, on the first placement of that role.
 
     With adapters, the frozen weights below them are resident wherever the role is used, and only the adapters are
     copied and released. Roles that begin from one folder share such weights where they are on one placement, so a

@@ -47,8 +47,8 @@ class Relaxation(NamedTuple):
     above         [rows] the row one level up; OPEN for groups and for offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
     spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
-    least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; of the resident bytes
-                  and of the onload's if it is offloaded, where it can be
+    least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
+                  bytes and of the onload's if it is offloaded, where it can be
     away_s        [rows] the least seconds that a train_step takes more if it is offloaded; 0: other calls
     while_used    [calls, calls] bool: whether the second runs only while the parameters of the first one's role are
                   on its devices, also where they come and go
@@ -385,8 +385,8 @@ def _is_on(options: Rows, row: int, device: int) -> bool:
 
 @compiled
 def must_offload(r: Relaxation, choice: Ints, call: int) -> bool:
-    """Whether a call is a train_step that certainly has no room on its devices beside the calls with placements unless
-    it is offloaded."""
+    """Whether a call is a train_step that certainly has no room on its devices beside the calls with placements, if
+    it is not offloaded."""
     trains = r.arrays.trainer[call] == call and may_offload(r.arrays, call)
     return trains and placed(r.arrays.options, choice[call]) and lacks(r, choice, call)
 

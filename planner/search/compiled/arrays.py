@@ -54,7 +54,19 @@ OPTION_ROW = np.dtype(
         *((name, "f8") for name in ("seconds", "save_s", "evaluate_s", "copy_s")),
         *(
             (name, "i8")
-            for name in ("first", "size", "dp", "tp", "pp", "onloaded", "where", "place", "strategy", "classes", "stage")
+            for name in (
+                "first",
+                "size",
+                "dp",
+                "tp",
+                "pp",
+                "onloaded",
+                "where",
+                "place",
+                "strategy",
+                "classes",
+                "stage",
+            )
         ),
         *((name, "f8") for name in ("resident", "frozen", "copy", "active", "host", "layer")),
         ("layers", "i8"),
@@ -205,9 +217,7 @@ def make_arrays(
         templates = before.templates
     else:
         offloadable = {
-            call.name
-            for call, of_call in zip(graph.calls, options, strict=True)
-            if of_call[-1].onloaded
+            call.name for call, of_call in zip(graph.calls, options, strict=True) if of_call[-1].onloaded
         }
         templates = _templates(problem, orders, offloadable)
     return Arrays(
@@ -278,10 +288,8 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
             saved_s, evaluated_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
             where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
             seconds = option.seconds + call.chunks * dispatch_s
-            rows.append(
-                (seconds, saved_s, evaluated_s, copy_s, *mesh, *degrees, option.onloaded, where, place)
-                + (strategy, *figures)
-            )
+            place = (*mesh, *degrees, option.onloaded, where, place, strategy)
+            rows.append((seconds, saved_s, evaluated_s, copy_s, *place, *figures))
     slowest = np.array([classes.wires(within) for within in wires], np.float64)
     return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64), slowest
 

@@ -67,7 +67,9 @@ def test_those_that_train_leave_the_devices_only_where_another_call_may_run_mean
     assert found(grpo) == {"ref_inference", "reward_inference"}
     assert found(make_graph("sft")) == set()
     ahead = DataflowGraph(drawn_ahead_by(1, grpo.calls), grpo.dataset_keys)
-    assert found(ahead) == {"ref_inference", "reward_inference", "actor_train"}, "these may run before it generates"
+    assert found(ahead) == {"ref_inference", "reward_inference", "actor_train"}, (
+        "these may run before it generates"
+    )
 
 
 def test_a_call_downstream_of_the_training_reads_the_new_version():

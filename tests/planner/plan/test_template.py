@@ -55,7 +55,7 @@ def test_the_next_call_on_the_devices_waits_for_the_memory(offloading):
         ),
         (
             "critic_inference",
-            "'critic_inference': .* or give it to 'critic_train': host memory then keeps its optimizer, and its param",
+            "'critic_inference': .* or give it to 'critic_train': host memory then keeps its optimizer, and its para",
         ),
     ],
 )
@@ -80,7 +80,9 @@ def test_parameters_that_train_come_for_their_first_reader_and_go_after_the_last
         onload, offload = map(names.index, CRITIC_TRAINS)
         assert names.index("actor_generate") < onload < names.index("critic_inference")
         assert names[offload - 3 : offload] == ["critic_train", "save_critic", "evaluate_critic"]
-        assert CRITIC_TRAINS[0] not in plan.node("evaluate_critic_at_start").after, "it brings them for itself"
+        assert CRITIC_TRAINS[0] not in plan.node("evaluate_critic_at_start").after, (
+            "it brings them for itself"
+        )
         assert CRITIC_TRAINS[0] in plan.node("critic_inference").after
         assert onloads(plan) == [CRITIC_TRAINS[0]]
         assert plan.onloaded == {("critic", places["critic_train"].placement)}

@@ -204,16 +204,25 @@ def test_offloaded_parameters_count_from_onload_to_offload(make_graph, assign, p
     assert set(peak.parts) == {"ref: onloaded parameters", "ref_inference: activations"}
 
 
-IDLE_CRITIC = ["actor_generate", "ref_inference", "reward_inference", "critic_inference", "critic_train", "actor_train"]
+IDLE_CRITIC = [
+    "actor_generate",
+    "ref_inference",
+    "reward_inference",
+    "critic_inference",
+    "critic_train",
+    "actor_train",
+]
 
 
 def test_a_critic_is_away_while_it_is_idle_and_its_copies_take_their_time(make_graph, assign, ppo_cost):
-    """From generation, where the peak is, all but gradients and two chunks of the state. Simulator and replay agree."""
+    """From generation, where the peak is, all but gradients and two chunks of the state. Replay and price agree."""
     model = ppo_cost(Cluster(1, 4), new_tokens=Lengths.fixed(1024), micro_batch_tokens=8192)
     graph = make_graph()
 
     def plan(offload: bool, elsewhere: bool):
-        places = {c.name: assign([0, 1], tp=2, offload=offload and c.name == "critic_train") for c in graph.calls}
+        places = {
+            c.name: assign([0, 1], tp=2, offload=offload and c.name == "critic_train") for c in graph.calls
+        }
         if elsewhere:  # a copy is made of what the onload brings
             places["critic_inference"] = assign([2, 3], dp=2)
         return build_plan(graph, places, Cluster(1, 4), call_order=IDLE_CRITIC)

@@ -136,17 +136,21 @@ def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path, assign
     n_steps = 2 * 3 * config.num_mini_batches  # of two roles in three iterations
     assert started[0] == (0, 0)
     assert min(started[1]) > 0
-    assert min(started[2]) >= 2 * n_steps + 2 * 3, "the state comes in every step and goes back, parameters come once"
+    assert min(started[2]) >= 2 * n_steps + 2 * 3, (
+        "the state comes in every step and goes back, parameters come once"
+    )
     assert metrics[0] == metrics[1] == metrics[2]
     losses = [seen["critic_train/loss/value"] for seen in metrics[0][0]]
     assert len(set(losses)) == 3
 
 
 def test_parameters_are_on_the_device_only_from_the_onload_to_the_offload(tmp_path):
-    """Those of the critic, as its state is everywhere else in host memory: nothing but the plan's nodes brings them."""
+    """Those of the critic: nothing but the plan's nodes brings them."""
     config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, TRAINED)
     store, executor = new_store(), NodeExecutor(0, lambda part: None)
-    executor.load(generation(plan, 0, 1, json.loads(config.model_dump_json()), str(tmp_path), store.port, "held"))
+    executor.load(
+        generation(plan, 0, 1, json.loads(config.model_dump_json()), str(tmp_path), store.port, "held")
+    )
     engines = executor._run._engines
     (critic,) = (engine for role, engine in engines.changing() if role == "critic")
     elements = sum(piece.tensor.numel() for piece in critic.master.shard_state() if piece.kind == "master")
@@ -155,7 +159,9 @@ def test_parameters_are_on_the_device_only_from_the_onload_to_the_offload(tmp_pa
         for request in Sequencer(plan, "test", 0, DEADLINES).requests(iteration, in_snapshot=False)[0]:
             name = request.key.node
             assert critic.master.weights.numel() == (elements if there else 0), f"before {name}"
-            assert all(bool(parameter.numel()) == there for parameter in critic.stage.parameters()), f"before {name}"
+            assert all(bool(parameter.numel()) == there for parameter in critic.stage.parameters()), (
+                f"before {name}"
+            )
             weights = weakref.ref(critic.master.weights)
             executor.execute(request, plan.node(name))
             there = (there or name.startswith("onload_critic")) and not name.startswith("offload_critic")
