@@ -4,8 +4,8 @@ The search tries the orders of the calls. The inserted nodes follow by rule:
 - Fetch comes first.
 - The transfers to all calls of one level (depth in the dataflow graph) come before the first call of that level or
   a deeper one, so that no running call holds them up.
-- The onloads for these calls come before the transfers, so that they overlap with the transfers and the calls. One for
-  several calls, or for their copies, comes for the first of them.
+- The onloads for these calls come before the transfers, so that they overlap with the transfers and the calls. One
+  for several calls, or for their copies, comes for the first of them.
 - A reallocation comes directly before the first reader of its copy, so that the copy takes memory only briefly.
 Where this rule contradicts an edge between two nodes, the edge wins.
 
@@ -168,9 +168,9 @@ def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[in
 def with_trailing(template: PlanTemplate, places: Ints) -> Ints:
     """The places of all slots, [orders, slots] int64, from those of the slots that move, [orders, slots that move].
 
-    A release or offload directly follows the last reader, which may be a node that itself follows so; a save, and behind it an evaluation, its train_step; a
-    sync, and behind it its save, the later of its two calls. Nothing else comes between. No two places of an order
-    are equal.
+    A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step; a
+    sync, and behind it its save, the later of its two calls; the offload of a trained role follows these. Nothing
+    else comes between. No two places of an order are equal.
     """
     column = {name: i for i, name in enumerate(template.moving)}
     trailing = [name for name in template.slots if name not in column]
