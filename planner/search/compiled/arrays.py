@@ -52,22 +52,8 @@ _KINDS: dict[SlotKind, int] = {
 OPTION_ROW = np.dtype(
     [
         *((name, "f8") for name in ("seconds", "save_s", "evaluate_s", "copy_s")),
-        *(
-            (name, "i8")
-            for name in (
-                "first",
-                "size",
-                "dp",
-                "tp",
-                "pp",
-                "onloaded",
-                "where",
-                "place",
-                "strategy",
-                "classes",
-                "stage",
-            )
-        ),
+        *((name, "i8") for name in ("first", "size", "dp", "tp", "pp", "onloaded")),
+        *((name, "i8") for name in ("where", "place", "strategy", "classes", "stage")),
         *((name, "f8") for name in ("resident", "frozen", "copy", "active", "host", "layer")),
         ("layers", "i8"),
     ]
