@@ -124,7 +124,7 @@ class CallAssignment(Frozen):
     balance        what dp ranks get equal shares of: groups of samples ("count") or tokens
     offload        the parameters stay in host memory from the role's last call on this placement to its first one in
                    the next iteration. Of a train_step also the optimizer's state is kept there, and passes through
-                   the devices in every step; the parameters only if another call may run while none needs them
+                   the devices in every step; the parameters only if another call may run there while none needs them
     order          the call's position in an iteration; None where the planner may choose it
     """
 

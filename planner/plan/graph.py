@@ -162,20 +162,12 @@ class DataflowGraph:
         """Whether a call reads its role's parameters after the train_step of its own iteration."""
         return call.name in self._after_training.get(call.role, ())
 
-    def while_used(self, role: str) -> set[str]:
-        """The calls that certainly run from the beginning of a role's first call to the end of its last one."""
+    def while_idle(self, role: str) -> set[str]:
+        """The calls that may run before a role's first call has begun or after its last one has ended."""
         own = {call.name for call in self.calls if call.role == role}
         after = own.union(*(descendants(self.digraph, name) for name in own))
-        return {name for name in after if name in own or descendants(self.digraph, name) & own}
-
-    def comes_and_goes(self, call: ModelFunctionCall) -> bool:
-        """Whether the role's parameters leave the devices of a call that is offloaded.
-
-        Those of a frozen role always do. Those of a role that this call trains do if another call may run before the
-        role's first call or after its last one.
-        """
-        trainer = self.trainer(call.role)
-        return trainer is None or (call == trainer and len(self.while_used(call.role)) < len(self.calls))
+        between = {name for name in after if descendants(self.digraph, name) & own}
+        return {call.name for call in self.calls} - own - between
 
 
 def _check_names(calls: Sequence[ModelFunctionCall]) -> None:

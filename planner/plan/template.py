@@ -101,8 +101,8 @@ def plan_template(
     where      call or FETCH -> label; equal labels mean that every sample lies on the same rank for both
     placement  call -> label; equal labels mean the same devices under the same strategy
     dealt_by   call whose samples are dealt by tokens -> the key that gives the samples' lengths
-    offloaded  calls whose role's parameters come and go (`DataflowGraph.comes_and_goes`); of a frozen role's calls on
-               one placement, all or none
+    offloaded  calls whose role's parameters come and go: of a frozen role's calls on one placement, all or none; of a
+               trained role's, none but the train_step
     moved      `with_transfers` of the same graph, sides and lengths; made here where it is not given
     """
     moved = moved or with_transfers(graph, where, dealt_by or {})

@@ -14,8 +14,8 @@ The search proves optimality within this class of options:
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
   mixture of experts has one.
 - Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses; for a
-  train_step both the optimizer's state and the parameters are resident, or the one is in host memory and the others
-  between their uses.
+  train_step both the optimizer's state and the parameters are resident, or the one is in host memory, and the others
+  between their uses if another call may run meanwhile on these devices.
 
 Left out are:
 - options that do not fit the memory of their devices even alone;
@@ -64,9 +64,11 @@ class Option(NamedTuple):
                    (RoleModel.weights): those of a frozen role unless they are offloaded, and those below adapters
     copy           [stages] bytes of a read-only copy of the trained parameters, or of the parameters while onloaded
     active         [stages] bytes beyond these while the call runs, or the evaluation that follows a train_step
-    host           [stages] bytes that a device keeps in its host's memory: what is offloaded, copies for commits
+    host           [stages] bytes that a device keeps in its host's memory: what is offloaded, copies for commits;
+                   without parameters that train
     offload        as in its assignment
-    onloaded       of an offloaded one: whether an onload brings the role's parameters and an offload frees them
+    onloaded       of an offloaded one: whether an onload brings the role's parameters and an offload frees them.
+                   Those of a train_step stay, as if resident, where no other call runs meanwhile on its devices
     """
 
     first: int
@@ -347,11 +349,10 @@ def _offloaded(problem: Problem, call: ModelFunctionCall, alike: Sequence[Option
         nothing = (0.0,) * len(one.frozen)
         kept = {"frozen": nothing, "host": one.copy, "offload": True, "onloaded": True}
         return [option._replace(**kept) for option in alike]
-    placement, onloaded = one.assignment.placement, problem.graph.comes_and_goes(call)
-    host = tuple(map(add, one.host, model.state_bytes(call.role, placement, trained=True)))
+    placement, onloaded = one.assignment.placement, bool(problem.graph.while_idle(call.role))
     kept = {
         "resident": model.training_bytes(call.role, placement, offload=True, away=onloaded),
-        "host": tuple(map(add, host, one.copy)) if onloaded else host,
+        "host": tuple(map(add, one.host, model.state_bytes(call.role, placement, trained=True))),
         "offload": True,
         "onloaded": onloaded,
     }

@@ -50,8 +50,7 @@ class Relaxation(NamedTuple):
     least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
                   bytes and of the onload's if it is offloaded, where it can be
     away_s        [rows] the least seconds that a train_step takes more if it is offloaded; 0: other calls
-    while_used    [calls, calls] bool: whether the second runs only while the parameters of the first one's role are
-                  on its devices, also where they come and go
+    while_idle    [calls, calls] bool: whether the second may run while the first one's role is idle
     fastest       [calls] seconds of the fastest option
     data          [calls, calls] bool: whether an edge of data leads from one to the other
     ends, begins  [calls] bool: whether the call is the last, the first of a path of data
@@ -70,7 +69,7 @@ class Relaxation(NamedTuple):
     spot: Ints
     least: Floats
     away_s: Floats
-    while_used: Bools
+    while_idle: Bools
     fastest: Floats
     data: Bools
     ends: Bools
@@ -102,7 +101,7 @@ def relaxation(tables: Tables) -> Relaxation:
         spot=spots[1],
         least=ladder.least,
         away_s=ladder.away_s,
-        while_used=np.array([[b in used for b in names] for used in map(graph.while_used, roles)]),
+        while_idle=np.array([[b in idle for b in names] for idle in map(graph.while_idle, roles)]),
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
@@ -369,7 +368,7 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
                     continue
                 held, during = held + static[call], needed[call]
                 for other in range(n):
-                    if r.while_used[other, call] and _is_on(o, choice[other], device):
+                    if not r.while_idle[other, call] and _is_on(o, choice[other], device):
                         during += onloaded[other]
                 peak = max(peak, during)
             if held + peak > memory_of(r.arrays, device):

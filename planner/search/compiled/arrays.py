@@ -3,7 +3,7 @@
 The options of all calls are in one table: option j of call c is row start[c] + j. A template (planner.plan.template)
 holds the nodes of all plans with the same pattern, that is, with the same pairs of calls that have equal sides and
 equal placements. Its slots are numbered. It contains the onloads and offloads of all calls that have options with
-these; if a call's option has none, its slots are idle. Orders are those of planner.plan.call_order.
+these; where a choice has none for a call, its slots are idle. Orders are those of planner.plan.call_order.
 """
 
 import math
@@ -65,7 +65,7 @@ seconds, save_s  seconds of the call (of all its parts together), and of the sav
 evaluate_s       seconds per iteration of the evaluation that follows a train_step, dispatch included; 0 without one
 copy_s           seconds of the copy of its parameters from host memory, or back
 first .. pp      mesh and strategy
-onloaded         1 if an onload brings the role's parameters and an offload frees them, else 0
+onloaded         1 or 0, as in planner.pricing.options.Option
 where            row of Arrays.sides; options with equal numbers have every sample on the same rank
 place            number of the placement
 strategy         number of (dp, tp, pp) together with the device classes along the mesh
@@ -136,6 +136,7 @@ class Arrays(NamedTuple):
     role        [calls] int64: number of the call's role
     trainer     [calls] int64: the call that trains its role, -1 if none does
     chunks      [calls] int64: parts into which the call is cut
+    while_idle  [calls] int64, bit c: call c may run while the call's role is idle; where it is frozen, all bits
     weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen
     start       [calls + 1] int64: row of each call's first option
     offloaded   [calls] int64: row of the first of its offloaded options; the next call's start if there are none. The
@@ -158,6 +159,7 @@ class Arrays(NamedTuple):
     role: Ints
     trainer: Ints
     chunks: Ints
+    while_idle: Ints
     weights: Ints
     start: Ints
     offloaded: Ints
@@ -186,6 +188,7 @@ def make_arrays(
     shapes = [model.models[role].shape for role in graph.roles]
     roles = [graph.roles.index(call.role) for call in graph.calls]
     rows, stages, sides, wires = _option_rows(problem, options)
+    idle = [graph.while_idle(call.role) if graph.trainer(call.role) else number for call in graph.calls]
     weights = _Numbers()
     per_host = problem.cluster.devices_per_host
     memories = [
@@ -217,6 +220,7 @@ def make_arrays(
         role=np.array(roles),
         trainer=np.array(trained_by),
         chunks=np.array([call.chunks for call in graph.calls]),
+        while_idle=np.array([sum(1 << number[name] for name in names) for names in idle]),
         weights=np.array([weights[problem.frozen_weights(call.role)] for call in graph.calls]),
         start=start,
         offloaded=offloaded,

@@ -107,8 +107,20 @@ def test_a_copy_is_made_of_parameters_that_have_come(make_graph, assign):
         assert names[names.index(CRITIC_TRAINS[1]) - 1] == "save_critic"
 
 
-def test_parameters_stay_where_all_calls_need_them_or_run_between_calls_that_do(make_graph, assign):
-    """GRPO generates first and trains last: only the optimizer's state is in host memory."""
+def test_parameters_stay_where_nothing_else_runs_while_they_are_idle(make_graph, assign):
+    """Only the optimizer's state is in host memory of a critic on devices of its own, and of GRPO's actor, which
+    generates first and trains last."""
+    graph = make_graph()
+    places = {c.name: assign([0], offload=c.name == "critic_train") for c in graph.calls}
+    places |= {
+        name: assign([1], offload=name == "critic_train") for name in ("critic_inference", "critic_train")
+    }
+    plan = build_plan(graph, places, Cluster(1, 2))
+    assert onloads(plan) == []
+    assert plan.roles["critic"].offloaded == (places["critic_train"].placement,)
+    scored = build_plan(graph, {**places, "reward_inference": assign([1])}, Cluster(1, 2))
+    assert onloads(scored) == [CRITIC_TRAINS[0]]
+
     graph = make_graph("grpo", group_size=8, beta=0.1, max_rounds=1, mask_truncated_completions=False)
     places = {c.name: assign([0], offload=c.kind == "train_step") for c in graph.calls}
     plan = build_plan(graph, places, Cluster(1, 1))
