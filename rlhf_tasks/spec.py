@@ -122,9 +122,9 @@ class CallAssignment(Frozen):
 
     micro_batches  micro-batches, balanced by tokens, into which a dp rank's share of one (mini-)batch is split
     balance        what dp ranks get equal shares of: groups of samples ("count") or tokens
-    offload        of a frozen role: the parameters stay in host memory from the role's last call on this placement
-                   to its first one in the next iteration; of a train_step: the optimizer's state is kept there, and
-                   passes through the devices in every step
+    offload        the parameters stay in host memory from the role's last call on this placement to its first one in
+                   the next iteration. Of a train_step also the optimizer's state is kept there, and passes through
+                   the devices in every step; the parameters only if another call may run there while none needs them
     order          the call's position in an iteration; None where the planner may choose it
     """
 
@@ -285,7 +285,8 @@ class OnloadNode(_Node):
 
 
 class OffloadNode(_Node):
-    """Frees a frozen role's parameters on the devices of a placement. Host memory keeps them."""
+    """Frees a role's parameters on the devices of a placement. Host memory keeps them; those of a trained role are
+    copied back there first, and the node ends after the copy."""
 
     kind: Literal["offload"] = "offload"
     role: str
@@ -401,7 +402,7 @@ class RolePlacements(Frozen):
     The first placement of a trained role is its training placement, which owns parameters, gradients and optimizer.
     A role that is not trained is resident on every placement. On those that are also in `offloaded`, the devices hold
     its parameters only between an onload and the next offload. A training placement is in `offloaded` where host
-    memory keeps the optimizer's state.
+    memory keeps the optimizer's state, and the parameters too if the plan has an onload (`ExecutionPlan.onloaded`).
 
     follows  the trained role that this one is blended with, on its first placement; "": it is trained, or frozen
     """
@@ -450,6 +451,11 @@ class ExecutionPlan(Frozen):
             if node.name == name:
                 return node
         raise KeyError(name)
+
+    @property
+    def onloaded(self) -> frozenset[tuple[str, Placement]]:
+        """(role, placement) where the devices hold the role's parameters only from an onload to the next offload."""
+        return frozenset((node.role, node.placement) for node in self.nodes if isinstance(node, OnloadNode))
 
     @property
     def calls(self) -> dict[str, list[CallNode]]:

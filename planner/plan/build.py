@@ -69,8 +69,8 @@ def build_plan(
 
     Raises PlanError when an assignment is missing or names an unknown call; when its devices are not a device
     mesh of the cluster; when it has more dp ranks than a mini-batch or part has groups, or more micro-batches than a
-    dp rank has of these sequences; when it offloads a trained role's weights; and when the order does not name every
-    call once or contradicts the graph.
+    dp rank has of these sequences; when it offloads another call of a trained role than its train_step; and when the
+    order does not name every call once or contradicts the graph.
     """
     _check(graph, assignments, cluster)
     if call_order is None:
@@ -152,7 +152,7 @@ def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
 
 
 def _check_offloads(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> None:
-    """Raises PlanError unless what is offloaded are frozen roles and optimizers, and a frozen role's calls on one
+    """Raises PlanError unless what is offloaded are frozen roles and train_steps, and a frozen role's calls on one
     placement agree."""
     seen: dict[tuple[str, Placement], ModelFunctionCall] = {}
     for call in graph.calls:
@@ -167,7 +167,7 @@ def _check_offloads(graph: DataflowGraph, assignments: Mapping[str, CallAssignme
                 raise PlanError(
                     f"Call {call.name!r}: offload is for frozen roles and for training, and {call.role!r} is trained "
                     f"by {trainer.name!r}. Leave offload out, or give it to {trainer.name!r}: host memory then keeps "
-                    "its optimizer."
+                    "its optimizer, and its parameters while no call needs them."
                 )
             continue
         other = seen.setdefault((call.role, given.placement), call)

@@ -4,7 +4,8 @@ The search tries the orders of the calls. The inserted nodes follow by rule:
 - Fetch comes first.
 - The transfers to all calls of one level (depth in the dataflow graph) come before the first call of that level or
   a deeper one, so that no running call holds them up.
-- The onloads for these calls come before the transfers, so that they overlap with the transfers and the calls.
+- The onloads for these calls come before the transfers, so that they overlap with the transfers and the calls. One
+  for several calls, or for their copies, comes for the first of them.
 - A reallocation comes directly before the first reader of its copy, so that the copy takes memory only briefly.
 Where this rule contradicts an edge between two nodes, the edge wins.
 
@@ -119,7 +120,11 @@ class OrderRule:
         """
         calls = (slot.name,)
         if slot.kind != "call":
-            calls = tuple(n for n in self._at if slot.name in template.after[n])
+            serving = {slot.name}
+            if slot.kind == "onload":  # it also serves the readers of copies of what it brings
+                copies = (n for n in template.moving if template.slots[n].kind == "reallocate")
+                serving |= {n for n in copies if slot.name in template.after[n]}
+            calls = tuple(n for n in self._at if serving & template.after[n])
         if slot.kind == "reallocate":  # its train_step waits for it too, but only to change the parameters
             calls = tuple(n for n in calls if n != slot.source)
         if (slot.kind, calls) not in self._wishes:
@@ -139,7 +144,7 @@ class OrderRule:
         at, first = self._at[calls[0]], self._first[self._level[calls[0]]]
         match kind:
             case "onload":
-                return 4 * n * first + at
+                return np.min([4 * n * self._first[self._level[c]] + self._at[c] for c in calls], axis=0)
             case "transfer":
                 return (4 * first + 1) * n + at
             case "reallocate":
@@ -164,8 +169,8 @@ def with_trailing(template: PlanTemplate, places: Ints) -> Ints:
     """The places of all slots, [orders, slots] int64, from those of the slots that move, [orders, slots that move].
 
     A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step; a
-    sync, and behind it its save, the later of its two calls. Nothing else comes between. No two places of an order
-    are equal.
+    sync, and behind it its save, the later of its two calls; the offload of a trained role follows these. Nothing
+    else comes between. No two places of an order are equal.
     """
     column = {name: i for i, name in enumerate(template.moving)}
     trailing = [name for name in template.slots if name not in column]

@@ -162,6 +162,13 @@ class DataflowGraph:
         """Whether a call reads its role's parameters after the train_step of its own iteration."""
         return call.name in self._after_training.get(call.role, ())
 
+    def while_idle(self, role: str) -> set[str]:
+        """The calls that may run before a role's first call has begun or after its last one has ended."""
+        own = {call.name for call in self.calls if call.role == role}
+        after = own.union(*(descendants(self.digraph, name) for name in own))
+        between = {name for name in after if descendants(self.digraph, name) & own}
+        return {call.name for call in self.calls} - own - between
+
 
 def _check_names(calls: Sequence[ModelFunctionCall]) -> None:
     if not calls:

@@ -63,13 +63,20 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
         },
         placement={call.name: assignments[call.name].placement for call in graph.calls},
         dealt_by={call.name: call.token_key for call in by_tokens},
-        offloaded={
-            call.name
-            for call in graph.calls
-            if assignments[call.name].offload and graph.trainer(call.role) is None
-        },
+        offloaded={call.name for call in graph.calls if _comes_and_goes(call, graph, assignments)},
     )
     return Draft({name: _node(slot, graph, assignments) for name, slot in template.slots.items()}, template)
+
+
+def _comes_and_goes(
+    call: ModelFunctionCall, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]
+) -> bool:
+    """Whether a role's parameters leave a call's devices while it is idle: if the call is offloaded, and the role is
+    frozen or another call may use one of these devices meanwhile."""
+    if not assignments[call.name].offload or graph.trainer(call.role) is None:
+        return assignments[call.name].offload
+    home = set(assignments[call.name].placement.devices)
+    return any(home & set(assignments[other].placement.devices) for other in graph.while_idle(call.role))
 
 
 def role_placements(

@@ -39,9 +39,10 @@ class Slot(NamedTuple):
     """A node without its devices.
 
     call    the call that it serves. Of a call: itself; of a fetch: the source call; of a transfer: the consumer; of
-            a reallocation, release, onload or offload: the first reader; of a save or an evaluation: the train_step
-            that it follows; of a sync, and of the save that follows it: the call that runs the role's model; of a
-            save of samples: the call that runs ahead
+            a reallocation or release: the first reader; of an onload or offload: the first reader of a frozen role,
+            the train_step of a trained one; of a save or an evaluation: the train_step that it follows; of a sync,
+            and of the save that follows it: the call that runs the role's model; of a save of samples: the call that
+            runs ahead
     source  of a transfer: the call whose placement holds the keys, or FETCH; of a reallocation or release: the
             role's train_step; of a sync: that of the role that it follows; otherwise `call`
     keys    what a fetch or transfer brings
@@ -100,7 +101,8 @@ def plan_template(
     where      call or FETCH -> label; equal labels mean that every sample lies on the same rank for both
     placement  call -> label; equal labels mean the same devices under the same strategy
     dealt_by   call whose samples are dealt by tokens -> the key that gives the samples' lengths
-    offloaded  calls whose frozen role is offloaded; of a role's calls on one placement, all or none
+    offloaded  calls whose role's parameters come and go: of a frozen role's calls on one placement, all or none; of a
+               trained role's, none but the train_step
     moved      `with_transfers` of the same graph, sides and lengths; made here where it is not given
     """
     moved = moved or with_transfers(graph, where, dealt_by or {})
@@ -111,6 +113,7 @@ def plan_template(
     _add_syncs(template, graph)
     _add_saves(template, graph)
     _add_sample_saves(template, graph)
+    _add_onloads_of_trained(template, graph, placement, offloaded)
     return template
 
 
@@ -176,10 +179,10 @@ def _add_onloads(
     placement: Mapping[str, Hashable],
     offloaded: Collection[str],
 ) -> None:
-    """An onload before, and an offload after, the readers of every offloaded role on each placement."""
+    """An onload before, and an offload after, the readers of every offloaded frozen role on each placement."""
     readers: dict[tuple[str, Hashable], list[str]] = {}
     for call in graph.calls:
-        if call.name in offloaded:
+        if call.name in offloaded and graph.trainer(call.role) is None:
             readers.setdefault((call.role, placement[call.name]), []).append(call.name)
     for (role, _), names in readers.items():
         onload = f"onload_{role}_to_{names[0]}"
@@ -188,6 +191,48 @@ def _add_onloads(
         for node in nodes:
             template.after[node].add(onload)
         template.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(nodes))
+
+
+def _add_onloads_of_trained(
+    template: PlanTemplate,
+    graph: DataflowGraph,
+    placement: Mapping[str, Hashable],
+    offloaded: Collection[str],
+) -> None:
+    """An onload before all nodes that read an offloaded trained role where it trains, and an offload after them.
+
+    An evaluation before the first iteration is none of them: it brings the parameters for itself.
+    """
+    for call in graph.calls:
+        if call.name not in offloaded or call.kind != "train_step":
+            continue
+        at_home = {
+            c.name for c in graph.calls if c.role == call.role and placement[c.name] == placement[call.name]
+        }
+        readers = {name for name, slot in template.slots.items() if _reads(slot, call.name, at_home)}
+        onload = f"onload_{call.role}_to_{call.name}"
+        template.add(Slot(onload, "onload", call.name, call.name))
+        before = set[str]()  # what readers that directly follow others follow
+        for name in readers:
+            if template.slots[name].kind in TRAILING:
+                before |= template.after[name]
+            else:
+                template.after[name].add(onload)
+        offload = Slot(f"offload_{call.role}_of_{call.name}", "offload", call.name, call.name)
+        template.add(offload, after=readers | before)
+
+
+def _reads(slot: Slot, trainer: str, at_home: Collection[str]) -> bool:
+    """Whether a slot needs a role's parameters where its train_step is. at_home: the role's calls there."""
+    match slot.kind:
+        case "call":
+            return slot.call in at_home
+        case "reallocate" | "sync":
+            return slot.source == trainer
+        case "save" | "evaluate":
+            return slot.call == trainer
+        case _:
+            return False
 
 
 def _add_syncs(template: PlanTemplate, graph: DataflowGraph) -> None:

@@ -215,10 +215,13 @@ class CostModel:
         shares = model.weights and not (changes and model.lora is None)
         return (model.weights, model.shape, model.head) if shares else role
 
-    def training_bytes(self, role: str, placement: Placement, offload: bool = False) -> tuple[float, ...]:
+    def training_bytes(
+        self, role: str, placement: Placement, offload: bool = False, away: bool = False
+    ) -> tuple[float, ...]:
         """[stages] bytes of trained parameters, gradients and optimizer on a training device of each stage.
 
         offload  the optimizer's state is in host memory, and two chunks of it are on the device
+        away     so are the parameters
 
         Gradients and optimizer are shared out over dp. With dp > 1 come the gradients that are not shared out yet.
         """
@@ -227,7 +230,8 @@ class CostModel:
 
         def held(stage: int, count: int) -> float:
             state = 2 * min(CHUNK, count / s.dp) if offload else count / s.dp
-            size_bytes = count * (self.workload.itemsize + GRADIENT_BYTES / s.dp) + OPTIMIZER_BYTES * state
+            parameter = 0 if away else self.workload.itemsize
+            size_bytes = count * (parameter + GRADIENT_BYTES / s.dp) + OPTIMIZER_BYTES * state
             return size_bytes + (GRADIENT_BYTES * unreduced(trained, s.pp, stage) if s.dp > 1 else 0)
 
         return tuple(held(stage, count) for stage, count in enumerate(trained.parameters_by_stage(s.pp)))
@@ -292,7 +296,8 @@ class CostModel:
         return self._evaluations[key]
 
     def onload_s(self, role: str, placement: Placement) -> float:
-        """Seconds to copy a role's parameters from host memory: those of the fullest device, as the others wait."""
+        """Seconds to copy a role's parameters from host memory or back: those of the fullest device, as the others
+        wait."""
         held = max(self.parameter_bytes(role, placement))
         return self.classes.host_copy_s(held, self.classes_of(placement))
 

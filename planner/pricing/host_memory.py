@@ -19,15 +19,13 @@ COPIES = "copies for commits"
 
 def offloaded(plan: ExecutionPlan, model: CostModel) -> Iterator[tuple[str, Placement, Sequence[float]]]:
     """(part, placement, [stages] bytes of a device) of all that a plan offloads."""
+    onloaded = plan.onloaded
     for role, where in plan.roles.items():
         for placement in where.offloaded:
             if where.trained:
-                yield (
-                    f"{role}: offloaded optimizer",
-                    placement,
-                    model.state_bytes(role, placement, trained=True),
-                )
-            else:
+                state = model.state_bytes(role, placement, trained=True)
+                yield f"{role}: offloaded optimizer", placement, state
+            if (role, placement) in onloaded:
                 yield f"{role}: offloaded parameters", placement, model.parameter_bytes(role, placement)
 
 

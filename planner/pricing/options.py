@@ -14,7 +14,8 @@ The search proves optimality within this class of options:
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
   mixture of experts has one.
 - Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses; for a
-  train_step the optimizer's state is resident or in host memory.
+  train_step both the optimizer's state and the parameters are resident, or the one is in host memory, and the others
+  between their uses if another call may run meanwhile on these devices.
 
 Left out are:
 - options that do not fit the memory of their devices even alone;
@@ -56,15 +57,18 @@ class Option(NamedTuple):
     strategy       (dp, tp, pp) with dp x tp x pp = size
     seconds        the call's duration: of all its parts together, without their dispatch
     resident       [stages] bytes that a device holds all the time for a train_step: trained parameters, their
-                   gradients and optimizer; or for the call that runs the model of a role that follows another:
-                   parameters and master weights; for a generation samples for later iterations; 0 for other calls
+                   gradients and optimizer, without what is offloaded; or for the call that runs the model of a role
+                   that follows another: parameters and master weights; for a generation samples for later
+                   iterations; 0 for other calls
     frozen         [stages] bytes of frozen weights that it holds all the time, once for all calls that share them
                    (RoleModel.weights): those of a frozen role unless they are offloaded, and those below adapters
     copy           [stages] bytes of a read-only copy of the trained parameters, or of the parameters while onloaded
     active         [stages] bytes beyond these while the call runs, or the evaluation that follows a train_step
-    host           [stages] bytes that a device keeps in its host's memory: what is offloaded, copies for commits
-    offload        whether a frozen role's parameters are in host memory except during this call, or a train_step's
-                   optimizer state always
+    host           [stages] bytes that a device keeps in its host's memory: what is offloaded, copies for commits;
+                   without parameters that train
+    offload        as in its assignment
+    onloaded       of an offloaded one: whether an onload brings the role's parameters and an offload frees them.
+                   Those of a train_step stay, as if resident, where no other call runs meanwhile on its devices
     """
 
     first: int
@@ -78,6 +82,7 @@ class Option(NamedTuple):
     active: tuple[float, ...]
     host: tuple[float, ...]
     offload: bool = False
+    onloaded: bool = False
 
     @property
     def assignment(self) -> CallAssignment:
@@ -96,7 +101,8 @@ class Option(NamedTuple):
     @property
     def held(self) -> list[float]:
         """[stages] bytes beyond `active` that a device certainly needs."""
-        return [max(r + f, c) for r, f, c in zip(self.resident, self.frozen, self.copy, strict=True)]
+        stages = zip(self.resident, self.frozen, self.copy, strict=True)
+        return [r + f + c if self.onloaded else max(r + f, c) for r, f, c in stages]
 
 
 def cut_points(n_hosts: int) -> tuple[int, ...]:
@@ -341,14 +347,18 @@ def _offloaded(problem: Problem, call: ModelFunctionCall, alike: Sequence[Option
     model, one = problem.model, alike[0]
     if not problem.graph.changes(call.role):
         nothing = (0.0,) * len(one.frozen)
-        return [option._replace(frozen=nothing, host=option.copy, offload=True) for option in alike]
-    placement = one.assignment.placement
-    resident = model.training_bytes(call.role, placement, offload=True)
-    state = model.state_bytes(call.role, placement, trained=True)
-    host = tuple(map(add, one.host, state))
+        kept = {"frozen": nothing, "host": one.copy, "offload": True, "onloaded": True}
+        return [option._replace(**kept) for option in alike]
+    placement, onloaded = one.assignment.placement, bool(problem.graph.while_idle(call.role))
+    kept = {
+        "resident": model.training_bytes(call.role, placement, offload=True, away=onloaded),
+        "host": tuple(map(add, one.host, model.state_bytes(call.role, placement, trained=True))),
+        "offload": True,
+        "onloaded": onloaded,
+    }
     costs = model.calls(call, placement, [option.micro_batches for option in alike], offload=True)
     return [
-        option._replace(seconds=cost.seconds * call.chunks, resident=resident, host=host, offload=True)
+        option._replace(seconds=cost.seconds * call.chunks, **kept)
         for option, cost in zip(alike, costs, strict=True)
     ]
 

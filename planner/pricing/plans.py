@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -161,7 +162,10 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
             seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement), state)
         case EvaluateNode(at_start=False):
             seconds = evaluation_s(node.role, node.placement, model)
-        case EvaluateNode() | FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode() | SaveSamplesNode():
+        case OffloadNode():
+            if plan.roles[node.role].trained:
+                seconds = model.onload_s(node.role, node.placement)
+        case EvaluateNode() | FetchNode() | ReleaseNode() | OnloadNode() | SaveSamplesNode():
             pass  # samples are small beside everything else
     return seconds + model.classes.dispatch_s, moved
 
@@ -257,13 +261,14 @@ class PlanMemory(NamedTuple):
 def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     """The most bytes that devices hold, over the whole plan and while each call runs.
 
-    Always resident: a trained role's parameters, gradients and optimizer on its training placement; a frozen role's
-    parameters on each placement where they are not offloaded; the weights below adapters on each placement; samples
-    for later iterations on the last stage of the call that draws them. Roles with the same frozen weights hold them
-    once on a placement. A copy exists from its reallocation to its release. Offloaded parameters are on the devices
-    from their onload to their offload; in host memory they are all the time, also where that is the devices' own. A
-    call's temporary memory exists while it runs. A role that follows another has its parameters and master weights
-    where its model runs; while they are blended, the other's parameters are there, too.
+    Always resident: a trained role's parameters, gradients and optimizer on its training placement, and a frozen
+    role's parameters on each placement, without what is offloaded; the weights below adapters on each placement;
+    samples for later iterations on the last stage of the call that draws them. Roles with the same frozen weights
+    hold them once on a placement. A copy exists from its reallocation to its release. Offloaded parameters are on the
+    devices from their onload to their offload, and for an evaluation before the first iteration; in host memory they
+    are all the time, also where that is the devices' own. A call's temporary memory exists while it runs. A role that
+    follows another has its parameters and master weights where its model runs; while they are blended, the other's
+    parameters are there, too.
     """
     groups, stages = _alike(plan, model)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
@@ -288,6 +293,7 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
             if not live[device][part]:
                 del live[device][part]
 
+    away = set(plan.onloaded)
     for node in plan.nodes:
         match node:
             case ReallocateNode():
@@ -296,10 +302,12 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
                 freed(node.role, f"{node.role}: copy", node.placement)
             case OnloadNode():
                 brought(node.name, node.role, f"{node.role}: onloaded parameters", node.placement)
+                away.remove((node.role, node.placement))
             case OffloadNode():
                 freed(node.role, f"{node.role}: onloaded parameters", node.placement)
+                away.add((node.role, node.placement))
             case CallNode() | EvaluateNode():
-                active, part = _active(node, model)
+                active, part = _active(node, model, away)
                 for device, size_bytes in _by_device(stages[node.placement], active):
                     parts = {**live[device], part: size_bytes}
                     note(device, node.name, parts)
@@ -313,10 +321,18 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     return PlanMemory(by_device, call_bytes, kept_on_hosts(plan, model))
 
 
-def _active(node: CallNode | EvaluateNode, model: CostModel) -> tuple[tuple[float, ...], str]:
-    """([stages] bytes that a node needs while it runs, their name as a part of MemoryPeak)."""
+def _active(
+    node: CallNode | EvaluateNode, model: CostModel, away: Collection[tuple[str, Placement]]
+) -> tuple[tuple[float, ...], str]:
+    """([stages] bytes that a node needs while it runs, their name as a part of MemoryPeak).
+
+    away  (role, placement) of parameters that are offloaded then: an evaluation brings them for itself
+    """
     if isinstance(node, EvaluateNode):
-        return model.evaluation(node.role, node.placement).active_bytes, f"{node.name}: KV cache"
+        active = model.evaluation(node.role, node.placement).active_bytes
+        if (node.role, node.placement) in away:
+            active = tuple(map(add, active, model.parameter_bytes(node.role, node.placement)))
+        return active, f"{node.name}: KV cache"
     return model.call(node.call, node.assignment).active_bytes, active_part(node.call)
 
 
@@ -335,12 +351,15 @@ def _resident(
         if on_host:
             yield part, _by_device(on_host, kept)
     there: set[Hashable] = set()
+    onloaded = plan.onloaded
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
             if where.trained and not number:
                 offload = placement in where.offloaded
-                held = model.training_bytes(role, placement, offload)
-                what = "parameters, gradients" if offload else "parameters, gradients, optimizer"
+                away = (role, placement) in onloaded
+                held = model.training_bytes(role, placement, offload, away)
+                what = "gradients" if away else "parameters, gradients"
+                what += "" if offload else ", optimizer"
                 yield f"{role}: {what}", _by_device(stages[placement], held)
             if where.follows and not number:
                 held = model.following_bytes(role, placement)
@@ -349,7 +368,7 @@ def _resident(
             frozen = model.frozen_bytes if where.trained else model.parameter_bytes
             part = "weights below adapters" if where.trained else "frozen parameters"
             key = model.frozen_weights(role, where.changes), placement
-            away = placement in where.offloaded and not where.trained
+            away = (role, placement) in onloaded and not where.trained
             if key not in there and not away and any(frozen(role, placement)):
                 there.add(key)
                 yield f"{role}: {part}", _by_device(stages[placement], frozen(role, placement))

@@ -182,7 +182,7 @@ def _offloads(problem: Problem) -> str:
     """What may be offloaded, in words."""
     if any(device.is_on_host for device in problem.model.classes.profiles):
         return "all models resident"
-    return "frozen models with one call and optimizers resident or offloaded, others resident"
+    return "frozen models with one call and train_steps resident or offloaded, others resident"
 
 
 def _meshes(cluster: Cluster) -> str:

@@ -104,7 +104,7 @@ class ManualAssignment(Settings):
     offload: bool = Field(
         default=False,
         description="Whether host memory keeps a frozen model while it is not needed; of a train_step: the "
-        "optimizer's state, which then passes through the devices in every step.",
+        "optimizer's state, which then passes through the devices in every step, and the model while it is idle.",
     )
     order: int | None = Field(
         default=None,

@@ -145,12 +145,9 @@ class Sequencer:
         """The nodes in the order of a generation's first iteration: those that run ahead come first, because the
         others may need samples that are only drawn now. They read nothing that the others make."""
         ahead = {node.name for node in self.plan.nodes if node.lead}
-        ahead |= {
-            node.name
-            for node in self.plan.nodes
-            if isinstance(node, ReallocateNode | OnloadNode)
-            and any(node.name in other.after for other in self.plan.nodes if other.lead)
-        }
+        for kind in (ReallocateNode, OnloadNode):  # a copy may be made of what an onload brings
+            needed = {name for node in self.plan.nodes if node.name in ahead for name in node.after}
+            ahead |= {node.name for node in self.plan.nodes if isinstance(node, kind) and node.name in needed}
         ahead |= self._freed_ahead()
         return tuple(sorted(self.plan.nodes, key=lambda node: node.name not in ahead))
 

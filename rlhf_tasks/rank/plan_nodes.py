@@ -142,12 +142,12 @@ class RankRun:
                 self._save_as(0, role, engine)
             return
         commit = KeptCommit(kept, self._spec, self._groups, self._moved)
-        if commit.is_whole:
-            for role, layout in self._engines.changing_layouts():
-                commit.take_over(role, layout, engines.get(role))
-        else:
-            for role, engine in engines.items():
-                restore(role, engine, Path(self._spec.run_folder), step, self._moved)
+        for role, layout in self._engines.changing_layouts():
+            with self._engines.at_hand(role, layout.placement) as engine:
+                if commit.is_whole:
+                    commit.take_over(role, layout, engine)
+                elif engine is not None:
+                    restore(role, engine, Path(self._spec.run_folder), step, self._moved)
 
     @cached_property
     def _ahead(self) -> list[SaveSamplesNode]:
@@ -355,12 +355,16 @@ class RankRun:
         due = iteration == 0 if node.at_start else asked.is_due(iteration, config.total_iterations)
         if not due:
             return Outcome()
-        engine = self._engines.get(node.role, node.placement)
-        held, expected = engine.version, request.versions[node.role]
-        require(held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}")
-        flops_before = engine.flops
-        metrics = self._evaluated().metrics(engine, iteration, node.at_start)
-        flops = engine.flops - flops_before
+        # Before the first iteration offloaded weights come for it alone: their onload is later in the plan.
+        with self._engines.at_hand(node.role, node.placement) as engine:
+            assert engine is not None, f"{node.name} is requested of a rank of another placement"
+            held, expected = engine.version, request.versions[node.role]
+            require(
+                held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}"
+            )
+            flops_before = engine.flops
+            metrics = self._evaluated().metrics(engine, iteration, node.at_start)
+            flops = engine.flops - flops_before
         return (
             Outcome(flops=flops, details={BEFORE: metrics})
             if node.at_start

@@ -1,6 +1,7 @@
 """The engines that one rank holds: its roles on their placements, residents and copies."""
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,11 +31,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class RoleEngines:
     """(role, placement) -> Engine, for the placements that this rank is in.
 
-    A trained role is resident on its training placement; a frozen one on all its placements, except where it is
-    offloaded: there `onload` brings its weights and `offload` frees them. Of a trained role that is offloaded, host
-    memory keeps the optimizer's state. `reallocate` makes a copy of a trained role
-    and `release` frees it; the engine of a released copy is kept without weights. `sync` blends a trained role's
-    weights into those of a role that follows it, on the first placement of that role.
+    A trained role is resident on its training placement; a frozen one on all its placements, except where the plan
+    has an onload: there `onload` brings its weights and `offload` frees them. Of a trained role that is offloaded,
+    host memory keeps the optimizer's state all the time. `reallocate` makes a copy of a trained role and `release`
+    frees it; the engine of a released copy is kept without weights. `sync` blends a trained role's weights into those
+    of a role that follows it, on the first placement of that role.
 
     With adapters, the frozen weights below them are resident wherever the role is used, and only the adapters are
     copied and released. Roles that begin from one folder share such weights where they are on one placement, so a
@@ -69,14 +70,15 @@ class RoleEngines:
         self._absent: set[tuple[str, Placement]] = set()
         self._copier = copier(groups.device)
         self._host_copies: dict[tuple[str, Placement], HostCopy] = {}
+        onloaded = plan.onloaded
         for role, parts in self._roles.items():
             planned = plan.roles[role]
             for number, placement in enumerate(planned.placements):
                 if groups.rank not in placement.devices:
                     continue
                 copy = planned.trained and number > 0
-                layout, offloads = self._layout(role, placement), placement in planned.offloaded
-                away = offloads and not planned.trained
+                layout, comes_and_goes = self._layout(role, placement), (role, placement) in onloaded
+                away = comes_and_goes and not planned.trained
                 if copy and layout.lora is None:
                     continue  # its weights come with its first reallocation
                 blended = bool(planned.follows) and number == 0
@@ -89,12 +91,12 @@ class RoleEngines:
                     settings,
                     blended=blended,
                     micro_batch_tokens=self._most_tokens,
-                    copies=self._copier if offloads and planned.trained else None,
+                    copies=self._copier if planned.trained and placement in planned.offloaded else None,
                 )
                 if copy:
                     self._drop(role, placement)
-                if away:
-                    self._host_copies[role, placement] = HostCopy(stage, self._copier)
+                if comes_and_goes:
+                    self._host_copies[role, placement] = self._away(self._engines[role, placement])
 
     def get(self, role: str, placement: Placement) -> Engine:
         """The engine of a role on a placement, whose weights must be there. Waits for a copy that is in progress."""
@@ -106,6 +108,18 @@ class RoleEngines:
             require(not away, f"role {role!r} on {placement} is offloaded: onload it first")
             self._host_copies[key].wait()
         return self._engines[key]
+
+    @contextmanager
+    def at_hand(self, role: str, placement: Placement) -> Iterator[Engine | None]:
+        """The engine of a role on a placement, whose weights are on this rank's device meanwhile, also where they are
+        offloaded. None where this rank has none."""
+        held = self._host_copies.get((role, placement))
+        fetched = held if held is not None and held.is_away else None
+        if fetched is not None:
+            fetched.onload()
+        yield self.get(role, placement) if self._groups.rank in placement.devices else None
+        if fetched is not None:
+            fetched.offload()
 
     def changing(self) -> Iterator[tuple[str, Engine]]:
         """The roles whose weights change that this rank owns a part of."""
@@ -150,7 +164,7 @@ class RoleEngines:
     def _moved(self, node: ReallocateNode | SyncNode, role: str, version: int) -> Reallocated:
         """A trained role's weights on a node's destination; the source must have `version`."""
         source, destination = self._layout(role, node.source), self._layout(role, node.destination)
-        owner = self._engines.get((role, node.source))
+        owner = self.get(role, node.source) if (role, node.source) in self._engines else None
         if owner is not None:
             held = owner.version
             require(held == version, f"{node.name}: the source has version {held}, the plan says {version}")
@@ -180,13 +194,19 @@ class RoleEngines:
         reach(Point.ONLOAD)
 
     def offload(self, role: str, placement: Placement) -> None:
-        """Free an offloaded role's weights on this rank's device."""
+        """Free an offloaded role's weights on this rank's device. Those that train are in host memory before."""
         self._host_copies[role, placement].offload()
         reach(Point.OFFLOAD)
 
     def close(self) -> None:
         """End the copies between host and device."""
         self._copier.close()
+
+    def _away(self, engine: Engine) -> HostCopy:
+        """The weights of an engine, in host memory from now on."""
+        if engine.master is not None:
+            return HostCopy.of_master(engine.master, self._copier)
+        return HostCopy.of_module(engine.stage, self._copier)
 
     def _install(self, role: str, placement: Placement, moved: Reallocated) -> None:
         key = (role, placement)

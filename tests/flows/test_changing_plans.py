@@ -72,7 +72,10 @@ class Runs:
     def plan(self, placed):
         problem = problem_of(self.config, hardware_of(self.config))
         assignments = {
-            call: CallAssignment(placement=Placement(devices, ParallelStrategy(*strategy)))
+            call: CallAssignment(
+                placement=Placement(devices, ParallelStrategy(*strategy)),
+                offload=placed is LATER and call.endswith("train"),
+            )
             for call, (devices, strategy) in placed.items()
         }
         return build_plan(problem.graph, assignments, Cluster(1, 2))

@@ -28,5 +28,6 @@ class LazyArrival:
     def wait(self) -> None:
         for values, there in self._pairs:
             there.copy_(values)
+        self._pairs = ()
 
     finish = wait

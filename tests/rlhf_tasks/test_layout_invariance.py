@@ -49,8 +49,8 @@ PLANS = {
             "ref_inference": {"devices": [2, 3], "dp": 2, "balance": "tokens"},
             "reward_inference": {"devices": [0, 1, 2, 3], "dp": 4},
             "critic_inference": {"devices": [0, 1], "tp": 2, "micro_batches": 3},
-            "actor_train": {"devices": [0, 1, 2, 3], "dp": 2, "tp": 2, "balance": "tokens"},
-            "critic_train": {"devices": [0, 1, 2, 3], "dp": 4, "micro_batches": 2},
+            "actor_train": {"devices": [0, 1, 2, 3], "dp": 2, "tp": 2, "balance": "tokens", "offload": True},
+            "critic_train": {"devices": [0, 1, 2, 3], "dp": 4, "micro_batches": 2, "offload": True},
         },
     ),
 }

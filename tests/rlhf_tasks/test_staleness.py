@@ -22,7 +22,10 @@ PLANS = {
     "one rank": (1, dict.fromkeys(CALLS, ALONE)),
     "generation on a mesh of its own": (
         2,
-        {call: {"devices": [0 if call == "actor_generate" else 1]} for call in CALLS},
+        {
+            call: {"devices": [0 if call == "actor_generate" else 1], "offload": call.endswith("train")}
+            for call in CALLS
+        },
     ),
     OWN: (
         4,

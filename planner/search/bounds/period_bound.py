@@ -19,7 +19,7 @@ their minima. The difference is added to the edges into the reader and to the tr
 (planner/search/bounds/relaxation.py, moves).
 
 Onloads, offloads and their copies are left out, so the bound is the same for an option and its offloaded twin. Only
-where an optimizer must be offloaded (relaxation.py, must_offload), its call takes longer. The devices of transfers
+where a train_step must be offloaded (relaxation.py, must_offload), it takes longer. The devices of transfers
 are left out too, so the bound of a complete choice may be a few dispatches below its period.
 """
 

@@ -47,9 +47,10 @@ class Relaxation(NamedTuple):
     above         [rows] the row one level up; OPEN for groups and for offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
     spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
-    least         [rows, 5] the smallest of resident, frozen, copy, active bytes over the stages, and of the resident
-                  bytes of a train_step whose optimizer is offloaded
-    away_s        [rows] the least seconds that a train_step takes more if its optimizer is offloaded; 0: other calls
+    least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
+                  bytes and of the onload's if it is offloaded, where it can be
+    away_s        [rows] the least seconds that a train_step takes more if it is offloaded; 0: other calls
+    while_idle    [calls, calls] bool: whether the second may run while the first one's role is idle
     fastest       [calls] seconds of the fastest option
     data          [calls, calls] bool: whether an edge of data leads from one to the other
     ends, begins  [calls] bool: whether the call is the last, the first of a path of data
@@ -68,6 +69,7 @@ class Relaxation(NamedTuple):
     spot: Ints
     least: Floats
     away_s: Floats
+    while_idle: Bools
     fastest: Floats
     data: Bools
     ends: Bools
@@ -89,7 +91,7 @@ def relaxation(tables: Tables) -> Relaxation:
     number = {name: i for i, name in enumerate(names)}
     ordered = data_order(graph)
     moves = np.array(_moves(tables, number), np.int64).reshape(-1, 4).T.copy()
-    ladder = _ladder(arrays)
+    ladder, roles = _ladder(arrays), [call.role for call in graph.calls]
     return Relaxation(
         arrays=arrays._replace(options=ladder.options),
         above=ladder.above,
@@ -99,6 +101,7 @@ def relaxation(tables: Tables) -> Relaxation:
         spot=spots[1],
         least=ladder.least,
         away_s=ladder.away_s,
+        while_idle=np.array([[b in idle for b in names] for idle in map(graph.while_idle, roles)]),
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
@@ -184,13 +187,14 @@ def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
 def _least_stages(arrays: Arrays) -> tuple[Floats, Floats]:
     """(least, away_s) of Relaxation, of options."""
     begins, option = np.unique(arrays.options.stage, return_inverse=True)
-    columns = (arrays.stages[name] for name in ("resident", "frozen", "copy", "active", "resident"))
+    columns = (arrays.stages[name] for name in ("resident", "frozen", "copy", "active", "resident", "copy"))
     least = np.stack([np.minimum.reduceat(column, begins)[option] for column in columns], axis=1)
+    least[:, 5] *= arrays.options.onloaded
     away_s, seconds = np.zeros(len(least)), arrays.options.seconds
-    for call in np.flatnonzero(arrays.trainer == np.arange(arrays.n_calls)):
+    for call in range(arrays.n_calls):
         own, away, end = arrays.start[call], arrays.offloaded[call], arrays.start[call + 1]
         if away < end:
-            least[own:away, 4] = least[away:end, 0]
+            least[own:away, 4:] = least[away:end, 4:]
             away_s[own:away] = np.maximum(seconds[away:end] - seconds[own:away], 0.0)
     return least, away_s
 
@@ -337,20 +341,20 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
     """Whether some device certainly lacks memory for the calls with placements.
 
     choice  [calls] int64 rows, or OPEN
-    kept    number of a train_step whose optimizer is not offloaded, or OPEN
+    kept    number of a train_step that is not offloaded, or OPEN
 
     Each call counts with its least stage, and as if it were offloaded if it can be and is not kept. Only the first
     device of each mesh is checked: one of these holds the most.
     """
     o, n = r.arrays.options, r.arrays.n_calls
-    static, needed = np.zeros(n), np.zeros(n)
+    static, needed, onloaded = np.zeros(n), np.zeros(n), np.zeros(n)
     for call in range(n):
         row = choice[call]
         if placed(o, row):
             needed[call], static[call] = r.least[row, 3], r.least[row, 0 if call == kept else 4]
-            if may_offload(r.arrays, call) and r.arrays.trainer[call] < 0:
-                needed[call] += r.least[row, 2]
-            elif not _stands_before(o, r.arrays.weights, choice, call):
+            onloaded[call] = 0.0 if call == kept else r.least[row, 5]
+            frozen_away = may_offload(r.arrays, call) and r.arrays.trainer[call] < 0
+            if not frozen_away and not _stands_before(o, r.arrays.weights, choice, call):
                 static[call] += r.least[row, 1]
     for k in range(len(r.reader)):
         reader, trainer = choice[r.reader[k]], choice[r.trainer[k]]
@@ -360,19 +364,28 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
         if placed(o, row):
             device, held, peak = o[row].first, 0.0, 0.0
             for call in range(n):
-                mesh = o[choice[call]]
-                if placed(o, choice[call]) and mesh.first <= device < mesh.first + mesh.size:
-                    held += static[call]
-                    peak = max(peak, needed[call])
+                if not _is_on(o, choice[call], device):
+                    continue
+                held, during = held + static[call], needed[call]
+                for other in range(n):
+                    if not r.while_idle[other, call] and _is_on(o, choice[other], device):
+                        during += onloaded[other]
+                peak = max(peak, during)
             if held + peak > memory_of(r.arrays, device):
                 return True
     return False
 
 
+@inner
+def _is_on(options: Rows, row: int, device: int) -> bool:
+    """Whether a row has a placement with a device."""
+    return placed(options, row) and options[row].first <= device < options[row].first + options[row].size
+
+
 @compiled
 def must_offload(r: Relaxation, choice: Ints, call: int) -> bool:
-    """Whether a call is a train_step whose optimizer certainly has no room on its devices beside the calls with
-    placements."""
+    """Whether a call is a train_step that certainly has no room on its devices beside the calls with placements, if
+    it is not offloaded."""
     trains = r.arrays.trainer[call] == call and may_offload(r.arrays, call)
     return trains and placed(r.arrays.options, choice[call]) and lacks(r, choice, call)
 

@@ -246,7 +246,7 @@ def _allow(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: flo
 
 @inner
 def _fast_enough(r: Relaxation, state: SearchState, threshold: float) -> bool:
-    """Whether the fastest options at the calls' placements, with unlimited memory but for optimizers that must be
+    """Whether the fastest options at the calls' placements, with unlimited memory but for train_steps that must be
     offloaded, have a period below the threshold.
 
     True if some call has no placement yet.

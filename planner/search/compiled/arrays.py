@@ -2,8 +2,8 @@
 
 The options of all calls are in one table: option j of call c is row start[c] + j. A template (planner.plan.template)
 holds the nodes of all plans with the same pattern, that is, with the same pairs of calls that have equal sides and
-equal placements. Its slots are numbered. It contains the onloads and offloads of all calls whose role may be
-offloaded; if a call's option is resident, these slots are idle. Orders are those of planner.plan.call_order.
+equal placements. Its slots are numbered. It contains the onloads and offloads of all calls that have options with
+these; where a choice has none for a call, its slots are idle. Orders are those of planner.plan.call_order.
 """
 
 import math
@@ -52,10 +52,8 @@ _KINDS: dict[SlotKind, int] = {
 OPTION_ROW = np.dtype(
     [
         *((name, "f8") for name in ("seconds", "save_s", "evaluate_s", "copy_s")),
-        *(
-            (name, "i8")
-            for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "classes", "stage")
-        ),
+        *((name, "i8") for name in ("first", "size", "dp", "tp", "pp", "onloaded")),
+        *((name, "i8") for name in ("where", "place", "strategy", "classes", "stage")),
         *((name, "f8") for name in ("resident", "frozen", "copy", "active", "host", "layer")),
         ("layers", "i8"),
     ]
@@ -65,8 +63,9 @@ OPTION_ROW = np.dtype(
 seconds, save_s  seconds of the call (of all its parts together), and of the save that follows a train_step, or the
                  call of a role that follows another; both include dispatch
 evaluate_s       seconds per iteration of the evaluation that follows a train_step, dispatch included; 0 without one
-copy_s           seconds of the copy of its parameters from host memory
+copy_s           seconds of the copy of its parameters from host memory, or back
 first .. pp      mesh and strategy
+onloaded         1 or 0, as in planner.pricing.options.Option
 where            row of Arrays.sides; options with equal numbers have every sample on the same rank
 place            number of the placement
 strategy         number of (dp, tp, pp) together with the device classes along the mesh
@@ -137,6 +136,7 @@ class Arrays(NamedTuple):
     role        [calls] int64: number of the call's role
     trainer     [calls] int64: the call that trains its role, -1 if none does
     chunks      [calls] int64: parts into which the call is cut
+    while_idle  [calls] int64, bit c: call c may run while the call's role is idle; where it is frozen, all bits
     weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen
     start       [calls + 1] int64: row of each call's first option
     offloaded   [calls] int64: row of the first of its offloaded options; the next call's start if there are none. The
@@ -159,6 +159,7 @@ class Arrays(NamedTuple):
     role: Ints
     trainer: Ints
     chunks: Ints
+    while_idle: Ints
     weights: Ints
     start: Ints
     offloaded: Ints
@@ -187,6 +188,7 @@ def make_arrays(
     shapes = [model.models[role].shape for role in graph.roles]
     roles = [graph.roles.index(call.role) for call in graph.calls]
     rows, stages, sides, wires = _option_rows(problem, options)
+    idle = [graph.while_idle(call.role) if graph.trainer(call.role) else number for call in graph.calls]
     weights = _Numbers()
     per_host = problem.cluster.devices_per_host
     memories = [
@@ -204,9 +206,7 @@ def make_arrays(
         templates = before.templates
     else:
         offloadable = {
-            call.name
-            for call, of_call in zip(graph.calls, options, strict=True)
-            if of_call[-1].offload and not graph.changes(call.role)
+            call.name for call, of_call in zip(graph.calls, options, strict=True) if of_call[-1].onloaded
         }
         templates = _templates(problem, orders, offloadable)
     return Arrays(
@@ -220,6 +220,7 @@ def make_arrays(
         role=np.array(roles),
         trainer=np.array(trained_by),
         chunks=np.array([call.chunks for call in graph.calls]),
+        while_idle=np.array([sum(1 << number[name] for name in names) for names in idle]),
         weights=np.array([weights[problem.frozen_weights(call.role)] for call in graph.calls]),
         start=start,
         offloaded=offloaded,
@@ -277,9 +278,8 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
             saved_s, evaluated_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
             where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
             seconds = option.seconds + call.chunks * dispatch_s
-            rows.append(
-                (seconds, saved_s, evaluated_s, copy_s, *mesh, *degrees, where, place, strategy, *figures)
-            )
+            place = (*mesh, *degrees, option.onloaded, where, place, strategy)
+            rows.append((seconds, saved_s, evaluated_s, copy_s, *place, *figures))
     slowest = np.array([classes.wires(within) for within in wires], np.float64)
     return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64), slowest
 
@@ -302,7 +302,7 @@ class _Numbers(dict[Any, int]):
 def _templates(
     problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str]
 ) -> Templates:
-    """The templates of all patterns. offloadable: names of the calls that have offloaded options."""
+    """The templates of all patterns. offloadable: names of the calls that have options with onloads."""
     graph = problem.graph
     found: dict[tuple, int] = {}
     different: list[PlanTemplate] = []

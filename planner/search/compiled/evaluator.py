@@ -84,6 +84,10 @@ def durations(arrays: Arrays, template: int, rows: Ints, chains: Ints, out: Floa
             out[i] = options[here].evaluate_s
         elif slot.kind == COPY:
             out[i] = options[here].copy_s
+        elif (
+            slot.kind == OFFLOAD and arrays.trainer[slot.call] == slot.call
+        ):  # its values go back to host memory
+            out[i] = options[here].copy_s + arrays.dispatch_s
         elif slot.kind == REALLOCATE or slot.kind == SYNC:
             out[i] = reallocation_s(arrays, int(arrays.role[slot.call]), there, here)
             if slot.kind == SYNC:
@@ -147,7 +151,7 @@ def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[f
     if not endless:
         if not surely_fits(arrays, template, rows, chains, masks, n_masks):
             excess = excesses(arrays, template, rows, chains)
-        excess = np.maximum(excess, host_excess(arrays, rows))
+        excess = np.maximum(excess, host_excess(arrays, template, rows, chains))
     seconds = np.empty(len(chains))
     durations(arrays, template, rows, chains, seconds)
     best, order = fastest_order(arrays, template, seconds, chains, n_chains, excess, limit)
@@ -159,19 +163,28 @@ def _chains(arrays: Arrays, template: int, rows: Ints, masks: Ints, n_masks: int
     """Writes the chains of each slot to out ([slots] int64, bit k: chain k); returns the number of chains.
 
     Chain k has the slots on the devices of masks[k]. If there are several copies, chain n_masks + k has the copies to
-    these devices. An idle slot is on no chain: it serves offloaded parameters, but the call's option is resident.
+    these devices. An idle slot is on no chain: it serves parameters that come and go, but in this choice they stay.
     """
     copies = 0
     for i in range(len(out)):
         slot = arrays.templates.slots[template, i]
         serves = slot.kind == ONLOAD or slot.kind == OFFLOAD or slot.kind == COPY
-        if serves and rows[slot.call] < arrays.offloaded[slot.call]:
+        if serves and not _comes_and_goes(arrays, rows, masks, n_masks, int(slot.call)):
             continue
         copies += 1 if slot.kind == COPY else 0
         for k in range(n_masks):
             if slot.mask & masks[k]:
                 out[i] |= 1 << (n_masks + k if slot.kind == COPY else k)
     return 2 * n_masks if copies > 1 else n_masks
+
+
+@inner
+def _comes_and_goes(arrays: Arrays, rows: Ints, masks: Ints, n_masks: int, call: int) -> bool:
+    """Whether a call has an onload: its option has one, and another call may use one of its devices meanwhile."""
+    for k in range(n_masks):
+        if masks[k] >> call & 1 and masks[k] & arrays.while_idle[call]:
+            return arrays.options[rows[call]].onloaded > 0
+    return False
 
 
 @inner

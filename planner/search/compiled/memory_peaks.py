@@ -12,6 +12,7 @@ from planner.search.compiled.compile import inner
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @inner
@@ -40,8 +41,8 @@ def surely_fits(arrays: Arrays, template: int, rows: Ints, chains: Ints, masks: 
                 active = max(active, arrays.options[rows[c]].active)
         for i in range(arrays.templates.size[template]):
             slot = arrays.templates.slots[template, i]
-            brings = slot.kind == REALLOCATE or slot.kind == SYNC or (slot.kind == ONLOAD and chains[i] > 0)
-            if brings and masks[k] >> slot.call & 1:
+            onloads = slot.kind == ONLOAD and arrays.options[rows[slot.call]].onloaded
+            if (slot.kind == REALLOCATE or slot.kind == SYNC or onloads) and masks[k] >> slot.call & 1:
                 held += arrays.options[rows[slot.call]].copy
         if held + active > arrays.memory_bytes:
             return False
@@ -117,8 +118,12 @@ def _stages_on(
                 resident += arrays.stages[stage[c]].frozen
     for i in range(arrays.templates.size[template]):
         slot = arrays.templates.slots[template, i]
-        brings = slot.kind == REALLOCATE or slot.kind == SYNC or (slot.kind == ONLOAD and chains[i] > 0)
-        if brings and stage[slot.call] >= 0:
+        onloads = slot.kind == ONLOAD and arrays.options[rows[slot.call]].onloaded
+        if stage[slot.call] < 0:
+            continue
+        if onloads and not chains[i]:
+            resident += arrays.stages[stage[slot.call]].copy
+        elif onloads or slot.kind == REALLOCATE or slot.kind == SYNC:
             copies += arrays.stages[stage[slot.call]].copy
     return resident, resident + copies + active
 
@@ -146,15 +151,21 @@ def _peak(arrays: Arrays, template: int, order: int, chains: Ints, stage: Ints, 
 
 
 @inner
-def host_excess(arrays: Arrays, rows: Ints) -> float:
+def host_excess(arrays: Arrays, template: int, rows: Ints, chains: Ints) -> float:
     """The most bytes that any host lacks; 0 if none lacks any.
 
     From one host to the next, the bytes kept grow only on a host where a stage begins, and on the host after it if
     the stage reaches over. Their memory changes where a run of another device class begins.
     """
+    away = np.zeros(len(rows), np.bool_)  # whether parameters that train come and go
+    for i in range(arrays.templates.size[template]):
+        slot = arrays.templates.slots[template, i]
+        if slot.kind == ONLOAD and chains[i] and arrays.trainer[slot.call] == slot.call:
+            away[slot.call] = True
     most = 0.0
     for c in range(len(rows)):
-        most += arrays.options[rows[c]].host * min(arrays.options[rows[c]].size, arrays.per_host)
+        option = arrays.options[rows[c]]
+        most += (option.host + away[c] * option.copy) * min(option.size, arrays.per_host)
     if most <= arrays.host_bytes:
         return 0.0
     worst = 0.0
@@ -162,17 +173,17 @@ def host_excess(arrays: Arrays, rows: Ints) -> float:
         option = arrays.options[rows[c]]
         for p in range(option.pp):
             first = option.first + p * option.dp * option.tp
-            worst = max(worst, _host_lacks(arrays, rows, first // arrays.per_host))
+            worst = max(worst, _host_lacks(arrays, rows, away, first // arrays.per_host))
             if first // arrays.per_host < (first + option.dp * option.tp - 1) // arrays.per_host:
-                worst = max(worst, _host_lacks(arrays, rows, first // arrays.per_host + 1))
+                worst = max(worst, _host_lacks(arrays, rows, away, first // arrays.per_host + 1))
     for run in range(1, len(arrays.memories)):
-        worst = max(worst, _host_lacks(arrays, rows, arrays.memories[run].first // arrays.per_host))
+        worst = max(worst, _host_lacks(arrays, rows, away, arrays.memories[run].first // arrays.per_host))
     return worst
 
 
 @inner
-def _host_lacks(arrays: Arrays, rows: Ints, host: int) -> float:
-    """Bytes that a host lacks; negative if some are left."""
+def _host_lacks(arrays: Arrays, rows: Ints, away: Bools, host: int) -> float:
+    """Bytes that a host lacks; negative if some are left. away: [calls] whether parameters that train come and go."""
     begin, kept = host * arrays.per_host, 0.0
     end = begin + arrays.per_host
     for c in range(len(rows)):
@@ -184,5 +195,6 @@ def _host_lacks(arrays: Arrays, rows: Ints, host: int) -> float:
                 break
             there = min(end, first + width) - max(begin, first)
             if there > 0:
-                kept += there * arrays.stages[option.stage + p].host
+                stage = arrays.stages[option.stage + p]
+                kept += there * (stage.host + away[c] * stage.copy)
     return kept - arrays.memories[_run_of(arrays, begin)].host

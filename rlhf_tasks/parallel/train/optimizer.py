@@ -94,16 +94,30 @@ class MasterWeights:
         (on,) = {parameter.device for parameter in slices.values()}
         self._precise = torch.float64 if dtype == torch.float64 else torch.float32
         self._weights = torch.zeros(self._buckets[-1].stop, dtype=dtype, device=on)
-        self._flat = {}
-        for piece in (piece for bucket in self._buckets for piece in bucket.pieces):
-            parameter = slices[piece.name]
-            flat = self._flat[piece.name] = self._weights[piece.start : piece.stop]
-            flat.view_as(parameter).copy_(parameter.detach())
-            parameter.data = flat.view_as(parameter)
+        pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+        for piece in pieces:
+            self._weights[piece.start : piece.stop] = slices[piece.name].detach().flatten()
+        # parameter, its range in the flat buffer, its shape
+        self._parameters = [
+            (slices[piece.name], slice(piece.start, piece.stop), slices[piece.name].shape) for piece in pieces
+        ]
+        self.use(self._weights)
         master = self._zeros()
         for name, start, stop, at in self._kept:
-            master[at : at + stop - start] = self._flat[name][start:stop]
+            master[at : at + stop - start] = slices[name].detach().flatten()[start:stop]
         self._state: dict[StateKind, Tensor] = {"master": master}
+
+    @property
+    def weights(self) -> Tensor:
+        """[elements] this rank's parameters, flat."""
+        return self._weights
+
+    def use(self, weights: Tensor) -> None:
+        """Let the parameters lie in another tensor like `weights`. In one without elements they are not there: until
+        there is another one, only their state may be used."""
+        self._weights = weights
+        for parameter, at, shape in self._parameters:
+            parameter.data = weights[at].view(shape) if weights.numel() else weights
 
     def _zeros(self) -> Tensor:
         """A new tensor of the state, flat: on the device, or in host memory."""

@@ -2,6 +2,7 @@ import pytest
 
 from planner.plan.graph import DataflowGraph, GraphError, VersionEdge
 from rlhf_tasks.spec import ModelFunctionCall
+from tests.planner.ahead import drawn_ahead_by
 
 
 def call(name, inputs=("x",), outputs=(), kind="inference", role=None, n_seqs=8, **more) -> ModelFunctionCall:
@@ -45,6 +46,24 @@ def test_versions_cross_iterations(make_graph):
         VersionEdge("critic_train", "critic_inference", "critic"),
         VersionEdge("critic_train", "critic_train", "critic"),
     }
+
+
+def test_a_role_is_idle_before_its_first_call_and_after_its_last(make_graph):
+    """GRPO generates first and trains last; if it draws ahead, scores may come before it generates the next."""
+    graph = make_graph()
+    assert graph.while_idle("critic") == {
+        "actor_generate",
+        "ref_inference",
+        "reward_inference",
+        "actor_train",
+    }
+    assert graph.while_idle("actor") == {"critic_train"}
+    assert graph.while_idle("ref") == {call.name for call in graph.calls} - {"ref_inference"}
+    learns = {"group_size": 8, "beta": 0.1, "max_rounds": 1, "mask_truncated_completions": False}
+    grpo = make_graph("grpo", **learns)
+    assert grpo.while_idle("actor") == make_graph("sft").while_idle("actor") == set()
+    ahead = DataflowGraph(drawn_ahead_by(1, grpo.calls), grpo.dataset_keys)
+    assert ahead.while_idle("actor") == {"ref_inference", "reward_inference"}
 
 
 def test_a_call_downstream_of_the_training_reads_the_new_version():

@@ -3,6 +3,7 @@
 import pytest
 
 from planner.plan.build import PlanError, build_plan
+from planner.plan.call_order import call_orders
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from rlhf_tasks.spec import (
@@ -54,7 +55,7 @@ def test_the_next_call_on_the_devices_waits_for_the_memory(offloading):
         ),
         (
             "critic_inference",
-            "'critic_inference': .* or give it to 'critic_train': host memory then keeps its optim",
+            "'critic_inference': .* or give it to 'critic_train': host memory then keeps its optimizer, and its para",
         ),
     ],
 )
@@ -65,20 +66,68 @@ def test_weights_that_train_are_not_offloaded(make_graph, assign, changed, messa
         build_plan(graph, places, Cluster(1, 1))
 
 
-def test_an_offloaded_optimizer_needs_no_nodes(make_graph, assign):
-    graph = make_graph()
-    plans = [
-        build_plan(
-            graph,
-            {c.name: assign([0], offload=offload and c.kind == "train_step") for c in graph.calls},
-            Cluster(1, 1),
+CRITIC_TRAINS = ("onload_critic_to_critic_train", "offload_critic_of_critic_train")
+
+
+def test_parameters_that_train_come_for_their_first_reader_and_go_after_the_last(make_graph, assign):
+    """The values are inferred where the critic trains, and it is evaluated after each step and before the first."""
+    made, cluster = make_graph(), Cluster(1, 2)
+    graph = DataflowGraph(made.calls, made.dataset_keys, evaluated=("critic",), on_start=True)
+    places = {c.name: assign([0, 1], tp=2, offload=c.name == "critic_train") for c in graph.calls}
+    for order in (None, *call_orders(graph)):
+        plan = build_plan(graph, places, cluster, call_order=order)
+        names = [node.name for node in plan.nodes]
+        onload, offload = map(names.index, CRITIC_TRAINS)
+        assert names.index("actor_generate") < onload < names.index("critic_inference")
+        assert names[offload - 3 : offload] == ["critic_train", "save_critic", "evaluate_critic"]
+        assert CRITIC_TRAINS[0] not in plan.node("evaluate_critic_at_start").after, (
+            "it brings them for itself"
         )
-        for offload in (False, True)
-    ]
-    names = [[node.name for node in plan.nodes] for plan in plans]
-    assert names[0] == names[1]
-    assert plans[1].roles["actor"].offloaded == (plans[1].node("actor_train").placement,)
-    assert plans[1].roles["ref"].offloaded == plans[0].roles["actor"].offloaded == ()
+        assert CRITIC_TRAINS[0] in plan.node("critic_inference").after
+        assert onloads(plan) == [CRITIC_TRAINS[0]]
+        assert plan.onloaded == {("critic", places["critic_train"].placement)}
+        assert ExecutionPlan.model_validate_json(plan.model_dump_json()) == plan
+    resident = {name: given.model_copy(update={"offload": False}) for name, given in places.items()}
+    left = [name for name in names if name not in CRITIC_TRAINS]
+    assert left == [node.name for node in build_plan(graph, resident, cluster, call_order=order).nodes]
+
+
+def test_a_copy_is_made_of_parameters_that_have_come(make_graph, assign):
+    """The values are inferred elsewhere: the reallocation reads first."""
+    graph = make_graph()
+    places = {c.name: assign([0]) for c in graph.calls}
+    places |= {"critic_inference": assign([1]), "critic_train": assign([0], offload=True)}
+    for order in (None, *call_orders(graph)):
+        plan = build_plan(graph, places, Cluster(1, 2), call_order=order)
+        names = [node.name for node in plan.nodes]
+        copied = names.index("reallocate_critic_to_critic_inference")
+        assert names.index(CRITIC_TRAINS[0]) < copied
+        assert order is None or names.index("actor_generate") < names.index(CRITIC_TRAINS[0])
+        assert CRITIC_TRAINS[0] in plan.node("reallocate_critic_to_critic_inference").after
+        assert names[names.index(CRITIC_TRAINS[1]) - 1] == "save_critic"
+
+
+def test_parameters_stay_where_nothing_else_runs_while_they_are_idle(make_graph, assign):
+    """Only the optimizer's state is in host memory of a critic on devices of its own, and of GRPO's actor, which
+    generates first and trains last."""
+    graph = make_graph()
+    places = {c.name: assign([0], offload=c.name == "critic_train") for c in graph.calls}
+    places |= {
+        name: assign([1], offload=name == "critic_train") for name in ("critic_inference", "critic_train")
+    }
+    plan = build_plan(graph, places, Cluster(1, 2))
+    assert onloads(plan) == []
+    assert plan.roles["critic"].offloaded == (places["critic_train"].placement,)
+    scored = build_plan(graph, {**places, "reward_inference": assign([1])}, Cluster(1, 2))
+    assert onloads(scored) == [CRITIC_TRAINS[0]]
+
+    graph = make_graph("grpo", group_size=8, beta=0.1, max_rounds=1, mask_truncated_completions=False)
+    places = {c.name: assign([0], offload=c.kind == "train_step") for c in graph.calls}
+    plan = build_plan(graph, places, Cluster(1, 1))
+    assert onloads(plan) == []
+    assert plan.roles["actor"].offloaded == (plan.node("actor_train").placement,)
+    assert plan.roles["ref"].offloaded == ()
+    assert plan.onloaded == frozenset()
 
 
 @pytest.fixture

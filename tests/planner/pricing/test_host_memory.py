@@ -75,9 +75,10 @@ def test_a_plan_that_its_hosts_have_no_memory_for_is_refused_in_one_sentence(pla
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 8), (2, 4)])
-def test_an_offloaded_optimizer_leaves_two_chunks_on_the_device_and_takes_the_way_there_and_back(
+def test_an_offloaded_train_step_leaves_two_chunks_of_state_on_the_device_and_takes_the_way_there_and_back(
     plan_of, ppo_cost, dp, tp
 ):
+    """The peak is in the step, with the parameters on the device."""
     cluster = Cluster(1, 8)
     model = ppo_cost(cluster)
     resident, away = (
@@ -88,9 +89,16 @@ def test_an_offloaded_optimizer_leaves_two_chunks_on_the_device_and_takes_the_wa
     state = 12 * SEVEN_B / 8
     assert saved == pytest.approx(state - 2 * 12 * 2**22, rel=0.02)
     assert away.hosts[0]["actor: offloaded optimizer"] == pytest.approx(12 * SEVEN_B, rel=0.02)
-    assert "actor: offloaded optimizer" not in resident.hosts[0]
+    parameters = 2 * SEVEN_B / tp  # of each device
+    assert away.hosts[0]["actor: offloaded parameters"] == pytest.approx(8 * parameters, rel=0.03)
+    assert not any(part.startswith("actor: offloaded") for part in resident.hosts[0])
     longer_s = away.duration_s["actor_train"] - resident.duration_s["actor_train"]
     steps, bytes_per_s = 2, preset("a100-80g-sxm").host_copy_bytes_per_s
     assert longer_s == pytest.approx(steps * 2 * state / bytes_per_s, rel=0.02)
-    others = {name: seconds for name, seconds in away.duration_s.items() if name != "actor_train"}
+    comes, goes = "onload_actor_to_actor_train", "offload_actor_of_actor_train"
+    copied_s = away.copy_s[comes]
+    assert copied_s == pytest.approx(parameters / bytes_per_s, rel=0.03)
+    assert away.duration_s[comes] == model.classes.dispatch_s
+    assert away.duration_s[goes] == pytest.approx(copied_s + model.classes.dispatch_s)
+    others = {name: s for name, s in away.duration_s.items() if name not in ("actor_train", comes, goes)}
     assert others == {name: resident.duration_s[name] for name in others}

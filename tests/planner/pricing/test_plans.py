@@ -6,7 +6,7 @@ from bench.replay import replay
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths
+from planner.plan.workload import EvaluationWork, Lengths
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import preset
@@ -202,6 +202,70 @@ def test_offloaded_parameters_count_from_onload_to_offload(make_graph, assign, p
     peak = plan_memory(build_plan(make_graph(), alone, Cluster(1, 2)), model).peaks[1]
     assert peak.node == "ref_inference"
     assert set(peak.parts) == {"ref: onloaded parameters", "ref_inference: activations"}
+
+
+IDLE_CRITIC = [
+    "actor_generate",
+    "ref_inference",
+    "reward_inference",
+    "critic_inference",
+    "critic_train",
+    "actor_train",
+]
+
+
+def test_a_critic_is_away_while_it_is_idle_and_its_copies_take_their_time(make_graph, assign, ppo_cost):
+    """From generation, where the peak is, all but gradients and two chunks of the state. Replay and price agree."""
+    model = ppo_cost(Cluster(1, 4), new_tokens=Lengths.fixed(1024), micro_batch_tokens=8192)
+    graph = make_graph()
+
+    def plan(offload: bool, elsewhere: bool):
+        places = {
+            c.name: assign([0, 1], tp=2, offload=offload and c.name == "critic_train") for c in graph.calls
+        }
+        if elsewhere:  # a copy is made of what the onload brings
+            places["critic_inference"] = assign([2, 3], dp=2)
+        return build_plan(graph, places, Cluster(1, 4), call_order=IDLE_CRITIC)
+
+    for elsewhere in (False, True):
+        resident, away = (price_plan(plan(offload, elsewhere), model) for offload in (False, True))
+        assert resident.peaks[0].node == away.peaks[0].node == "actor_generate"
+        assert away.peaks[0].parts["critic: gradients"] > 0
+        assert not any("critic" in part and "parameters" in part for part in away.peaks[0].parts)
+        count = model.parameter_bytes("critic", plan(True, elsewhere).node("critic_train").placement)[0] / 2
+        saved = resident.peaks[0].total_bytes - away.peaks[0].total_bytes
+        assert saved == pytest.approx((2 + 12) * count - 2 * 12 * 2**22)
+        longer_s = away.iteration_time_s - resident.iteration_time_s
+        steps_s = away.duration_s["critic_train"] - resident.duration_s["critic_train"]
+        back_s = away.duration_s["offload_critic_of_critic_train"]
+        assert steps_s + back_s < longer_s < steps_s + back_s + away.copy_s["onload_critic_to_critic_train"]
+        made = plan(True, elsewhere)
+        ends = {e.iteration: e.end_s for e in replay(made, away.duration_s, 12, away.copy_s)}
+        assert (ends[11] - ends[1]) / 10 == pytest.approx(away.iteration_time_s, rel=1e-9)
+
+
+def test_an_evaluation_before_the_first_iteration_brings_parameters_for_itself(make_graph, assign, ppo_cost):
+    made, alone = make_graph(), Cluster(1, 1)
+    graph = DataflowGraph(made.calls, made.dataset_keys, evaluated=("critic",), on_start=True)
+    evaluation = EvaluationWork(
+        every=1, rows=8, rows_at_once=8, answers=1, prompt_tokens=64, new_tokens=64, completion_tokens=0
+    )
+    model = ppo_cost(alone, evaluation=evaluation)
+    resident, away = (
+        plan_memory(
+            build_plan(
+                graph,
+                {c.name: assign([0], offload=offload and c.name == "critic_train") for c in graph.calls},
+                alone,
+                call_order=IDLE_CRITIC,
+            ),
+            model,
+        )
+        for offload in (False, True)
+    )
+    state = 12 * model.parameter_bytes("critic", assign([0]).placement)[0] / 2 - 2 * 12 * 2**22
+    first = "evaluate_critic_at_start"
+    assert resident.call_bytes[first] - away.call_bytes[first] == pytest.approx(state)
 
 
 def test_adapters_move_and_train_and_weights_below_them_are_held_once(

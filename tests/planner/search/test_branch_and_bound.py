@@ -105,10 +105,11 @@ def test_equals_enumeration_where_generation_runs_ahead(small_problem, cluster, 
         pytest.param(Cluster(2, 2), 80e9, marks=pytest.mark.whole),
         (Cluster(1, 2), 80e9),
         (Cluster(1, 2), 0.79e9),
+        (Cluster(1, 2), 0.45e9),
     ],
 )
 def test_equals_enumeration_on_all_six_calls_of_ppo(small_problem, cluster, memory):
-    """Two sequences; with little memory frozen models may be offloaded, and the best is slower."""
+    """Two sequences; with little memory frozen models may be offloaded, with less both train_steps must be."""
     tables = Tables(small_problem(cluster, None, 1, memory, n_seqs=2))
     assert len(tables.calls) == 6
     state, lower_bound_s = proved(tables)
@@ -217,6 +218,26 @@ def test_roles_are_offloaded_where_memory_lacks_and_only_there(small_problem, me
     fitting = [value.time_s for value in values if value.excess_bytes <= 0]
     assert bool(fitting) != offloads
     assert state.time_s <= min(fitting, default=np.inf) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("cluster", "memory"), [(Cluster(1, 1), 0.4e9), (Cluster(1, 2), 0.24e9)], ids=str)
+def test_equals_enumeration_where_generation_fits_only_while_the_critic_is_in_host_memory(
+    small_problem, cluster, memory
+):
+    calls = ("actor_generate", "critic_inference", "critic_train")
+    tables = Tables(small_problem(cluster, calls, None, memory, n_seqs=2))
+    state, lower_bound_s = proved(tables)
+    best = enumerated(tables)
+    assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(best, rel=1e-9)
+    assert lower_bound_s == pytest.approx(best, rel=2e-9)
+    plan, model = tables.plan(state.choice.tolist()), tables.problem.model
+    place, price = plan.node("critic_train").placement, price_plan(plan, model)
+    assert price.iteration_time_s == pytest.approx(state.time_s)
+    assert ("critic", place) in plan.onloaded
+    held = price.call_bytes["actor_generate"]
+    assert held <= memory < held + max(model.parameter_bytes("critic", place))
+    assert "critic: offloaded parameters" in price.hosts[0]
 
 
 @pytest.mark.parametrize(("cluster", "memory"), [(Cluster(1, 1), 0.6e9), (Cluster(1, 2), 0.36e9)], ids=str)

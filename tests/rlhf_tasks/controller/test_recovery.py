@@ -34,7 +34,7 @@ PLAN = {
     "reward_inference": {"devices": [2], "offload": True},
     "critic_inference": {"devices": [3]},
     "actor_train": {"devices": [0, 1], "dp": 2, "offload": True},
-    "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
+    "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4, "offload": True},
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_tasks.protocol.messages import Finished
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
+from rlhf_tasks.spec import OnloadNode
 from tests.rlhf_tasks.protocol.plans import ahead_plan, call, small_plan
 from tests.rlhf_tasks.protocol.simulated_processes import Controller, Network, Process, Rank
 from tests.rlhf_tasks.protocol.simulation import World
@@ -41,6 +42,17 @@ def test_a_copy_is_freed_with_its_last_reader_where_only_calls_that_run_ahead_re
         assert order[:4] == ["to_generate", "generate", "save_samples", "release"]
     else:
         assert order[-1] == "release"
+
+
+def test_its_copy_is_made_of_what_an_onload_has_brought():
+    plan = ahead_plan(1)
+    copied = plan.node("to_generate")
+    onload = OnloadNode(name="onload", role="actor", placement=copied.source)
+    read = copied.model_copy(update={"after": (*copied.after, onload.name)})
+    other = onload.model_copy(update={"name": "other", "role": "critic"})
+    nodes = (other, onload, *(read if node is copied else node for node in plan.nodes))
+    of_run = Sequencer(plan.model_copy(update={"nodes": nodes}), "run", 1, Deadlines(5, 30))
+    assert [node.name for node in of_run.first_order][:3] == ["onload", "to_generate", "generate"]
 
 
 def test_step_0_waits_for_no_samples():

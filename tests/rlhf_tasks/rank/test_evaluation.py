@@ -57,6 +57,16 @@ def run(prepared: Prepared, folder: Path, iterations: range) -> tuple[Results, l
     return results, parts
 
 
+def commit(prepared: Prepared, folder: Path, step: int, results: Results, parts: list[SavedPart]) -> None:
+    """Commit what a run has saved as a step."""
+    config, plan, done = prepared.config, prepared.plan, range(step)
+    saved = {f"save_{part.role}": {0: part.details} for part in parts if part.step == step}
+    versions = {role: step for role, where in plan.roles.items() if where.changes}
+    order = WriteCommit(step, tuple(done), saved, step * config.batch_size, versions, plan)
+    snapshots = RunSnapshots(Spec(str(folder), config=config.model_dump(mode="json")))
+    snapshots.commit(order, {t: results[t] for t in done})
+
+
 def evaluations(results: Results) -> dict[int, dict[str, float]]:
     return {iteration: dict(nodes["evaluate_actor"][0].metrics) for iteration, nodes in results.items()}
 
@@ -86,10 +96,6 @@ def test_every_nth_iteration_and_the_last_are_evaluated_and_a_resumed_run_finds_
     nodes = [node.name for node in prepared.plan.nodes]
     assert nodes.index("evaluate_actor_at_start") < nodes.index("actor_train")
 
-    saved = {f"save_{part.role}": {0: part.details} for part in parts if part.step == 2}
-    versions = {"actor": 2, "critic": 2}
-    order = WriteCommit(2, (0, 1), saved, 2 * config.batch_size, versions, prepared.plan)
-    snapshots = RunSnapshots(Spec(str(folder), config=config.model_dump(mode="json")))
-    snapshots.commit(order, {t: results[t] for t in (0, 1)})
+    commit(prepared, folder, 2, results, parts)
     again, _ = run(prepared, folder, range(2, 5))
     assert evaluations(again) == {t: found[t] for t in (2, 3, 4)}

@@ -216,7 +216,7 @@ NAMES = [
 ]
 
 
-def test_where_memory_may_lack_frozen_roles_and_optimizers_may_be_offloaded():
+def test_where_memory_may_lack_frozen_roles_and_train_steps_may_be_offloaded():
     trained = {"actor_train", "critic_train"}
     for name, offloadable in (
         ("1x8", set()),
@@ -233,14 +233,15 @@ def test_where_memory_may_lack_frozen_roles_and_optimizers_may_be_offloaded():
                 assert b.offload
                 if call in trained:
                     assert b == a or (b.seconds > a.seconds and min(map(gt, b.host, a.host)))
-                    assert b._replace(**{name: getattr(a, name) for name in STATE}) == a
+                    assert b._replace(**{name: getattr(a, name) for name in CHANGED}) == a
                 else:
                     assert b.host == a.copy
-                    assert b._replace(offload=False, frozen=a.frozen, host=a.host) == a
+                    assert b._replace(offload=False, onloaded=False, frozen=a.frozen, host=a.host) == a
+                assert b.onloaded
 
 
-STATE = ("seconds", "resident", "host", "offload")
-"""What differs where an optimizer is offloaded."""
+CHANGED = ("seconds", "resident", "host", "offload", "onloaded")
+"""What differs where a train_step is offloaded."""
 
 
 def draw_choice(data: st.DataObject, tables: Tables) -> list[int]:

@@ -50,7 +50,7 @@ def test_onloaded_parameters_are_what_they_were(device):
     before, x = {n: p.detach().clone() for n, p in made.named_parameters()}, torch.ones(4, 3, device=device)
     expected = made(x)
     copies = copier(torch.device(device))
-    held = HostCopy(made, copies)
+    held = HostCopy.of_module(made, copies)
     for _ in range(3):
         assert held.is_away
         assert all(p.numel() == 0 and p.device.type == device for p in made.parameters())
@@ -65,7 +65,7 @@ def test_onloaded_parameters_are_what_they_were(device):
 def test_an_onload_returns_at_once_and_who_waits_finds_the_copy_complete(gate, copies):
     made = module()
     before = [p.detach().clone() for p in made.parameters()]
-    held = HostCopy(made, copies)
+    held = HostCopy.of_module(made, copies)
     held.onload()
     waiting = threading.Thread(target=held.wait)
     waiting.start()
@@ -78,7 +78,7 @@ def test_an_onload_returns_at_once_and_who_waits_finds_the_copy_complete(gate, c
 
 
 def test_copies_follow_one_another_in_the_order_of_their_onloads(gate, copies):
-    held = [HostCopy(module(width), copies) for width in (3, 4, 5)]
+    held = [HostCopy.of_module(module(width), copies) for width in (3, 4, 5)]
     for one in held:
         one.onload()
     gate.set()
@@ -88,7 +88,7 @@ def test_copies_follow_one_another_in_the_order_of_their_onloads(gate, copies):
 
 def test_closing_waits_for_the_copy_under_way_and_drops_the_rest(gate):
     copies = ThreadCopier()
-    held = [HostCopy(module(width), copies) for width in (3, 4)]
+    held = [HostCopy.of_module(module(width), copies) for width in (3, 4)]
     for one in held:
         one.onload()
     assert gate.reached.wait(PATIENCE_S), "or there is no copy under way"
@@ -104,7 +104,7 @@ def test_closing_waits_for_the_copy_under_way_and_drops_the_rest(gate):
 
 
 def test_what_is_away_cannot_be_waited_for_nor_come_twice(copies):
-    held = HostCopy(module(), copies)
+    held = HostCopy.of_module(module(), copies)
     with pytest.raises(AssertionError, match="in host memory: no onload was started"):
         held.wait()
     held.onload()
