@@ -38,6 +38,7 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_wor
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, uniform
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.parallel.state.host_copies import HostCopy
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 CUDA = torch.device("cuda", 0)
@@ -205,13 +206,20 @@ def _train_checks(model: PreTrainedModel, groups: ProcessGroups, sequences: list
 def _offloaded_elements_unlike_resident(
     model: PreTrainedModel, groups: ProcessGroups, sequences: list[Tensor]
 ) -> Check:
-    """Two steps with the optimizer's state on the device, and two with it in host memory."""
+    """Two steps with the optimizer's state on the device, and two with it in host memory, and the parameters between
+    the steps."""
     copies, states = copier(CUDA), []
     for kept in (None, copies):
         engine = build_engine(model, ParallelStrategy(), groups, torch.bfloat16, copies=kept)
-        for _ in range(2):
-            engine_training(engine, sequences, micro_batches=2)()
         assert engine.master is not None
+        parameters = None if kept is None else HostCopy.of_master(engine.master, kept)
+        for _ in range(2):
+            if parameters is not None:
+                parameters.onload()
+                parameters.wait()
+            engine_training(engine, sequences, micro_batches=2)()
+            if parameters is not None:
+                parameters.offload()
         states.append([shard.tensor.cpu() for shard in engine.master.shard_state()])
     copies.close()
     unlike = sum(int((mine != theirs).sum()) for mine, theirs in zip(*states, strict=True))

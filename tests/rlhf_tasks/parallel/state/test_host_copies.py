@@ -1,4 +1,4 @@
-"""Frozen parameters in host memory: they come back bit by bit, in order, and only who waits finds them complete."""
+"""Parameters in host memory: they come back bit by bit, in order, and only who waits finds them complete."""
 
 import threading
 from concurrent.futures import CancelledError
@@ -58,6 +58,26 @@ def test_onloaded_parameters_are_what_they_were(device):
         held.wait()
         assert all(torch.equal(p, before[n]) for n, p in made.named_parameters())
         assert torch.equal(made(x), expected)
+        held.offload()
+    copies.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_trains_comes_back_as_the_device_left_it_and_what_is_frozen_as_it_was(device, changes):
+    copies, used = copier(torch.device(device)), list[torch.Tensor]()
+
+    def use(tensors):
+        used[:] = tensors
+
+    held = HostCopy([torch.arange(5.0, device=device)], use, copies, changes)
+    for step in range(3):
+        assert [tensor.numel() for tensor in used] == [0]
+        held.onload()
+        held.wait()
+        assert used[0].device.type == device
+        assert used[0].tolist() == [i + 10 * step * changes for i in range(5)]
+        used[0] += 10
         held.offload()
     copies.close()
 
