@@ -347,7 +347,7 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
     device of each mesh is checked: one of these holds the most.
     """
     o, n = r.arrays.options, r.arrays.n_calls
-    static, needed, onloaded = np.zeros(n), np.zeros(n), np.zeros(n)
+    static, needed, onloaded, on = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n, np.bool_)
     for call in range(n):
         row = choice[call]
         if placed(o, row):
@@ -364,22 +364,18 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
         if placed(o, row):
             device, held, peak = o[row].first, 0.0, 0.0
             for call in range(n):
-                if not _is_on(o, choice[call], device):
-                    continue
-                held, during = held + static[call], needed[call]
-                for other in range(n):
-                    if not r.while_idle[other, call] and _is_on(o, choice[other], device):
-                        during += onloaded[other]
-                peak = max(peak, during)
+                mesh = o[choice[call]]
+                on[call] = placed(o, choice[call]) and mesh.first <= device < mesh.first + mesh.size
+                held += static[call] if on[call] else 0.0
+            for call in range(n):
+                if on[call]:
+                    during = needed[call]
+                    for other in range(n):
+                        during += onloaded[other] if on[other] and not r.while_idle[other, call] else 0.0
+                    peak = max(peak, during)
             if held + peak > memory_of(r.arrays, device):
                 return True
     return False
-
-
-@inner
-def _is_on(options: Rows, row: int, device: int) -> bool:
-    """Whether a row has a placement with a device."""
-    return placed(options, row) and options[row].first <= device < options[row].first + options[row].size
 
 
 @compiled
