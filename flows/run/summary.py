@@ -11,13 +11,12 @@ from typing import Any
 
 import yaml
 
+from flows.run.planned_and_measured import MetricsRow
 from flows.run.prepare import Prepared
 from flows.view.clocks import idle_while_ready_s, overlapping_s, predecessors_of, running_s, spans_of
 from planner.report.text import plan_table
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan
-
-MetricsRow = Mapping[str, Any]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import networkx as nx
 
 from planner.plan.steady_state import Work, copy_of, execution_edges, max_cycle_ratio, with_copies, work_of
 
-_Value = tuple[float, int]
+_Objective = tuple[float, int]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _moves_together(problem: OrderProblem, order: Sequence[str], i: int) -> Iter
 
 def _objective(
     problem: OrderProblem, scenarios: Sequence[Mapping[str, float]], order: Sequence[str]
-) -> _Value:
+) -> _Objective:
     """(mean steady-state seconds per iteration, minus the sum of the positions of late nodes)."""
     work, timed = problem.work, with_copies(order, problem.copy_s)
     edges = execution_edges(timed, work.after, problem.across, work.groups)

@@ -27,7 +27,7 @@ MASTER_BYTES = 4  # per parameter: master weight in float32 (optimizer.py)
 OPTIMIZER_BYTES = 3 * MASTER_BYTES  # per parameter: master weight and two moments
 
 
-class _Where(NamedTuple):
+class _Circumstances(NamedTuple):
     """What a call's price depends on besides its micro-batches.
 
     classes  numbers of the mesh's device classes
@@ -79,7 +79,7 @@ class CostModel:
         self._costs: dict[tuple[Any, ...], dict[int, CallCost]] = {}
         self._evaluations: dict[tuple[Any, ...], CallCost] = {}
         self.history = tuple(history)
-        self._factors: dict[str, dict[tuple[_Where, int], Factor]] = {}
+        self._factors: dict[str, dict[tuple[_Circumstances, int], Factor]] = {}
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
         """Seconds and bytes of a call, or of each of its parts. Of the mesh only its strategy, crossings and device
@@ -116,7 +116,7 @@ class CostModel:
         """The factor on a call's price under assignments that have not run."""
         return factor_elsewhere(self._factors_of(call).values())
 
-    def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple["_Where", int], Factor]:
+    def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple["_Circumstances", int], Factor]:
         """(place, micro-batches) -> what a call took there, divided by the price from profiles."""
         if call.name not in self._factors:
             found = self._factors[call.name] = {}
@@ -130,11 +130,15 @@ class CostModel:
 
     def _where(
         self, placement: Placement, call: ModelFunctionCall | None = None, offload: bool = False
-    ) -> _Where:
+    ) -> _Circumstances:
         streams = offload and call is not None and call.kind == "train_step"
-        return _Where(placement.strategy, self._crossings(placement), self.classes_of(placement), streams)
+        return _Circumstances(
+            placement.strategy, self._crossings(placement), self.classes_of(placement), streams
+        )
 
-    def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
+    def _profiled(
+        self, call: ModelFunctionCall, where: _Circumstances, counts: Sequence[int]
+    ) -> list[CallCost]:
         """A call's price from profiles and device figures, for each of `counts` micro-batches."""
         if where.streams:
             kept = self._profiled(call, where._replace(streams=False), counts)
@@ -160,12 +164,12 @@ class CostModel:
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
 
-    def _streams_s(self, role: str, where: _Where) -> float:
+    def _streams_s(self, role: str, where: _Circumstances) -> float:
         """Seconds in which the optimizer's state passes to the fullest device and back, once."""
         most = max(self._trained_sizes(role, where.strategy).parameters_by_stage(where.strategy.pp))
         return self.classes.host_copy_s(2 * OPTIMIZER_BYTES * most / where.strategy.dp, where.classes)
 
-    def _on_gpus(self, where: _Where) -> bool:
+    def _on_gpus(self, where: _Circumstances) -> bool:
         return not all(self._inside_calls[number].is_on_host for number in where.classes)
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:

@@ -15,17 +15,13 @@ from itertools import count
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.bounds.root_bound import Cycles
 from planner.search.compiled.arrays import Arrays
-from planner.search.compiled.compile import compiled, inner
+from planner.search.compiled.compile import Floats, Ints, compiled, inner
 from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from rlhf_tasks.system.counter_random import stream, stream_key
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 STEPS = (5_000, 5_000, 10_000, 10_000, 20_000)
 """Proposals of each round; the last number holds for all later rounds. Short first rounds find plans early."""

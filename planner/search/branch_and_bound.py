@@ -10,7 +10,6 @@ from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.deadline import Deadline
 from planner.plan.call_order import MOST_ORDERS, has_more_orders
@@ -33,9 +32,8 @@ from planner.search.bounds.tree_search import (
     begin_search,
     continue_search,
 )
+from planner.search.compiled.compile import Ints
 from planner.search.compiled.tables import Tables
-
-Ints = NDArray[np.int64]
 
 NODES = 1_000  # tree nodes visited before the clock is read for the first time
 LOOK_S = 0.1  # about the seconds between later readings

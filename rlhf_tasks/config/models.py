@@ -10,8 +10,8 @@ from pydantic import (
     field_validator,
 )
 
-from rlhf_tasks.config.settings import MOST_ITERATIONS, Head, Settings, form
-from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules
+from rlhf_tasks.config.settings import MOST_ITERATIONS, Settings, form
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
 
 MOST_RANK = 2**20  # of an adapter; no dimension of a model is larger
 

@@ -1,7 +1,7 @@
 """What all sections of a configuration share: their base, and bounds that no real run reaches. Torch-free."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import (
     ConfigDict,
@@ -9,8 +9,6 @@ from pydantic import (
 )
 
 from rlhf_tasks.spec import Frozen
-
-Head = Literal["lm", "scalar"]
 
 # Upper bounds that no real run reaches. Larger numbers are typing errors, and some would fill the memory with lists.
 MOST_SEQS = 2**20  # of a batch

@@ -138,10 +138,10 @@ class HelperProcess:
         return f"exit status {status}"
 
 
-Process = TypeVar("Process", bound=HelperProcess)
+Owned = TypeVar("Owned", bound=HelperProcess)
 
 
-class HelperOwner(Generic[Process]):
+class HelperOwner(Generic[Owned]):
     """Owns at most one helper process, which a subclass starts with its first request, and again after it was lost.
 
     helper  the running process; None: none runs
@@ -149,7 +149,7 @@ class HelperOwner(Generic[Process]):
     """
 
     def __init__(self) -> None:
-        self.helper: Process | None = None
+        self.helper: Owned | None = None
         self.closed = False
 
     def close(self) -> None:

@@ -27,15 +27,10 @@ from typing import NamedTuple
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.plan.graph import DataflowGraph
 from planner.search.bounds.root_bound import data_order
-from planner.search.compiled.compile import compiled, inner
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
 
 MOST_CALLS = 6  # in larger graphs, only cycles bound the period besides the root bound's load
 FAR = 9  # iterations; stands for infinity: the calls do not wait for each other

@@ -8,7 +8,6 @@ pairs share a device?
 # (compiled code takes elements of arrays for the numbers they are)
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.bounds.concurrency_bound import PartialChoice, cover_s
 from planner.search.bounds.relaxation import (
@@ -23,10 +22,7 @@ from planner.search.bounds.relaxation import (
     seconds_of,
 )
 from planner.search.bounds.tree_order import Tree
-from planner.search.compiled.compile import compiled, inner
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from planner.search.compiled.compile import Floats, Ints, compiled, inner
 
 SLACK = 1 + 1e-9  # a period that exceeds a threshold by less counts as equal
 MOST_TRIES = 10_000  # positions that `can_be_arranged` tries; this takes a tenth of a millisecond

@@ -27,7 +27,6 @@ are left out too, so the bound of a complete choice may be a few dispatches belo
 # (compiled code takes elements of arrays for the numbers they are)
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.bounds.relaxation import (
     ALONE,
@@ -42,12 +41,8 @@ from planner.search.bounds.relaxation import (
     seconds_of,
 )
 from planner.search.compiled.arrays import Rows
-from planner.search.compiled.compile import compiled, inner
+from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
 from rlhf_tasks.spec import IN_FLIGHT
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 TOLERANCE = 1e-9  # relative; a cycle that exceeds a period by less does so by rounding
 MOST_BITS, NO_PATTERN = 62, -1  # bits of an int64 that `_pattern` may use; its result if these are too few

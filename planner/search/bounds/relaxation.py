@@ -17,18 +17,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.bounds.root_bound import data_order
 from planner.search.compiled.arrays import Arrays, Rows
-from planner.search.compiled.compile import compiled, inner
+from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
 from planner.search.compiled.memory_peaks import memory_of
 from planner.search.compiled.resharding import least_reallocation_s, reallocation_s
 from planner.search.compiled.tables import Tables
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 OPEN = -1
 UNKNOWN, APART, MEET = range(3)

@@ -31,10 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan.graph import DataflowGraph
-from planner.search.compiled.compile import compiled, inner
+from planner.search.compiled.compile import Floats, compiled, inner
 from rlhf_tasks.spec import IN_FLIGHT
-
-Floats = NDArray[np.float64]
 
 PRECISION = 1e-4  # relative: the root bound is at most this much below the smallest such T
 

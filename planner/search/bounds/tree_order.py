@@ -8,15 +8,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.bounds.concurrency_bound import Cover, covering
 from planner.search.bounds.relaxation import OPEN, Relaxation
 from planner.search.bounds.root_bound import Cycles
+from planner.search.compiled.compile import Ints
 from planner.search.compiled.tables import Tables
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class Tree(NamedTuple):

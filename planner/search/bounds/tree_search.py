@@ -19,7 +19,6 @@ from the other end) may differ in cost.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.bounds.feasibility import (
     SLACK,
@@ -44,11 +43,8 @@ from planner.search.bounds.relaxation import (
 )
 from planner.search.bounds.root_bound import allowance
 from planner.search.bounds.tree_order import Tree
-from planner.search.compiled.compile import compiled, inner
+from planner.search.compiled.compile import Floats, Ints, compiled, inner
 from planner.search.compiled.evaluator import priced
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 DONE, FOUND, PAUSED = range(3)
 GROUP, PAIR, BELOW = range(3)

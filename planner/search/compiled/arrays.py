@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.plan.call_order import OrderRule, levels, node_order, with_trailing
 from planner.plan.graph import FETCH as FETCHED
@@ -23,11 +22,10 @@ from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.options import Option
 from planner.pricing.plans import evaluation_s, save_s, transfer_size
 from planner.pricing.problem import Problem
+from planner.search.compiled.compile import Floats, Ints
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ModelFunctionCall
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
 FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, SAVE_SAMPLES, EVALUATE, EVALUATE_FIRST = range(10)

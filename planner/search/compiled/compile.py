@@ -11,8 +11,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numpy.typing import NDArray
 
 from rlhf_tasks.spec import IN_FLIGHT
 
@@ -24,6 +26,11 @@ LINKED = (
     "pricing.resharding",
 )
 """The planner's modules whose functions and constants are linked into compiled code."""
+
+# What compiled code reads and writes.
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 PLANNER = Path(__file__).parents[2]
 

@@ -12,7 +12,6 @@ ratio. It ends when the start times settle.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.compiled.arrays import (
     CALL,
@@ -26,13 +25,10 @@ from planner.search.compiled.arrays import (
     TRANSFER,
     Arrays,
 )
-from planner.search.compiled.compile import compiled, inner
+from planner.search.compiled.compile import Floats, Ints, compiled, inner
 from planner.search.compiled.memory_peaks import excesses, host_excess, surely_fits
 from planner.search.compiled.resharding import reallocation_s, transfer_s
 from rlhf_tasks.spec import IN_FLIGHT
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 ROUNDING = 1e-12  # relative; smaller gains are noise of floating-point sums
 

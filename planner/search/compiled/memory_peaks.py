@@ -5,14 +5,9 @@ int64, 0 for idle slots.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.compiled.arrays import CALL, OFFLOAD, ONLOAD, REALLOCATE, RELEASE, SYNC, Arrays, Rows
-from planner.search.compiled.compile import inner
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from planner.search.compiled.compile import Bools, Floats, Ints, inner
 
 
 @inner
