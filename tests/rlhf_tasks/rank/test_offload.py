@@ -119,7 +119,11 @@ def planned(folder: Path, assignments: dict, n_ranks: int, offloaded: Collection
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("assignments", [PLAN, SPLIT], ids=["replicas and stages", "tensor parallel"])
+@pytest.mark.parametrize(
+    "assignments",
+    [PLAN, pytest.param(SPLIT, marks=pytest.mark.whole)],
+    ids=["replicas and stages", "tensor parallel"],
+)
 def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path, assignments):
     metrics, started = [], []
     for number, offloaded in enumerate(((), FROZEN, TRAINED)):
