@@ -21,7 +21,7 @@ from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
 
-MetricsRow = Mapping[str, Any]
+JournalRow = Mapping[str, Any]
 logger = logging.getLogger(__name__)
 
 ENOUGH = 3
@@ -82,7 +82,7 @@ def _peak_flops_per_s(classes: DeviceClasses) -> float:
 
 
 def planned_and_measured(
-    plan: ExecutionPlan, expected: Planned, lineage: Sequence[MetricsRow]
+    plan: ExecutionPlan, expected: Planned, lineage: Sequence[JournalRow]
 ) -> dict[str, Any]:
     """{source, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory as
     pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds most,
@@ -172,7 +172,7 @@ def _iteration_s(plan: ExecutionPlan, price: PlanPrice, evaluated: bool) -> floa
 
 
 def _worked(
-    node: CallNode | EvaluateNode, iterations: Sequence[int], lineage: Sequence[MetricsRow]
+    node: CallNode | EvaluateNode, iterations: Sequence[int], lineage: Sequence[JournalRow]
 ) -> list[int]:
     """Of some iterations, those in which a node had something to do; all of a call's, even where it only scored."""
     if isinstance(node, CallNode):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from flows.run.planned_and_measured import MetricsRow
+from flows.run.planned_and_measured import JournalRow
 from flows.run.prepare import Prepared
 from flows.view.clocks import idle_while_ready_s, overlapping_s, predecessors_of, running_s, spans_of
 from planner.report.text import plan_table
@@ -26,13 +26,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def metrics_of_step(metrics: Sequence[MetricsRow], step: int) -> MetricsRow:
+def metrics_of_step(metrics: Sequence[JournalRow], step: int) -> JournalRow:
     """The row of the iteration that a step follows; an empty one for step 0, unless it was evaluated,
     and where a damaged journal lost it."""
     return next((row for row in metrics if row["iteration"] == step - 1), {})
 
 
-def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[MetricsRow]) -> dict[str, Any]:
+def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[JournalRow]) -> dict[str, Any]:
     """The figures of a run's committed iterations; no downtime between generations or attempts is in them.
 
     plans                     which plan each iteration went by; `calls` are those of the last one
@@ -60,7 +60,7 @@ def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[MetricsRow]) -
     }
 
 
-def in_short(summary: MetricsRow) -> str:
+def in_short(summary: Mapping[str, Any]) -> str:
     """A summary in a line: iterations, their seconds, memory of the fullest rank, and the last generation's pace."""
     parts = [f"{summary['iterations']} iterations, which took the ranks {summary['seconds']:.0f} s"]
     peaks = summary["planned_and_measured"]["peak_memory_bytes"].values()
@@ -73,17 +73,17 @@ def in_short(summary: MetricsRow) -> str:
 
 
 def rows_by_plan(
-    plans: Sequence[ScheduledPlan], lineage: Sequence[MetricsRow]
-) -> list[tuple[ScheduledPlan, list[MetricsRow]]]:
+    plans: Sequence[ScheduledPlan], lineage: Sequence[JournalRow]
+) -> list[tuple[ScheduledPlan, list[JournalRow]]]:
     """The rows of the iterations that went by each plan; plans that no iteration went by are left out."""
-    parts: dict[int, tuple[ScheduledPlan, list[MetricsRow]]] = {}
+    parts: dict[int, tuple[ScheduledPlan, list[JournalRow]]] = {}
     for row in lineage:
         planned = plan_at(plans, row["iteration"])
         parts.setdefault(planned.iteration, (planned, []))[1].append(row)
     return [parts[iteration] for iteration in sorted(parts)]
 
 
-def _idle(plan: ExecutionPlan, rows: Sequence[MetricsRow]) -> dict[int, float]:
+def _idle(plan: ExecutionPlan, rows: Sequence[JournalRow]) -> dict[int, float]:
     spans = spans_of(plan, rows)
     return idle_while_ready_s(spans, predecessors_of(plan, sorted({span.iteration for span in spans})))
 
@@ -100,7 +100,7 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def _calls(plan: ExecutionPlan, lineage: Sequence[MetricsRow]) -> dict[str, dict[str, Any]]:
+def _calls(plan: ExecutionPlan, lineage: Sequence[JournalRow]) -> dict[str, dict[str, Any]]:
     """Per call: its placement and the median of its seconds (first rank in to last rank out)."""
     seconds = defaultdict(list)
     for row in lineage:
@@ -119,7 +119,7 @@ def _calls(plan: ExecutionPlan, lineage: Sequence[MetricsRow]) -> dict[str, dict
     }
 
 
-def _overlaps(plan: ExecutionPlan, lineage: Sequence[MetricsRow]) -> dict[str, float]:
+def _overlaps(plan: ExecutionPlan, lineage: Sequence[JournalRow]) -> dict[str, float]:
     spans = spans_of(plan, lineage)
     trains = [node.name for node in plan.nodes if node.kind == "call" and node.trains]
     generates = [node.name for node in plan.nodes if node.kind == "call" and node.call.kind == "generate"]
@@ -134,7 +134,7 @@ def _overlaps(plan: ExecutionPlan, lineage: Sequence[MetricsRow]) -> dict[str, f
     return {name: seconds for name, seconds in named.items() if seconds > 0}
 
 
-def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[MetricsRow], kind: str) -> int:
+def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[JournalRow], kind: str) -> int:
     names = {node.name for node in plan.nodes if node.kind == kind}
     return sum(row["bytes_sent"] for row in lineage if row["node"] in names)
 

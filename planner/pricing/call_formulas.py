@@ -93,7 +93,7 @@ class OnMesh:
 
     @property
     def device_type(self) -> str:
-        """The type of the fullest device, as torch names it."""
+        """The type of device, as torch names it, that takes more at a time: cuda where GPUs are among them."""
         return "cuda" if self.gpus else "cpu"
 
     def share(self, call: ModelFunctionCall, mini_batches: int = 1) -> int:

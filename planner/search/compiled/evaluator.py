@@ -80,9 +80,8 @@ def durations(arrays: Arrays, template: int, rows: Ints, chains: Ints, out: Floa
             out[i] = options[here].evaluate_s
         elif slot.kind == COPY:
             out[i] = options[here].copy_s
-        elif (
-            slot.kind == OFFLOAD and arrays.trainer[slot.call] == slot.call
-        ):  # its values go back to host memory
+        elif slot.kind == OFFLOAD and arrays.trainer[slot.call] == slot.call:
+            # What has trained goes back to host memory first.
             out[i] = options[here].copy_s + arrays.dispatch_s
         elif slot.kind == REALLOCATE or slot.kind == SYNC:
             out[i] = reallocation_s(arrays, int(arrays.role[slot.call]), there, here)
