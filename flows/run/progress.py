@@ -45,7 +45,8 @@ from rlhf_tasks.rewards.samples_folder import SAMPLES
 from rlhf_tasks.spec import ExecutionPlan, NodeResult
 
 DRAWN_S = 40.0  # for a picture that is drawn first, on a core that others use too
-REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
+REFRESH_S = 20.0  # least time between two drawings of curves and timeline
+REST = 30  # seconds without drawing for each second that a drawing took: ranks on CPUs need the same cores
 KEPT = 1000  # rows of iterations that no commit covers yet; older ones are drawn when one does
 TIMELINE_ITERATIONS = 3  # more would be too fine to read
 COMPLETE_S = 60.0  # what the last of it may take after the run's end
@@ -77,7 +78,7 @@ class RunView:
         self._news = asyncio.Event()
         self._ending = False
         self._showing: asyncio.Task[None] | None = None
-        self._drawn_s = 0.0
+        self._draw_from_s = 0.0
         self._loaded = False
         self._terminal = RunProgress(folder.name, prepared.iterations, self.say)
         self._trackers = Trackers(prepared.config, folder, self.say)
@@ -212,9 +213,11 @@ class RunView:
         with suppress(Away):
             await self._events.send()
         await self._show_progress()
-        if not self._ending and time.monotonic() - self._drawn_s > REFRESH_S:
-            self._drawn_s = time.monotonic()
+        began_s = time.monotonic()
+        if not self._ending and began_s > self._draw_from_s:
             await self._draw()
+            ended_s = time.monotonic()
+            self._draw_from_s = max(began_s + REFRESH_S, ended_s + REST * (ended_s - began_s))
 
     async def _stop_showing(self) -> None:
         """What has not been written by now never will; the last events have a moment more."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from uuid import uuid4
 
@@ -167,6 +168,7 @@ def test_bar_and_curves_show_complete_iterations_before_their_commit_and_drop_wh
 ):
     drawn = []
     monkeypatch.setattr(run_view, "REFRESH_S", 0.0)
+    monkeypatch.setattr(run_view, "REST", 0)
     monkeypatch.setattr(
         run_view.artifacts, "curves_page", lambda rows: drawn.append([r["iteration"] for r in rows])
     )
@@ -215,3 +217,28 @@ def test_what_cannot_be_drawn_is_left_out_and_no_outage_of_the_server(server, vi
     with caplog.at_level(logging.ERROR):
         asyncio.run(scene())
     assert "No space left on device" in caplog.text
+
+def test_after_a_slow_drawing_the_next_one_waits_in_proportion(server, view, monkeypatch):
+    """Ranks on CPUs compute on the cores that draw."""
+    drawn = []
+    monkeypatch.setattr(run_view, "REFRESH_S", 0.0)
+    monkeypatch.setattr(run_view, "REST", 10)
+
+    def draws(rows):
+        drawn.append(time.monotonic())
+        time.sleep(0.1)
+
+    monkeypatch.setattr(run_view.artifacts, "curves_page", draws)
+
+    async def scene():
+        await view.begin()
+        async with asyncio.timeout(20):
+            for iteration in range(1000):
+                view.on_event(ran(iteration))
+                await asyncio.sleep(0.01)
+                if len(drawn) > 1:
+                    break
+        await view.close()
+
+    asyncio.run(scene())
+    assert drawn[1] - drawn[0] >= 1.0
