@@ -3,9 +3,8 @@
     python -m bench.rehearsal [--ranks 2] [--iterations 12] [--rounds 1] [--json FILE]
 
 Measures a profile (`prefect-rlhf profile`), rehearses PPO with it and without noise, then runs the same configuration
-(`prefect-rlhf run ppo`). Every answer has the maximum length, so that planned and real work
-are the same. The first WARM_UP iterations are left out. A round is a profile, a run and a rehearsal; the machine
-should be idle.
+(`prefect-rlhf run ppo`). Every answer has the maximum length, so that planned and real work are the same. The first
+WARM_UP iterations of the run are left out. A round is a profile, a run and a rehearsal; the machine should be idle.
 """
 
 import argparse
@@ -55,10 +54,10 @@ def one_round(folder: Path, ranks: int, iterations: int) -> dict[str, float | st
     run = rehearsable(load_config(file))
     found = rehearsed(run, hours=24.0, machines=Machines(), noise=0.0, seed=0, leaps=False)
     command("run", "ppo", "--config", str(file))
-    at_s = [commit.at_s for commit in found.story.commits]
+    first, last = found.story.commits[0], found.story.commits[-1]  # a commit may cover several iterations
     return {
         "planned_s": run.costs.iteration_s,
-        "rehearsed_s": (at_s[-1] - at_s[WARM_UP - 1]) / (len(at_s) - WARM_UP),
+        "rehearsed_s": (last.at_s - first.at_s) / (last.step - first.step),
         "measured_s": measured_s(folder / "runs" / "measured"),
         "priced_by": figures_source(run.problem.model),
     }

@@ -146,6 +146,12 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
             f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
             "All models of a run must share the actor's tokenizer."
         )
+    if not isinstance(config, Samples) and tokenizer.eos_id >= vocabulary:
+        raise ConfigError(
+            f"the end token of {config.models.tokenizer} has the id {tokenizer.eos_id}, a model has embeddings for "
+            f"{vocabulary}. Answers get that token at their end: correct eos_token_id in its generation_config.json "
+            "and config.json."
+        )
     if isinstance(config, Samples) and any(i >= tokenizer.size for i in config.sampling.stop_token_ids):
         raise ConfigError(
             f"sampling.stop_token_ids has {config.sampling.stop_token_ids[-1]}, but models.actor's tokenizer has "

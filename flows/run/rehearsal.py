@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.cluster.this_machine import cores_here
 from flows.run.planning import hardware_of, problem_of, typed
 from flows.run.prepare import make_plan
 from flows.run.ranks import Ranks, fastest, rank_choices
 from flows.run.users_seconds import users_seconds
 from planner.plan.workload import EvaluationWork
+from planner.pricing.calls import CostModel
 from planner.pricing.cluster_file import Hardware
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
@@ -20,6 +22,10 @@ from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.faults import InjectedFault
 from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, Rehearsed, rehearse
 from rlhf_tasks.spec import ExecutionPlan
+
+ITERATION_CPU_S, NODE_CPU_S = 0.25, 0.025
+"""CPU seconds of a run's own processes (flow, Prefect's server, controller) for each iteration, and for each of its
+nodes: what PPO and SFT of tiny models took on two cores (docs/measured.md)."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +66,24 @@ def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | 
     except ValueError as error:
         raise ConfigError(str(error)) from error
     assert isinstance(chosen.config, TrainingConfig), "the number of ranks is all that is chosen"
-    return priced(chosen.config, chosen.hardware, chosen.problem, plan, price)
+    cores = cores_here() if cluster is None else chosen.hardware.cluster.devices_per_host
+    return priced(chosen.config, chosen.hardware, chosen.problem, plan, price, cores)
 
 
 def priced(
-    config: TrainingConfig, hardware: Hardware, problem: Problem, plan: ExecutionPlan, price: PlanPrice
+    config: TrainingConfig,
+    hardware: Hardware,
+    problem: Problem,
+    plan: ExecutionPlan,
+    price: PlanPrice,
+    cores: int,
 ) -> Rehearsable:
-    """What a rehearsal of a plan must know, from its price."""
+    """What a rehearsal of a plan must know, from its price. cores: of a host."""
     model = problem.model
     evaluation = model.workload.evaluation
+    slower = _slower_beside(plan, price, model, cores)
     costs = Costs(
-        node_s=price.due_s,
+        node_s={node: seconds * slower.get(node, 1.0) for node, seconds in price.due_s.items()},
         copy_s=price.copy_s,
         saved_bytes=saved_bytes(plan, model),
         read_bytes=loaded_bytes(plan, model),
@@ -78,10 +91,24 @@ def priced(
         evaluate_every=evaluation.every if isinstance(evaluation, EvaluationWork) else 1,
         sync_every=model.workload.sync_every if config.follows else 1,
         iterations=config.total_iterations,
-        to_end_s=price.to_end_s,
+        to_end_s={node: seconds * slower.get(node, 1.0) for node, seconds in price.to_end_s.items()},
     )
     warnings = (*hardware.warnings, *problem.warnings)
     return Rehearsable(config, problem, plan, price, costs, warnings)
+
+
+def _slower_beside(plan: ExecutionPlan, price: PlanPrice, model: CostModel, cores: int) -> dict[str, float]:
+    """Node -> by how much it takes longer because the run's own processes need the cores that compute.
+
+    None does on GPUs. Calls whose price figures of runs correct took that time there.
+    """
+    if any(profile.host_memory_bytes != 0 for profile in model.classes.profiles):
+        return {}
+    own_s = (ITERATION_CPU_S + NODE_CPU_S * len(plan.nodes)) / cores
+    corrected = {ran.call for ran in model.history}
+    return {
+        node.name: 1 + own_s / price.iteration_time_s for node in plan.nodes if node.name not in corrected
+    }
 
 
 def rehearsed(

@@ -12,7 +12,8 @@ from rlhf_tasks.spec import EvaluateNode, ExecutionPlan, PlanNode, SyncNode
 class Costs:
     """What the planner prices of a plan.
 
-    node_s       node -> seconds, from when its last rank has entered it until it ends
+    node_s       node -> seconds, from when its last rank has entered it until it ends; on CPUs longer than its price,
+                 for the run's own processes need the same cores
     copy_s       onload -> seconds of the copy that it starts
     saved_bytes  save node -> rank -> bytes of its part of a snapshot
     read_bytes   rank -> bytes of weights that it reads when it loads its models, what ranks of a host share divided

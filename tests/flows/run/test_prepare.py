@@ -441,6 +441,14 @@ def test_a_stop_id_that_the_tokenizer_lacks_is_refused(call, document):
     refused(call, f"sampling.stop_token_ids has {size}", f"{size} tokens, from 0. Name ids of its tokens.")
 
 
+def test_an_end_token_without_an_embedding_is_refused_where_answers_get_one(tmp_path):
+    config = learning_config(tmp_path, "dpo")
+    (tmp_path / "actor" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "actor" / "generation_config.json").write_text('{"eos_token_id": 260}')
+    with pytest.raises(ConfigError, match=r"has the id 260, a model has embeddings for 260. .* eos_token_id"):
+        prepare.prepare(config)
+
+
 def test_a_teacher_may_know_more_tokens(tmp_path):
     config = learning_config(tmp_path, "distillation")
     file = str(tmp_path / "frozen" / "tokenizer.json")

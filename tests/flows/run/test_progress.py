@@ -218,6 +218,7 @@ def test_what_cannot_be_drawn_is_left_out_and_no_outage_of_the_server(server, vi
         asyncio.run(scene())
     assert "No space left on device" in caplog.text
 
+
 def test_after_a_slow_drawing_the_next_one_waits_in_proportion(server, view, monkeypatch):
     """Ranks on CPUs compute on the cores that draw."""
     drawn = []
