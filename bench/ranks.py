@@ -25,6 +25,7 @@ from flows.cluster.this_machine import cores_here
 
 SCRIPT = Path(sys.executable).with_name("prefect-rlhf")
 STATED = "cluster.devices_per_host={}"
+CHOOSE = ("plan=auto", STATED.format(cores_here()))
 
 
 def ran(work: Work, folder: Path, *command: str) -> str:
@@ -53,7 +54,7 @@ def run_of(work: Work, profiles: Path, ranks: int | None) -> tuple[int, float, f
     """
     with tempfile.TemporaryDirectory(dir=work.folder) as folder:
         shutil.copytree(profiles, Path(folder, "runs", "profiles"))
-        ran(work, Path(folder), "run", *([] if ranks is None else [STATED.format(ranks)]))
+        ran(work, Path(folder), "run", *(CHOOSE if ranks is None else ["plan=auto", STATED.format(ranks)]))
         (run,) = (path.parent for path in Path(folder).glob("runs/*/summary.json"))
         summary = json.loads((run / "summary.json").read_text())
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
