@@ -1,11 +1,11 @@
 """Peak memory of a training step on each rank, beside what the planner has room for, on CPU ranks.
 
     python -m bench.memory [--strategies 1,1,1 2,1,1 ...] [--layers 7] [--hidden 512] [--micro-batches 2]
-        [--recompute selective]
+        [--recompute selective] [--smollm2]
     python -m bench.memory --drawing 64,131072
 
-Each strategy has ranks of its own, with one thread each: they build a Llama that trains (float32, vocabulary of 4096)
-and make two steps on 16 sequences of 128 tokens. A rank's figure is the most anonymous memory that it has held beyond
+Each strategy has ranks of its own, with one thread each: they build a Llama that trains (float32, vocabulary of 4096;
+with --smollm2 the shape of SmolLM2-135M) and make two steps on 16 sequences of 128 tokens. A rank's figure is the most anonymous memory that it has held beyond
 what its process held before, so malloc's own overhead and gloo's buffers count. The plan's is the formula's for
 parameters, gradients, optimizer and activations.
 
@@ -60,6 +60,23 @@ def llama(layers: int, hidden: int) -> LlamaConfig:
         num_attention_heads=8,
         num_key_value_heads=8,
         intermediate_size=hidden * 11 // 4,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def smollm2() -> LlamaConfig:
+    """The shape of SmolLM2-135M: nine heads, so that tp is 1, 3 or 9."""
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
         tie_word_embeddings=True,
         max_position_embeddings=512,
         bos_token_id=None,
@@ -183,6 +200,9 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=["1,1,1", "2,1,1", "4,1,1", "2,2,1", "2,1,2"])
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument(
+        "--smollm2", action="store_true", help="this shape, whatever --layers and --hidden say"
+    )
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--recompute", choices=get_args(Recompute), default="none")
     parser.add_argument("--drawing", help="rows,vocabulary")
@@ -190,7 +210,7 @@ def main() -> None:
     if arguments.drawing:
         drawing(*map(int, arguments.drawing.split(",")))
         return
-    config = llama(arguments.layers, arguments.hidden)
+    config = smollm2() if arguments.smollm2 else llama(arguments.layers, arguments.hidden)
     how = (arguments.micro_batches, arguments.recompute)
     print(f"{'(dp,tp,pp)':<12}{'fullest rank, MB':>18}{'planned, MB':>13}{'ratio':>7}")
     for text in arguments.strategies:

@@ -11,8 +11,8 @@ loop with the same arithmetic (bench/floor.py) is the third. They take turns, al
 
     ppo           64 prompts of 32 tokens, at most 64 new ones; policy, reference, reward and value model of a shape;
                   4 optimizer steps of each trained model. full: every response has 64 tokens. natural: an end token
-                  with a probability of about 1 in 40 ends it
-    grpo, rloo    8 such prompts with 8 samples each; policy and reference; the reward is the share of vowels; one
+                  with a probability of about 1 in 40 ends it, also before 8 tokens: TRL's PPO has no least length
+    grpo, rloo    8 such prompts with 8 samples each (smollm2: 4 with 4, and PPO 16 prompts); policy and reference; the reward is the share of vowels; one
                   optimizer step. RLOO of TRL computes the policy's log-probabilities again before it learns
     dpo           16 pairs of 128 tokens, 32 of them their prompt; policy and reference; one optimizer step
     sft           16 sequences of 128 tokens, one optimizer step
@@ -315,9 +315,11 @@ def works(arguments: argparse.Namespace, folder: Path) -> Iterator[Work]:
             write_models(theirs, model, lengths == "full")
             write_rows(theirs)
         for algorithm, dtype in product(here, arguments.dtypes):
-            size = 64 if algorithm in SAMPLES else 16
+            size, group = (64, 8) if algorithm in SAMPLES and model != "smollm2" else (16, 4)
             full = lengths == "full"
-            yield Work(algorithm, model, dtype, full, str(theirs), arguments.iterations + 1, size)
+            yield Work(
+                algorithm, model, dtype, full, str(theirs), arguments.iterations + 1, size, group=group
+            )
 
 
 def measure(work: Work, repeats: int, overrides: Sequence[str]) -> dict[str, list[list[Row]]]:

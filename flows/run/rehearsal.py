@@ -1,4 +1,4 @@
-"""From a run's configuration to its rehearsal. Loads no torch, and needs neither cluster, weights nor rows."""
+"""From a run's configuration to its rehearsal. Loads no torch, and needs neither cluster nor weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

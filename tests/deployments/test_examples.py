@@ -101,7 +101,11 @@ QUICK = ["plan-ppo-7b-7b", "plan-grpo-7b"]
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*SMALL, "plan-1024-gpus")
+    ],
 )
 def test_an_example_of_7b_to_72b_rehearses_a_day_without_a_false_fault(name):
     """Its commits, restores and loads come nowhere near a limit, and cost little."""

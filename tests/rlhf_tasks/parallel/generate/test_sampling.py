@@ -230,6 +230,37 @@ def test_parts_of_the_vocabulary_give_the_tokens_of_the_whole(ranks, world, voca
                 assert kept_in_parts[row].tolist() == kept[row], (way, row)
 
 
+def _gathered_per_row(rank: int, world: int, vocab: int, rows: int) -> list[float]:
+    group = ProcessGroups([(0, 1)], 240.0, torch.device("cpu"))[0, 1]
+    parts = [split(vocab, world, part) for part in range(world)]
+    sent: list[int] = []
+
+    class Counting(Vocabulary):
+        def gather(self, mine: Tensor) -> Tensor:
+            sent.append(mine.numel())
+            return Vocabulary.gather(self, mine)
+
+    vocabulary = Counting(tuple(part.size for part in parts), rank, group, (0, 1))
+    logits = random_logits(rows, vocab)[:, parts[rank].start : parts[rank].stop]
+    found = []
+    for way in ({}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.6}):
+        sent.clear()
+        sample(logits, SamplingParams(max_new_tokens=1, **way), spread(rows), FIRST.expand(rows), vocabulary)
+        found.append(sum(sent) / rows)
+    return found
+
+
+@pytest.mark.dist
+def test_no_rank_gathers_the_whole_vocabulary_to_draw(ranks):
+    """A few numbers of each row are sent, however large the vocabulary is."""
+    small, large = (ranks.run(2, _gathered_per_row, vocab, 8)[0] for vocab in (4096, 16384))
+    assert small == large
+    plain, greedy, top_k, top_p = large
+    assert max(plain, greedy) <= 4
+    assert top_k <= 4 + 5
+    assert top_p <= 4096
+
+
 def test_of_equal_logits_at_the_border_of_the_nucleus_the_first_tokens_are_kept():
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, -2.0, 1.0]])
     likeliest = float(logits.softmax(-1)[0, 1])

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model import weights
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise, load, load_config
+from rlhf_tasks.system.memory import give_back, process_bytes
 from tests.tiny_models import by_our_names, shape_of, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
@@ -73,6 +75,38 @@ def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, 
                 rows = layout.held(device)[name]
                 expected = whole[name].narrow(layout.specs[name].dim, rows.start, rows.size)
                 assert torch.equal(tensor, expected), (device, name)
+
+
+def _anonymous_bytes_while_loading(rank: int, world: int, folder: str) -> tuple[int, int, int]:
+    """(most bytes at a parameter that is filled, bytes of the slices, bytes of the largest tensor), of one of two tp
+    ranks."""
+    config, placement = load_config(folder), Placement((0, 1), ParallelStrategy(tp=2))
+    layout, group = Layout(shape_of(config), "lm", placement), cast(Any, object())
+    stage = Stage(config, layout, placement.coordinate(0), group, device=CPU, dtype=torch.float32)
+    fill, held = weights._fill, []
+
+    def watched(parameter: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
+        fill(parameter, values, *rest)
+        held.append(process_bytes(CPU))
+
+    weights._fill = watched
+    give_back()
+    before = process_bytes(CPU)
+    load(stage, folder, seed=0)
+    weights._fill = fill
+    slices = sum(p.numel() * p.itemsize for p in stage.parameters())
+    return max(held) - before, slices, 4 * max(spec.numel for spec in layout.specs.values())
+
+
+@pytest.mark.dist
+def test_a_rank_holds_its_slices_and_one_tensor_while_it_reads(tmp_path: Path, ranks):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
+    model = tiny_model(tiny_config("llama", **sizes))
+    model.save_pretrained(tmp_path)
+    [(held, slices, largest)] = ranks.run(1, _anonymous_bytes_while_loading, str(tmp_path))
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    assert slices + largest < 0.7 * whole
+    assert held <= slices + largest + 2**20
 
 
 def test_weights_are_converted_to_the_stage_dtype(tmp_path: Path):
