@@ -12,8 +12,9 @@ loop with the same arithmetic (bench/floor.py) is the third. They take turns, al
     ppo           64 prompts of 32 tokens, at most 64 new ones; policy, reference, reward and value model of a shape;
                   4 optimizer steps of each trained model. full: every response has 64 tokens. natural: an end token
                   with a probability of about 1 in 40 ends it, also before 8 tokens: TRL's PPO has no least length
-    grpo, rloo    8 such prompts with 8 samples each (smollm2: 4 with 4, and PPO 16 prompts); policy and reference; the reward is the share of vowels; one
-                  optimizer step. RLOO of TRL computes the policy's log-probabilities again before it learns
+    grpo, rloo    8 such prompts with 8 samples each (smollm2: 4 with 4, and PPO 16 prompts); policy and reference;
+                  the reward is the share of vowels; one optimizer step. RLOO of TRL computes the policy's
+                  log-probabilities again before it learns
     dpo           16 pairs of 128 tokens, 32 of them their prompt; policy and reference; one optimizer step
     sft           16 sequences of 128 tokens, one optimizer step
     reward_model  16 pairs of 128 tokens, one optimizer step
