@@ -5,9 +5,9 @@
     python -m bench.memory --drawing 64,131072
 
 Each strategy has ranks of its own, with one thread each: they build a Llama that trains (float32, vocabulary of 4096;
-with --smollm2 the shape of SmolLM2-135M) and make two steps on 16 sequences of 128 tokens. A rank's figure is the most
-anonymous memory that it has held beyond what its process held before, so malloc's own overhead and gloo's buffers
-count. The plan's is the formula's for parameters, gradients, optimizer and activations.
+with --smollm2 the shape of SmolLM2-135M) and make two steps on 16 sequences of 128 tokens. A rank's figure is the
+most anonymous memory that it has held beyond what its process held before, so malloc's own overhead and gloo's
+buffers count. The plan's is the formula's for parameters, gradients, optimizer and activations.
 
 With --drawing, 1, 2 and 4 tp ranks draw so many tokens (rows, vocabulary), each from float32 logits of its part, by
 temperature alone, by top-k and by top-p. The plan's figure is the formula's for all of them.
