@@ -236,7 +236,7 @@ def _gathered_per_row(rank: int, world: int, vocab: int, rows: int) -> list[floa
     sent: list[int] = []
 
     class Counting(Vocabulary):
-        def gather(self, mine: Tensor) -> Tensor:
+        def gather(self, mine: torch.Tensor) -> torch.Tensor:
             sent.append(mine.numel())
             return Vocabulary.gather(self, mine)
 

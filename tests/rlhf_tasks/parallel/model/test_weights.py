@@ -2,6 +2,7 @@
 
 import json
 import os
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,7 +96,7 @@ def _anonymous_bytes_while_loading(rank: int, world: int, folder: str) -> tuple[
     load(stage, folder, seed=0)
     weights._fill = fill
     slices = sum(p.numel() * p.itemsize for p in stage.parameters())
-    return max(held) - before, slices, 4 * max(spec.numel for spec in layout.specs.values())
+    return max(held) - before, slices, 4 * max(prod(spec.shape) for spec in layout.specs.values())
 
 
 @pytest.mark.dist
