@@ -102,7 +102,7 @@ def _slower_beside(plan: ExecutionPlan, price: PlanPrice, model: CostModel, core
 
     None does on GPUs. Calls whose price figures of runs correct took that time there.
     """
-    if any(profile.host_memory_bytes != 0 for profile in model.classes.profiles):
+    if not all(profile.is_on_host for profile in model.classes.profiles):
         return {}
     own_s = (ITERATION_CPU_S + NODE_CPU_S * len(plan.nodes)) / cores
     corrected = {ran.call for ran in model.history}

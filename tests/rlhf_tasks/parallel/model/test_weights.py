@@ -93,8 +93,10 @@ def _anonymous_bytes_while_loading(rank: int, world: int, folder: str) -> tuple[
     weights._fill = watched
     give_back()
     before = process_bytes(CPU)
-    load(stage, folder, seed=0)
-    weights._fill = fill
+    try:
+        load(stage, folder, seed=0)
+    finally:
+        weights._fill = fill
     slices = sum(p.numel() * p.itemsize for p in stage.parameters())
     return max(held) - before, slices, 4 * max(prod(spec.shape) for spec in layout.specs.values())
 
