@@ -25,7 +25,7 @@ from flows.cluster.this_machine import cores_here
 
 SCRIPT = Path(sys.executable).with_name("prefect-rlhf")
 STATED = "cluster.devices_per_host={}"
-CHOOSE = ("plan=auto", STATED.format(cores_here()))
+CHOOSE = ("plan=auto",)
 
 
 def ran(work: Work, folder: Path, *command: str) -> str:

@@ -1,9 +1,12 @@
 """A cluster of ranks as a Prefect block."""
 
+from typing import Any, Literal
+
 from prefect.blocks.core import Block
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlhf_tasks.config.cluster import ClusterConfig
+from rlhf_tasks.config.settings import auto_or_a_number
 from rlhf_tasks.parallel.layout.topology import MAX_DEVICES
 
 
@@ -29,9 +32,15 @@ class RlhfCluster(Block):
         default=None, description="Scheduler of a running Dask cluster; without one, a cluster is started."
     )
     n_hosts: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of hosts.")
-    devices_per_host: int = Field(
-        default=1, gt=0, le=MAX_DEVICES, description="Number of ranks (GPUs or CPU slots) on each host."
+    devices_per_host: int | Literal["auto"] = Field(
+        default="auto",
+        description="Number of ranks (GPUs or CPU slots) on each host, or auto: as many as suit this machine.",
     )
+
+    @field_validator("devices_per_host", mode="before")
+    @classmethod
+    def _auto_or_a_number(cls, value: Any) -> Any:
+        return auto_or_a_number(value, "ranks", MAX_DEVICES)
 
     def to_config(self) -> ClusterConfig:
         """This cluster as the `cluster` section of a run configuration."""

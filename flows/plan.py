@@ -10,6 +10,7 @@ from pydantic import Field
 
 from blocks.plan import StoredPlan
 from flows.run.planning import compare, hardware_of, limits_of, plan_for, problem_of
+from flows.run.ranks import decided
 from flows.view import artifacts
 from flows.view.forms import Form
 from planner.pricing.provenance import extrapolation
@@ -49,7 +50,7 @@ async def plan(
         comparison: Whether to also find the plans of the other modes, and why each call is not placed elsewhere.
         seed: Seed of the search; default: the configuration's.
     """
-    settings = resolve_paths(config, Path.cwd())
+    settings = decided(resolve_paths(config, Path.cwd()))
     hardware = hardware_of(settings, Path(cluster) if cluster else None)
     problem = problem_of(settings, hardware, Path(profile) if profile else None)
     found = [*hardware.warnings, *problem.warnings]

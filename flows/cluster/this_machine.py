@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import takewhile
 from math import inf
 from pathlib import Path
 
@@ -23,6 +24,7 @@ CPU_SLOT = "cpu-slot"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """torch takes the lesser of the first two. A nanny sets those of the three to 1 that its process lacks."""
+CPU_RANKS = 2  # faster than one rank of all threads in every work that was compared, on two cores
 DRIVER_S = 60.0  # that CUDA's driver may take to describe the GPUs; mostly it takes one
 
 
@@ -38,6 +40,15 @@ def device_here(slots: int) -> DeviceProfile:
         return device.model_copy(update={"host_memory_bytes": memory_bytes() // slots})
     slot = preset(CPU_SLOT)
     return slot.model_copy(update={"memory_bytes": max(1, memory_bytes() // slots - slot.process_bytes)})
+
+
+def ranks_here() -> int:
+    """Ranks of this machine where nobody states their number: one for each visible GPU, up to the first of another
+    kind, or `CPU_RANKS` that share the cores. Raises ConfigError where CUDA's driver does not answer."""
+    if not gpus_here():
+        return min(CPU_RANKS, cores_here())
+    kinds = [device_of(gpu).name for gpu in described_gpus(os.environ)]
+    return len(list(takewhile(lambda kind: kind == kinds[0], kinds)))
 
 
 def gpus_here() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from flows.cluster.shutdown import run_in_thread
 from flows.commands.numbers import whole, whole_seed
 from flows.run.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
-from flows.run.ranks import Ranks, fastest, rank_choices
+from flows.run.ranks import Ranks, decided, fastest, rank_choices
 from flows.view.plan_view import (
     show_alternatives,
     show_calls,
@@ -96,6 +96,7 @@ def plan(
     if cluster is None and evaluate is None and mode == "search":
         choices = rank_choices(settings, profile=profile)
     else:
+        settings = decided(settings)
         hardware = hardware_of(settings, cluster)
         choices = [Ranks(settings, hardware, problem_of(settings, hardware, profile))]
     show_warnings((*choices[0].hardware.warnings, *choices[0].problem.warnings))

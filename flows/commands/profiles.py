@@ -8,6 +8,7 @@ from rich.console import Console
 
 from flows.commands.plans import check_writable, show_warnings
 from flows.run.planning import computed_profiles, hardware_of, measured_folders, only_device, problem_of
+from flows.run.ranks import decided
 from planner.pricing.profile_cache import write_profiles
 from rlhf_tasks.algorithms.configurations import RunConfig, load_config
 
@@ -25,8 +26,8 @@ def profile(
     """Time layers and collectives on the run's cluster: prefect-rlhf profile --config FILE [key.sub=value ...].
 
     Takes minutes. Writes the profiles to <output_dir>/profiles/, from where plans for the same models, devices and
-    cluster use them. With plan: auto and CPU ranks on this machine, measure fewer ranks too, which have more threads
-    each (cluster.devices_per_host=1): the plan then takes the faster.
+    cluster use them. Of CPU ranks on this machine all numbers are measured that a run may have, fewer with more
+    threads each; the run then takes the fastest.
 
     With --analytic nothing is measured: times of the same layers and collectives are computed from the device's
     figures and written in the same format. That takes a second, needs no cluster, GPU or weights, and works for
@@ -48,11 +49,11 @@ def profile(
         check_writable(out)
     settings = load_config(config, overrides)
     if analytic:
-        _compute(settings, out)
+        _compute(decided(settings), out)
         return
-    hardware = hardware_of(settings)
+    hardware = hardware_of(decided(settings))
     only_device(hardware)
-    show_warnings(problem_of(settings, hardware).warnings)
+    show_warnings(problem_of(decided(settings), hardware).warnings)
     measured_folders(settings)
     # Prefect takes seconds to import, so a faulty configuration is refused before that.
     from flows.commands.local_run import profile_here

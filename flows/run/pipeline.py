@@ -16,6 +16,7 @@ from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.run.algorithm_flow import flow_of
 from flows.run.prepare import HandedOver
+from flows.run.ranks import on_ranks, rank_counts
 from flows.run.run_folder import SUMMARY, run_folder_of
 from flows.run.runs import cluster_of
 from flows.run.stages import begun_folder, check_stages, result_of
@@ -35,6 +36,7 @@ class PipelineStages:
     def __init__(self, configs: Mapping[str, RunConfig], prepared: Mapping[str, HandedOver]) -> None:
         self._configs, self._prepared, self._open = configs, prepared, ExitStack()
         self._cluster: DaskCluster | None = None
+        self._ranks = max(rank_counts(config)[0] for config in configs.values())  # of a host, for all stages
 
     def __enter__(self) -> Self:
         return self
@@ -48,6 +50,7 @@ class PipelineStages:
         if found := await asyncio.to_thread(result_of, config):
             tell(f"{name}: is finished; its results are taken from {Path(config.output_dir, name)}")
             return found
+        config = on_ranks(config, self._ranks)
         place = config.cluster.model_copy(update={"address": self._address(config)})
         config = config.model_copy(update={"cluster": place})
         with run_folder_of(config, begun_folder(config)) as folder:

@@ -251,9 +251,9 @@ def hardware_of(config: RunConfig, cluster_file: Path | None = None) -> Hardware
     if cluster_file is not None:
         return read_cluster(cluster_file)
     stated, device = config.cluster, config.planning.device
-    cluster = cluster_of(stated.n_hosts, stated.devices_per_host, "cluster")
+    cluster = cluster_of(stated.n_hosts, stated.per_host, "cluster")
     if device is None:  # a cluster of our own has all its hosts here
-        profile = device_here(stated.n_devices if stated.address is None else stated.devices_per_host)
+        profile = device_here(stated.n_devices if stated.address is None else stated.per_host)
         return Hardware(DeviceClasses.alike(cluster, profile))
     if isinstance(device, str):
         return named_hardware(cluster, device)

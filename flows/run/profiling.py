@@ -22,6 +22,7 @@ from flows.run.planning import (
     profile_folder,
     typed,
 )
+from flows.run.ranks import on_ranks, rank_counts
 from flows.run.runs import cluster_of
 from flows.run.training import RunControl, run_training
 from planner.pricing.measured import MeasuredProfile
@@ -37,13 +38,17 @@ PIECE_DEADLINE_S = 900.0  # of one model under one tp degree
 
 @flow(name="rlhf-profile", persist_result=False)
 async def rlhf_profile(config: RunConfig) -> list[str]:
-    """Measure the models of a configuration on its cluster, in minutes. Returns the profiles' files."""
-    profiles = await measure_profiles(config)
-    return [str(store(profile, profile_folder(config))) for profile in profiles]
+    """Measure the models of a configuration on its cluster, in minutes, on each number of ranks that a run of it may
+    have. Returns the profiles' files."""
+    return [
+        str(store(profile, profile_folder(config)))
+        for number in rank_counts(config)
+        for profile in await measure_profiles(on_ranks(config, number))
+    ]
 
 
 async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
-    """One profile for each shape among a configuration's models. Called inside a flow.
+    """One profile for each shape among a configuration's models, on its stated ranks. Called inside a flow.
 
     Raises ConfigError for inline models, several device classes and a cluster that does not fit, RunFailed when the
     measuring run fails.
@@ -53,7 +58,7 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
     config = typed(config, hardware.classes)
     workload = problem_of(config, hardware).model.workload
     folders = measured_folders(config)
-    n_devices, per_host = config.cluster.n_devices, config.cluster.devices_per_host
+    n_devices, per_host = config.cluster.n_devices, config.cluster.per_host
     pieces = pieces_of({f: grid_of(config, workload, s) for s, f in folders.items()}, n_devices, per_host)
     spec = ProfileSpec(dtype=config.dtype, devices_per_host=per_host, pieces=pieces)
     folder = profile_folder(config) / f"run-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"

@@ -1,20 +1,20 @@
-"""One CPU rank with all threads, or several with fewer: what `plan: auto` chooses among.
+"""The number of ranks of a run: the stated one, or this machine's choice; on CPUs a measured one.
 
-The ranks of a cluster of our own share this machine's cores, so fewer ranks have more threads each. Which is faster
-depends on model and machine, and no figure of a device tells it: only numbers of ranks count for which profiles were
-measured, each with the threads that its ranks have.
+The ranks of a cluster of our own share this machine's cores, so fewer CPU ranks have more threads each. Which is
+faster depends on model and machine, and no figure of a device tells it: numbers of ranks are compared only where
+profiles of them were measured, each with the threads that its ranks have.
 """
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flows.cluster.this_machine import gpus_here, threads_of_ranks
+from flows.cluster.this_machine import cores_here, gpus_here, ranks_here, threads_of_ranks
 from flows.run.planning import hardware_of, problem_of, typed
 from planner.plan.build import PlanError
 from planner.pricing.cluster_file import Hardware
 from planner.pricing.problem import Problem, ProblemError
-from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.algorithms.configurations import MADE_PLANS, ConfigError
 from rlhf_tasks.config.base import RunConfig
 
 T = TypeVar("T")
@@ -45,14 +45,30 @@ class Ranks(NamedTuple):
 
 
 def rank_counts(config: RunConfig) -> list[int]:
-    """Numbers of ranks of a host that `plan: auto` may choose: the stated one, then the fewer that divide it.
+    """Numbers of ranks of a host that a run may have, the one to prefer first.
 
-    Only the stated one where the plan is not searched, and where ranks are not CPU slots of this machine.
+    Where `cluster.devices_per_host` is a number, that one, and with `plan: auto` the fewer that divide it. Where it
+    is `auto`, what `ranks_here` says, then all powers of two up to the cores, upwards; only one rank where the
+    devices are elsewhere or the plan is given by hand. No others where ranks are not CPU slots of this machine.
     """
-    stated = config.cluster
-    free = config.plan == "auto" and stated.address is None and stated.n_hosts == 1 and not gpus_here()
-    fewer = range(stated.devices_per_host - 1, 0, -1) if free else ()
-    return [stated.devices_per_host, *(n for n in fewer if stated.devices_per_host % n == 0)]
+    stated, is_here = (
+        config.cluster.devices_per_host,
+        config.cluster.address is None and config.cluster.n_hosts == 1,
+    )
+    on_cpus = is_here and not gpus_here()
+    if stated != "auto":
+        fewer = range(stated - 1, 0, -1) if on_cpus and config.plan == "auto" else ()
+        return [stated, *(number for number in fewer if stated % number == 0)]
+    if not is_here or config.planning.device is not None or config.plan not in MADE_PLANS:
+        return [1]
+    first = ranks_here()
+    others = [2**n for n in range(cores_here().bit_length())] if on_cpus else []
+    return [first, *(number for number in others if number != first)]
+
+
+def decided(config: RunConfig) -> RunConfig:
+    """A configuration with the number of ranks that is to be preferred."""
+    return on_ranks(config, rank_counts(config)[0])
 
 
 def on_ranks(config: RunConfig, number: int) -> RunConfig:
@@ -68,7 +84,10 @@ def rank_choices(
     profile: Path | None = None,
     kept: int | None = None,
 ) -> list[Ranks]:
-    """The numbers of ranks to plan with, the stated one first.
+    """The numbers of ranks to plan with, the one to prefer first.
+
+    Others follow where profiles were measured of the first and of them. Where the first has no measured profile and
+    nobody stated it, the fewer ranks follow, for a model that does not fit the first.
 
     prompt_tokens, profile  as `problem_of` takes them
     kept                    number of ranks of the plan that a run has already; then there is no other choice
@@ -82,11 +101,13 @@ def rank_choices(
         chosen = typed(chosen, hardware.classes)
         return Ranks(chosen, hardware, problem_of(chosen, hardware, profile, tokens))
 
-    stated, *fewer = rank_counts(config)
+    first, *others = rank_counts(config)
     if kept is not None:
-        return [of(kept if kept in fewer else stated)]
-    found = [of(stated)]
-    for number in fewer if found[0].measured else ():
+        return [of(kept if kept in others else first)]
+    found = [of(first)]
+    if not found[0].measured:
+        return [*found, *(of(n) for n in others if config.cluster.devices_per_host == "auto" and n < first)]
+    for number in others:
         try:
             choice = of(number)
         except ConfigError:  # the file of profiles has none of so many ranks
@@ -99,10 +120,11 @@ def rank_choices(
 def fastest(
     choices: list[Ranks], plan: Callable[[Ranks], T], time_s: Callable[[Ranks, T], float]
 ) -> tuple[Ranks, T, str | None]:
-    """(number of ranks, its plan, a sentence where it is not the stated one): the one with the fastest plan.
+    """(number of ranks, its plan, a sentence where it is not the first one): the one with the fastest plan; where
+    there are no measured profiles, the first that has a plan.
 
     plan    finds the plan of a number of ranks; time_s: seconds of an iteration under it
-    Raises PlanError, ProblemError or ConfigError, of the stated number, where none has a plan.
+    Raises PlanError, ProblemError or ConfigError, of the first number, where none has a plan.
     """
     if len(choices) == 1:
         return choices[0], plan(choices[0]), None
@@ -115,6 +137,8 @@ def fastest(
             fault = fault or error
         else:
             found.append((time_s(choice, made), choice, made))
+            if not choice.measured:
+                break
     if not found:
         assert fault is not None, "without a plan there is a fault"
         raise fault
@@ -122,5 +146,7 @@ def fastest(
     if best is choices[0]:
         return best, made, None
     others = ", ".join(f"{time:.4g} s on {choice}" for time, choice, _ in found if choice is not best)
-    told = f"plan: auto takes {best}: {seconds:.4g} s an iteration{f', against {others}' if others else ''}."
-    return best, made, told
+    why = (
+        f"{seconds:.4g} s an iteration, against {others}" if others else f"there is no plan for {choices[0]}"
+    )
+    return best, made, f"the run takes {best}: {why}."

@@ -95,7 +95,7 @@ async def carry_out(
             started_again=begun > 1
         )  # at once: whatever ends the process from here on counts
         prepared, expected = made or _prepared(config, place)
-        begin_to_load_for(config.cluster)
+        begin_to_load_for(prepared.config.cluster)
         with prefect_server(place):
             keep_identity(place, prepared)
             prepared.keep_rows(place)
@@ -309,7 +309,7 @@ def cluster_of(
             place.address,
             place.n_devices,
             folder=folder,
-            devices_per_host=place.devices_per_host,
+            devices_per_host=place.per_host,
             deadline_s=config.runtime.startup_timeout_s,
             assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
             needs=needs,
@@ -320,7 +320,7 @@ def cluster_of(
         gpus = gpus_here()
         if 0 < len(gpus) < place.n_devices:
             raise ClusterError(
-                f"cluster.n_hosts={place.n_hosts} x devices_per_host={place.devices_per_host} are {place.n_devices} "
+                f"cluster.n_hosts={place.n_hosts} x devices_per_host={place.per_host} are {place.n_devices} "
                 f"ranks; this machine has {len(gpus)} visible GPUs ({', '.join(gpus)}). Ask for fewer, or name a "
                 "larger cluster by cluster.address."
             )

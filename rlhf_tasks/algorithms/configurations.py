@@ -86,8 +86,8 @@ def manual_assignments(config: RunConfig) -> dict[str, CallAssignment] | None:
     """
     plan = config.plan
     if isinstance(plan, str):
-        return None if plan in MADE_PLANS else read_assignments(Path(plan), config.cluster.devices_per_host)
-    return {call: manual.assignment(config.cluster.devices_per_host) for call, manual in plan.items()}
+        return None if plan in MADE_PLANS else read_assignments(Path(plan), config.cluster.per_host)
+    return {call: manual.assignment(config.cluster.per_host) for call, manual in plan.items()}
 
 
 def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignment]:

@@ -5,7 +5,6 @@ generates, `SamplesGroups` several times for each prompt, `Scores` generates and
 each row. Code outside `algorithms/` checks for these bases, never for an algorithm.
 """
 
-import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -19,9 +18,15 @@ from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutM
 from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardModelScore
 from rlhf_tasks.config.rows import RunRows
 from rlhf_tasks.config.sampling import EvaluationConfig, SamplingConfig
-from rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings
+from rlhf_tasks.config.settings import (
+    MOST_ITERATIONS,
+    MOST_SECONDS,
+    MOST_SEQS,
+    MOST_TOKENS,
+    Settings,
+    auto_or_a_number,
+)
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
-from rlhf_tasks.system.reading import shown
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Groups = Mapping[str, tuple[str, ...]]
@@ -199,10 +204,7 @@ class RunConfig(Settings):
     @field_validator("snapshot_every", mode="before")
     @classmethod
     def _auto_or_a_number(cls, value: Any) -> Any:
-        is_number = isinstance(value, int | str) and re.fullmatch("[0-9]{1,10}", str(value)) is not None
-        if value == "auto" or (is_number and 0 < int(value) <= MOST_ITERATIONS):
-            return value if value == "auto" else int(value)
-        raise ValueError(f"give auto, or iterations from 1 to {MOST_ITERATIONS}, found {shown(value)}")
+        return auto_or_a_number(value, "iterations", MOST_ITERATIONS)
 
     @field_validator("report_to")
     @classmethod
@@ -237,7 +239,7 @@ class RunConfig(Settings):
                     f"Choose other {kind} or enlarge cluster.n_hosts x cluster.devices_per_host."
                 )
             try:
-                manual.assignment(self.cluster.devices_per_host)
+                manual.assignment(self.cluster.per_host)
             except ValueError as error:
                 raise ValueError(f"plan.{call}: {error}") from None
         return self

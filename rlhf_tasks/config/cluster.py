@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_tasks.config.settings import MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings, form
+from rlhf_tasks.config.settings import MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings, auto_or_a_number, form
 from rlhf_tasks.parallel.layout.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
 from rlhf_tasks.spec import CallAssignment
 
@@ -23,18 +23,30 @@ class ClusterConfig(Settings):
         default=None, description="Scheduler of a running Dask cluster; default: start one."
     )
     n_hosts: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of hosts.")
-    devices_per_host: int = Field(
-        default=1, gt=0, le=MAX_DEVICES, description="Number of ranks (GPUs or CPU slots) per host."
+    devices_per_host: int | Literal["auto"] = Field(
+        default="auto",
+        description="Number of ranks (GPUs or CPU slots) per host, or auto: one for each visible GPU, or two that "
+        "share the CPU cores; 1 where the devices are elsewhere or the plan is given by hand.",
     )
+
+    @field_validator("devices_per_host", mode="before")
+    @classmethod
+    def _auto_or_a_number(cls, value: Any) -> Any:
+        return auto_or_a_number(value, "ranks", MAX_DEVICES)
 
     @model_validator(mode="after")
     def _can_be_planned(self) -> Self:
-        check_count(self.n_hosts, self.devices_per_host)
+        check_count(self.n_hosts, self.per_host)
         return self
 
     @property
+    def per_host(self) -> int:
+        """Ranks of a host. What is left to the machine counts as one until flows/run/ranks.py has decided it."""
+        return 1 if self.devices_per_host == "auto" else self.devices_per_host
+
+    @property
     def n_devices(self) -> int:
-        return self.n_hosts * self.devices_per_host
+        return self.n_hosts * self.per_host
 
 
 class RuntimeConfig(Settings):

@@ -1,5 +1,6 @@
 """What all sections of a configuration share: their base, and bounds that no real run reaches. Torch-free."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from pydantic import (
 )
 
 from rlhf_tasks.spec import Frozen
+from rlhf_tasks.system.reading import shown
 
 # Upper bounds that no real run reaches. Larger numbers are typing errors, and some would fill the memory with lists.
 MOST_SEQS = 2**20  # of a batch
@@ -40,6 +42,14 @@ class Settings(Frozen):
         if field is None or field.is_required():
             return False
         return isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
+
+
+def auto_or_a_number(value: Any, what: str, most: int) -> Any:
+    """`auto`, or a whole number from 1 to `most` that may be written as text. Raises ValueError, naming `what`."""
+    is_number = isinstance(value, int | str) and re.fullmatch("[0-9]{1,10}", str(value)) is not None
+    if value == "auto" or (is_number and 0 < int(value) <= most):
+        return value if value == "auto" else int(value)
+    raise ValueError(f"give auto, or {what} from 1 to {most}, found {shown(value)}")
 
 
 def form(value: Any) -> str:

@@ -13,6 +13,7 @@ from flows.cluster.this_machine import (
     device_here,
     gpus_here,
     memory_bytes,
+    ranks_here,
     threads_environment,
     threads_of_ranks,
     visible_gpus,
@@ -124,6 +125,19 @@ def test_a_host_of_gpus_has_the_device_with_the_least_memory(two_gpus):
 def test_an_empty_choice_leaves_cpu_slots(two_gpus):
     two_gpus.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device_here(2).name == "cpu-slot"
+
+
+def test_without_a_stated_number_each_gpu_of_the_first_kind_has_a_rank(two_gpus):
+    assert ranks_here() == 2
+    this_machine._described.cache_clear()
+    two_gpus.setenv("FIRST", "NVIDIA L40S")
+    assert ranks_here() == 1
+
+
+def test_without_a_gpu_or_a_stated_number_two_ranks_share_the_cores(gpus, monkeypatch):
+    for cores, ranks in ((1, 1), (2, 2), (64, 2)):
+        monkeypatch.setattr("flows.cluster.this_machine.cores_here", lambda cores=cores: cores)
+        assert ranks_here() == ranks
 
 
 def test_gpus_of_several_kinds_are_refused(two_gpus):

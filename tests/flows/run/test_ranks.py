@@ -1,14 +1,15 @@
-"""How many CPU ranks `plan: auto` takes."""
+"""How many ranks a run has."""
 
 import pytest
 
 from flows.run.planning import profile_folder
-from flows.run.ranks import Ranks, fastest, rank_choices, rank_counts
+from flows.run.ranks import Ranks, decided, fastest, rank_choices, rank_counts
 from planner.plan.build import PlanError
 from planner.plan.mesh import Cluster
 from planner.pricing.profile_cache import store
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import RunConfig, make_config
+from rlhf_tasks.config.cluster import ClusterConfig
 from tests.flows.plan_documents import SHAPE, ppo
 from tests.planner.sampled import as_measured
 
@@ -41,6 +42,57 @@ def test_a_searched_plan_may_have_the_stated_ranks_or_fewer_that_divide_them(aut
     assert counts(devices_per_host=4) == [4]
 
 
+@pytest.fixture
+def unstated(auto, monkeypatch) -> RunConfig:
+    """A run on a machine of eight cores; nobody has said how many ranks."""
+    for module in ("flows.cluster.this_machine", "flows.run.ranks"):
+        monkeypatch.setattr(f"{module}.cores_here", lambda: 8)
+    return auto.model_copy(update={"cluster": ClusterConfig()})
+
+
+def test_an_unstated_number_of_ranks_is_the_machines_choice(unstated, monkeypatch):
+    def counts(**changes):
+        return rank_counts(make_config({**unstated.model_dump(), **changes}))
+
+    assert counts() == counts(plan="heuristic") == [2, 1, 4, 8]
+    assert decided(unstated).cluster.devices_per_host == 2
+    assert counts(plan={"actor_generate": {"devices": [0]}}) == [1]
+    assert counts(cluster={"address": "tcp://127.0.0.1:1"}) == counts(cluster={"n_hosts": 2}) == [1]
+    assert counts(planning={"device": "cpu-slot"}) == [1]
+    monkeypatch.setattr("flows.run.ranks.gpus_here", lambda: ("0", "1", "2"))
+    monkeypatch.setattr("flows.run.ranks.ranks_here", lambda: 3)
+    assert counts() == [3], "a rank for each GPU"
+
+
+def test_a_model_that_does_not_fit_the_machines_choice_has_fewer_ranks(unstated):
+    choices = rank_choices(unstated)
+    assert [choice.number for choice in choices] == [2, 1]
+
+    def on_one(ranks: Ranks) -> SearchResult:
+        if ranks.number > 1:
+            raise PlanError("no memory")
+        return searched(ranks)
+
+    chosen, _, told = fastest(choices, on_one, seconds)
+    assert chosen.config.cluster.devices_per_host == 1
+    assert told == "the run takes 1 rank of 8 threads: there is no plan for 2 ranks of 4 threads."
+    chosen, _, told = fastest(choices, searched, lambda ranks, _: ranks.number)
+    assert (chosen.number, told) == (2, None), "without measured profiles nothing is compared"
+
+
+@pytest.mark.parametrize(("number", "times"), [(1, 0.1), (8, 0.1)])
+def test_a_measured_number_that_is_faster_replaces_the_machines_choice(unstated, number, times):
+    for ranks in (1, 2, 8):
+        its = 20.0 * (times if ranks == number else 1.0)
+        profile = as_measured(SHAPE, Cluster(1, ranks), its).model_copy(update={"threads": 8 // ranks})
+        store(profile, profile_folder(unstated))
+    choices = rank_choices(unstated)
+    assert [choice.number for choice in choices] == [2, 1, 8], "of four there is no profile"
+    chosen, _, told = fastest(choices, searched, seconds)
+    assert chosen.number == number
+    assert told is not None
+
+
 @pytest.mark.parametrize(("one_rank", "taken"), [(0.4, 1), (1.0, 2)])
 def test_the_number_of_ranks_follows_the_measured_figures(auto, one_rank, taken):
     """Two threads make one rank much faster, or not at all."""
@@ -53,7 +105,7 @@ def test_the_number_of_ranks_follows_the_measured_figures(auto, one_rank, taken)
     assert chosen.config.cluster.devices_per_host == taken
     if taken == 1:
         assert told is not None
-        assert told.startswith("plan: auto takes 1 rank of ")
+        assert told.startswith("the run takes 1 rank of ")
         assert " s on 2 ranks of " in told
     else:
         assert told is None
