@@ -92,7 +92,10 @@ SIZES = {
         {"cluster": {"n_hosts": 10**9}},
         "cluster.n_hosts: input should be less than or equal to 131072",
     ),
-    "devices": ({"cluster": {"devices_per_host": 10**9}}, "cluster.devices_per_host: input should be less"),
+    "devices": (
+        {"cluster": {"devices_per_host": 10**9}},
+        "cluster.devices_per_host: give auto, or ranks from 1 to 131072, found 1000000000",
+    ),
     "both": ({"cluster": {"n_hosts": 10**5, "devices_per_host": 8}}, "are 800000 devices"),
     "a batch": ({"batch_size": 2**40}, "batch_size: input should be less than or equal to 1048576, found"),
     "a prompt": ({"data": {"train": "d", "max_prompt_tokens": 10**12}}, "data.max_prompt_tokens: input"),

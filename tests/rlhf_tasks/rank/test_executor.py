@@ -22,7 +22,11 @@ from tests.tiny_runs import ppo_config
 
 def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     """(bytes of the largest message of an iteration, tokens that it generated) of a PPO run on one rank."""
-    config = ppo_config(folder, sampling={"max_completion_length": max_completion_length})
+    config = ppo_config(
+        folder,
+        sampling={"max_completion_length": max_completion_length},
+        cluster={"devices_per_host": 1},
+    )
     prepared, parts = prepare(config), list[SavedPart]()
     plan = prepared.plan
     run_folder = folder / f"run-{max_completion_length}"
