@@ -7,6 +7,7 @@ mesh grows at a time, the one that shortens the iteration most, until the cluste
 devices as long as that helps.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
     role's replica doubles, or the call's micro-batches double, as long as a dp rank has enough sequences.
     Raises PlanError, with the shortfall of the last plan, when nothing can shrink; and what the rule raises at first.
     """
-    demand = _Demand(dict.fromkeys(graph.roles, 1), {call.name: 1 for call in graph.calls})
+    demand = _Demand(_least_replicas(graph, model), {call.name: 1 for call in graph.calls})
     found = rule(graph, model.cluster, _limits(model, demand.replicas))
     while True:
         found = {name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in found.items()}
@@ -167,6 +168,17 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
                 break
         else:
             raise PlanError(missing)
+
+
+def _least_replicas(graph: DataflowGraph, model: CostModel) -> dict[str, int]:
+    """Role -> the least power of two of devices among which its weights alone fit: each try of fewer costs a plan."""
+    most_bytes = max(model.classes.rooms)
+    found = {}
+    for role in graph.roles:
+        alone = Placement((0,), ParallelStrategy())
+        (weights,), (frozen,) = model.parameter_bytes(role, alone), model.frozen_bytes(role, alone)
+        found[role] = 1 << max(0, math.ceil((weights + frozen) / most_bytes) - 1).bit_length()
+    return found
 
 
 def _limits(model: CostModel, replicas: Mapping[str, int]) -> dict[str, Limits]:

@@ -1,13 +1,16 @@
 """PPO on two hosts with a cluster of Dask's commands over TLS: docs/clusters.md, carried out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
+from flows.demo.data import MODEL, write_demo_data, write_model_folder
 from rlhf_tasks.checkpoint.commits import step_folder
 from tests.committed import assert_same_run, generations_of
 from tests.flows.cluster.test_tls import make_certificates
@@ -27,6 +30,32 @@ NAMED = (*RANK, "--name", "second-0")
 LOOP = "trap 'kill $!; wait; exit' TERM; while true; do \"$@\" & wait $!; sleep 1; done"
 AGAIN = ("bash", "-c", LOOP, "bash")
 HOURS = 5 * 3600  # certificates are valid from a day before to a day after
+
+Work = Callable[..., dict[str, Any]]  # (folder, **changes) -> a run's configuration
+
+
+def tiny(folder: Path, **changes: Any) -> dict[str, Any]:
+    """PPO at the smallest size."""
+    return ppo_config(folder, total_iterations=ITERATIONS, **changes).model_dump(mode="json")
+
+
+def the_demos(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The demo's PPO and its task, for fewer iterations, on models of its shape with random weights."""
+    if not (folder / "data").exists():
+        write_demo_data(folder / "data", 0)
+        for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+            write_model_folder(folder / name)
+            set_seed(0)
+            kind(LlamaConfig(**MODEL, num_labels=1)).save_pretrained(folder / name)
+    demo = yaml.safe_load(Path("deployments/demo/ppo.yaml").read_text())
+    own = {
+        "models": {"actor": str(folder / "actor"), "reward": str(folder / "reward")},
+        "data": {**demo["data"], "train": str(folder / "data" / "prompts.jsonl")},
+        "output_dir": str(folder / "runs"),
+        "total_iterations": ITERATIONS,
+        "snapshot_every": 1,
+    }
+    return {**demo, **own, **changes}
 
 
 class Cluster(NamedTuple):
@@ -54,25 +83,23 @@ class Cluster(NamedTuple):
             GLOO_SOCKET_IFNAME=INTERFACE, **self.environment, **environment,
         )  # fmt: skip
 
-    def run(self, name: str, **changes: Any) -> MarkedCommand:
+    def run(self, name: str, work: Work = tiny, **changes: Any) -> MarkedCommand:
         """A run of PPO whose flow is on the first host."""
+        place = {"address": self.address, "n_hosts": 2, "devices_per_host": 1}
         return MarkedCommand(
             self.folder / f"{name}.log",
-            *self._command(name, {"address": self.address, "n_hosts": 2, "devices_per_host": 1}, **changes),
+            *self._command(work, name, place, **changes),
             environment=self.environment,
             inside=self.hosts.first.inside,
         )
 
-    def undisturbed(self) -> Path:
+    def undisturbed(self, work: Work = tiny) -> Path:
         """The folder of the same run on one host, by a cluster of its own."""
-        finish(self.folder / "one-host.log", self._command("one-host", {"devices_per_host": 2}))
+        finish(self.folder / "one-host.log", self._command(work, "one-host", {"devices_per_host": 2}))
         return self.folder / "runs" / "one-host"
 
-    def _command(self, name: str, place: dict[str, Any], **changes: Any) -> list[str]:
-        config = ppo_config(
-            self.folder, name=name, plan=TWO_RANKS, cluster=place, total_iterations=ITERATIONS, **changes
-        )
-        return command_of(self.folder, config.model_dump(mode="json"))
+    def _command(self, work: Work, name: str, place: dict[str, Any], **changes: Any) -> list[str]:
+        return command_of(self.folder, work(self.folder, name=name, plan=TWO_RANKS, cluster=place, **changes))
 
 
 @pytest.fixture
@@ -86,9 +113,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(hosts, tmp_path, environment)
 
 
-@pytest.mark.parametrize("off", [0, HOURS, -HOURS], ids=["right", "ahead", "behind"])
+@pytest.mark.parametrize(
+    ("work", "off"), [(the_demos, 0), (tiny, HOURS), (tiny, -HOURS)], ids=["demo", "ahead", "behind"]
+)
 def test_two_hosts_train_to_the_bits_of_one_whatever_their_clocks_say(
-    cluster: Cluster, tmp_path: Path, off: int
+    cluster: Cluster, tmp_path: Path, work: Work, off: int
 ):
     environment, seconds = shifted_clock(tmp_path)
     set_clock(seconds, off)
@@ -98,12 +127,12 @@ def test_two_hosts_train_to_the_bits_of_one_whatever_their_clocks_say(
         cluster.worker(first, *CONTROLLER),
         cluster.worker(first, *RANK),
         cluster.worker(second, *RANK, **environment),
-        cluster.run("two-hosts") as run,
+        cluster.run("two-hosts", work) as run,
     ):
         assert run.process.wait(900) == 0, run.output
         run.assert_gone()
     assert generations_of(tmp_path / "runs" / "two-hosts") == dict.fromkeys(range(ITERATIONS), (1, 0))
-    assert_same_run(tmp_path / "runs" / "two-hosts", cluster.undisturbed())
+    assert_same_run(tmp_path / "runs" / "two-hosts", cluster.undisturbed(work))
 
 
 @pytest.mark.parametrize("away_s", [25.0, 60.0], ids=["shorter", "longer"])
