@@ -75,8 +75,8 @@ def plan(
     evaluate
         A YAML file with a plan to price instead of a search: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
     time_limit
-        Seconds that a search may take; default: planning.time_limit_s. Only the plans by rule may take longer: some
-        seconds on 16,384 GPUs, three quarters of a minute on 131,072.
+        Seconds that a search may take; default: planning.time_limit_s. Only the plans by rule may take longer: a
+        second on 16,384 GPUs, some seconds on 131,072.
     seed
         Seed of the search, a whole number from 0; default: the configuration's.
     iterations

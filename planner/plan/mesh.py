@@ -74,8 +74,8 @@ class DeviceMesh:
     def of(cluster: Cluster, devices: Sequence[int]) -> "DeviceMesh":
         """The mesh of devices given in any order. Raises MeshError when they do not form one."""
         ordered = sorted(devices)
-        outside = [device for device in ordered if not 0 <= device < cluster.n_devices]
-        if outside:
+        if ordered and (ordered[0] < 0 or ordered[-1] >= cluster.n_devices):
+            outside = [device for device in ordered if not 0 <= device < cluster.n_devices]
             raise MeshError(_outside(str(outside), cluster))
         if not ordered or ordered != list(range(ordered[0], ordered[-1] + 1)):
             raise MeshError(f"devices {list(devices)} are not consecutive and distinct. A mesh has no gaps.")

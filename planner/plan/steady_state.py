@@ -124,18 +124,19 @@ def _start_times(seconds: Sequence[float], edges: Sequence[Edge], period_s: floa
 
 def device_groups(devices: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
     """Node -> numbers of its groups of devices; all devices used by exactly the same nodes form one group."""
-    users: dict[int, list[str]] = {}
-    for node, mesh in devices.items():
+    of_node = {node: frozenset(mesh) for node, mesh in devices.items()}
+    users: dict[int, list[frozenset[int]]] = {}
+    for mesh in dict.fromkeys(of_node.values()):  # few, whereas nodes may be many, and devices very many
         for device in mesh:
-            users.setdefault(device, []).append(node)
-    numbers: dict[tuple[str, ...], int] = {}
-    for nodes in users.values():
-        numbers.setdefault(tuple(nodes), len(numbers))
-    groups: dict[str, set[int]] = {node: set() for node in devices}
-    for nodes, number in numbers.items():
-        for node in nodes:
-            groups[node].add(number)
-    return {node: frozenset(found) for node, found in groups.items()}
+            users.setdefault(device, []).append(mesh)
+    numbers: dict[tuple[frozenset[int], ...], int] = {}
+    for meshes in users.values():
+        numbers.setdefault(tuple(meshes), len(numbers))
+    groups: dict[frozenset[int], set[int]] = {mesh: set() for mesh in of_node.values()}
+    for meshes, number in numbers.items():
+        for mesh in meshes:
+            groups[mesh].add(number)
+    return {node: frozenset(groups[mesh]) for node, mesh in of_node.items()}
 
 
 def execution_edges(

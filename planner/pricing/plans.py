@@ -422,7 +422,15 @@ def shortfall(memory: PlanPrice | PlanMemory, model: CostModel) -> str | None:
 
 def scarcest_device(peaks: Mapping[int, MemoryPeak], model: CostModel) -> int:
     """The device that lacks the most memory, or has the least left."""
-    return max(peaks, key=lambda device: peaks[device].total_bytes - model.classes.room_bytes(device))
+    # Devices that hold the same are of one class and have one peak among them (plan_memory): one stands for all.
+    firsts: dict[int, int] = {}
+    for device, peak in peaks.items():
+        firsts.setdefault(id(peak), device)
+
+    def lack_bytes(device: int) -> float:
+        return peaks[device].total_bytes - model.classes.room_bytes(device)
+
+    return max(firsts.values(), key=lack_bytes)
 
 
 def active_part(call: ModelFunctionCall) -> str:

@@ -5,8 +5,10 @@ from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.devices import preset
 from planner.pricing.plans import shortfall
+from planner.search import baselines
 from planner.search.baselines import Limits, heuristic, heuristic_plan, symmetric
 from planner.search.choices import assignments_of
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from tests.planner.sampled import ALL_FOR_TENSORS
 
 
@@ -59,6 +61,23 @@ def test_a_generation_whose_replica_cannot_grow_decodes_fewer_sequences_at_a_tim
     generate = assignments_of(found.plan)["actor_generate"]
     assert generate.micro_batches > 1
     assert shortfall(found.price, model) is None
+
+
+def test_no_plan_is_built_whose_weights_alone_do_not_fit(make_graph, ppo_cost, llama, monkeypatch):
+    """Each try is a plan of the whole cluster: where it has many devices, tries in vain take long."""
+    tried: list[int] = []
+
+    def counted(graph, model, assignments):
+        tried.append(min(a.placement.strategy.tp * a.placement.strategy.pp for a in assignments.values()))
+        return built(graph, model, assignments)
+
+    built = baselines._plan
+    monkeypatch.setattr(baselines, "_plan", counted)
+    model = ppo_cost(Cluster(4, 8), llama(num_hidden_layers=80, hidden_size=6656, intermediate_size=17920))
+    (weights,) = model.parameter_bytes("actor", Placement((0,), ParallelStrategy()))
+    heuristic_plan(make_graph(n_seqs=512, mini_batches=1), model)
+    assert tried[0] > 1
+    assert min(tried) >= weights / model.classes.room_bytes(0)
 
 
 def test_a_model_with_few_heads_takes_a_smaller_mesh(make_graph):

@@ -67,7 +67,8 @@ def test_a_call_is_refused_where_the_engine_has_another_version(tmp_path):
 def test_an_evaluation_is_refused_of_another_version(tmp_path):
     """It is due after the first iteration, whose train_step has not run."""
     held_out = str(write_prompts(tmp_path / "held_out.jsonl", 3))
-    config = ppo_config(tmp_path, total_iterations=1, evaluation={"data": held_out})
+    one = {"devices_per_host": 1}
+    config = ppo_config(tmp_path, total_iterations=1, evaluation={"data": held_out}, cluster=one)
     prepared = prepare(config)
     plan = prepared.plan
     prepared.keep_rows(tmp_path)
