@@ -241,7 +241,7 @@ def test_two_outputs_to_one_file_are_refused_before_the_search(run_plan, tmp_pat
 def test_the_help_says_what_the_time_limit_does_not_bound(capsys):
     assert run_command(["plan", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.replace("│", "").split())
-    assert "Only the plans by rule may take longer: some seconds on 16,384 GPUs, three quarters of" in told
+    assert "Only the plans by rule may take longer: a second on 16,384 GPUs, some" in told
 
 
 def test_inline_models_are_planned_but_not_run(run_plan, tmp_path):
