@@ -105,7 +105,7 @@ def plan(
     chosen, result, told = fastest(
         choices,
         lambda ranks: _found(ranks.problem, mode, evaluate, limit_s, used_seed),
-        lambda _, found: found.iteration_time_s,
+        lambda found: found.plan,
     )
     problem = chosen.problem
     if told is not None:

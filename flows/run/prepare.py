@@ -18,7 +18,7 @@ from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.pricing.plans import plan_memory, price_plan, shortfall
+from planner.pricing.plans import plan_memory, shortfall
 from planner.pricing.problem import Problem, ProblemError
 from planner.pricing.provenance import extrapolation
 from planner.search.balance import balanced
@@ -173,7 +173,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     chosen, plan, of_ranks = fastest(
         rank_choices(config, rows.tokens, kept=_kept_ranks(config, folder)),
         lambda ranks: make_plan(ranks.config, ranks.problem, folder),
-        lambda ranks, plan: price_plan(plan, ranks.problem.model).iteration_time_s,
+        lambda plan: plan,
     )
     config, hardware, problem = chosen
     of_plan = (

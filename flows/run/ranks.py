@@ -13,9 +13,11 @@ from flows.cluster.this_machine import cores_here, gpus_here, ranks_here, thread
 from flows.run.planning import hardware_of, problem_of, typed
 from planner.plan.build import PlanError
 from planner.pricing.cluster_file import Hardware
+from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem, ProblemError
 from rlhf_tasks.algorithms.configurations import MADE_PLANS, ConfigError
 from rlhf_tasks.config.base import RunConfig
+from rlhf_tasks.spec import ExecutionPlan
 
 T = TypeVar("T")
 
@@ -118,35 +120,47 @@ def rank_choices(
 
 
 def fastest(
-    choices: list[Ranks], plan: Callable[[Ranks], T], time_s: Callable[[Ranks, T], float]
+    choices: list[Ranks], plan: Callable[[Ranks], T], plan_of: Callable[[T], ExecutionPlan]
 ) -> tuple[Ranks, T, str | None]:
     """(number of ranks, its plan, a sentence where it is not the first one): the one with the fastest plan; where
     there are no measured profiles, the first that has a plan.
 
-    plan    finds the plan of a number of ranks; time_s: seconds of an iteration under it
+    plan  finds the plan of a number of ranks; plan_of: the plan in what it found
+    Figures of earlier runs count where all numbers have some: where one has, others would only look faster.
     Raises PlanError, ProblemError or ConfigError, of the first number, where none has a plan.
     """
     if len(choices) == 1:
         return choices[0], plan(choices[0]), None
-    found: list[tuple[float, Ranks, T]] = []
+    found: list[tuple[Ranks, T]] = []
     fault: Exception | None = None
     for choice in choices:
         try:
-            made = plan(choice)
+            found.append((choice, plan(choice)))
         except (PlanError, ProblemError, ConfigError) as error:
             fault = fault or error
         else:
-            found.append((time_s(choice, made), choice, made))
             if not choice.measured:
                 break
     if not found:
         assert fault is not None, "without a plan there is a fault"
         raise fault
-    seconds, best, made = min(found, key=lambda one: one[0])
+    all_ran = all(choice.problem.model.history for choice, _ in found)
+
+    def time_s(choice: Ranks, made: T) -> float:
+        model = choice.problem.model
+        return price_plan(plan_of(made), model if all_ran else model.without_history()).iteration_time_s
+
+    seconds = [time_s(choice, made) for choice, made in found]
+    least_s = min(seconds)
+    best, made = found[seconds.index(least_s)]
     if best is choices[0]:
         return best, made, None
-    others = ", ".join(f"{time:.4g} s on {choice}" for time, choice, _ in found if choice is not best)
+    others = ", ".join(
+        f"{time:.4g} s on {choice}"
+        for time, (choice, _) in zip(seconds, found, strict=True)
+        if choice is not best
+    )
     why = (
-        f"{seconds:.4g} s an iteration, against {others}" if others else f"there is no plan for {choices[0]}"
+        f"{least_s:.4g} s an iteration, against {others}" if others else f"there is no plan for {choices[0]}"
     )
     return best, made, f"the run takes {best}: {why}."

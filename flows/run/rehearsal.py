@@ -62,7 +62,7 @@ def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | 
         return plan, price_plan(plan, ranks.problem.model)
 
     try:
-        chosen, (plan, price), _ = fastest(choices, plan_of, lambda _, found: found[1].iteration_time_s)
+        chosen, (plan, price), _ = fastest(choices, plan_of, lambda found: found[0])
     except ValueError as error:
         raise ConfigError(str(error)) from error
     assert isinstance(chosen.config, TrainingConfig), "the number of ranks is all that is chosen"

@@ -4,6 +4,7 @@ The formulas of the kinds of calls are in planner/pricing/call_formulas.py.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,6 +81,12 @@ class CostModel:
         self._evaluations: dict[tuple[Any, ...], CallCost] = {}
         self.history = tuple(history)
         self._factors: dict[str, dict[tuple[_Circumstances, int], Factor]] = {}
+
+    def without_history(self) -> "CostModel":
+        """The same prices, not corrected by earlier runs."""
+        model = copy(self)
+        model.history, model._costs, model._evaluations, model._factors = (), {}, {}, {}
+        return model
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
         """Seconds and bytes of a call, or of each of its parts. Of the mesh only its strategy, crossings and device

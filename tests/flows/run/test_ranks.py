@@ -2,14 +2,16 @@
 
 import pytest
 
-from flows.run.planning import profile_folder
+from flows.run.planning import figures_of, profile_folder
 from flows.run.ranks import Ranks, decided, fastest, rank_choices, rank_counts
 from planner.plan.build import PlanError
 from planner.plan.mesh import Cluster
 from planner.pricing.profile_cache import store
+from planner.pricing.run_history import RanCall, keep_figures
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from rlhf_tasks.config.cluster import ClusterConfig
+from rlhf_tasks.spec import ExecutionPlan
 from tests.flows.plan_documents import SHAPE, ppo
 from tests.planner.sampled import as_measured
 
@@ -25,8 +27,8 @@ def searched(ranks: Ranks) -> SearchResult:
     return find_plan(ranks.problem, "search", 5.0)
 
 
-def seconds(_: Ranks, found: SearchResult) -> float:
-    return found.iteration_time_s
+def plan_in(found: SearchResult) -> ExecutionPlan:
+    return found.plan
 
 
 def test_a_searched_plan_may_have_the_stated_ranks_or_fewer_that_divide_them(auto, monkeypatch):
@@ -73,11 +75,11 @@ def test_a_model_that_does_not_fit_the_machines_choice_has_fewer_ranks(unstated)
             raise PlanError("no memory")
         return searched(ranks)
 
-    chosen, _, told = fastest(choices, on_one, seconds)
+    chosen, _, told = fastest(choices, on_one, plan_in)
     assert chosen.config.cluster.devices_per_host == 1
     assert told == "the run takes 1 rank of 8 threads: there is no plan for 2 ranks of 4 threads."
-    chosen, _, told = fastest(choices, searched, lambda ranks, _: ranks.number)
-    assert (chosen.number, told) == (2, None), "without measured profiles nothing is compared"
+    chosen, _, told = fastest(choices[::-1], searched, plan_in)
+    assert (chosen.number, told) == (1, None), "without measured profiles nothing is compared"
 
 
 @pytest.mark.parametrize(("number", "times"), [(1, 0.1), (8, 0.1)])
@@ -88,7 +90,7 @@ def test_a_measured_number_that_is_faster_replaces_the_machines_choice(unstated,
         store(profile, profile_folder(unstated))
     choices = rank_choices(unstated)
     assert [choice.number for choice in choices] == [2, 1, 8], "of four there is no profile"
-    chosen, _, told = fastest(choices, searched, seconds)
+    chosen, _, told = fastest(choices, searched, plan_in)
     assert chosen.number == number
     assert told is not None
 
@@ -100,7 +102,7 @@ def test_the_number_of_ranks_follows_the_measured_figures(auto, one_rank, taken)
     store(as_measured(SHAPE, Cluster(1, 1), 20.0 * one_rank), profile_folder(auto))
     choices = rank_choices(auto)
     assert [choice.number for choice in choices] == [2, 1]
-    chosen, found, told = fastest(choices, searched, seconds)
+    chosen, found, told = fastest(choices, searched, plan_in)
     assert chosen.number == found.plan.n_devices == taken
     assert chosen.config.cluster.devices_per_host == taken
     if taken == 1:
@@ -109,6 +111,35 @@ def test_the_number_of_ranks_follows_the_measured_figures(auto, one_rank, taken)
         assert " s on 2 ranks of " in told
     else:
         assert told is None
+
+
+def ran_slower(ranks: Ranks, times: float) -> None:
+    """Keep figures of a run on so many ranks, whose calls took so many times what is planned."""
+    plan, model = searched(ranks).plan, ranks.problem.model
+    ran = [
+        RanCall(
+            call=name,
+            assignment=given,
+            seconds=times * model.call(ranks.problem.graph.call(name), given).seconds,
+        )
+        for name, (node, *_) in plan.calls.items()
+        for given in [node.assignment]
+    ]
+    keep_figures(figures_of(ranks.config, ranks.problem), ran)
+
+
+def test_what_one_number_of_ranks_took_in_a_run_does_not_make_another_one_look_faster(auto):
+    """Runs are slower than their profiles say, whatever the number."""
+    store(as_measured(SHAPE, Cluster(1, 2), 20.0), profile_folder(auto))
+    store(as_measured(SHAPE, Cluster(1, 1), 24.0), profile_folder(auto))
+    for number in (2, 1):
+        for choice in rank_choices(auto):
+            if choice.number == number:
+                ran_slower(choice, 3.0)
+        histories = [bool(choice.problem.model.history) for choice in rank_choices(auto)]
+        assert histories == [True, number == 1]
+        chosen, _, _ = fastest(rank_choices(auto), searched, plan_in)
+        assert chosen.number == 2
 
 
 def test_numbers_of_ranks_that_were_not_measured_are_not_compared(auto):
@@ -136,13 +167,13 @@ def test_a_number_of_ranks_without_a_plan_is_passed_over(auto):
 
         return plan
 
-    chosen, _, told = fastest(rank_choices(auto), lacking(1), seconds)
+    chosen, _, told = fastest(rank_choices(auto), lacking(1), plan_in)
     assert (chosen.number, told) == (2, None)
-    chosen, _, told = fastest(rank_choices(auto), lacking(2), seconds)
+    chosen, _, told = fastest(rank_choices(auto), lacking(2), plan_in)
     assert chosen.number == 1
     assert told is not None
     with pytest.raises(PlanError, match="no memory on 2"):
-        fastest(rank_choices(auto), lacking(1, 2), seconds)
+        fastest(rank_choices(auto), lacking(1, 2), plan_in)
 
 
 def test_a_profile_of_another_number_of_threads_is_not_used(auto, monkeypatch):
