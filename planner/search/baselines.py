@@ -149,8 +149,13 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
     role's replica doubles, or the call's micro-batches double, as long as a dp rank has enough sequences.
     Raises PlanError, with the shortfall of the last plan, when nothing can shrink; and what the rule raises at first.
     """
-    demand = _Demand(_least_replicas(graph, model), {call.name: 1 for call in graph.calls})
-    found = rule(graph, model.cluster, _limits(model, demand.replicas))
+    uncut = {call.name: 1 for call in graph.calls}
+    demand = _Demand(_least_replicas(graph, model), uncut)
+    try:
+        found = rule(graph, model.cluster, _limits(model, demand.replicas))
+    except PlanError:  # the weights do not fit: the plan on whole devices says how many bytes lack
+        demand = _Demand(dict.fromkeys(graph.roles, 1), uncut)
+        found = rule(graph, model.cluster, _limits(model, demand.replicas))
     while True:
         found = {name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in found.items()}
         plan = _plan(graph, model, found)
