@@ -2,8 +2,8 @@
 
     python -m bench.gpu --out FILE.json [--size 1b] [--rounds 3] [--peak-flops 989e12]
 
-It needs no server and no cluster. The checks use a small model in float32 (without TF32) and bfloat16. The timings
-use a Llama of about one billion parameters with random weights, in bfloat16. Exit status 1 when a check fails.
+It needs no server and no cluster. The checks use a small model in float32 (without TF32) and bfloat16; those of
+bench/paths.py are among them. The timings use a Llama of about one billion parameters with random weights, in bfloat16. Exit status 1 when a check fails.
 
 Timings are wall-clock seconds after a warm-up, with the device synchronised before and after; medians over the
 rounds. MFU counts 6 FLOPs per parameter and token, plus for causal attention 6 x layers x width FLOPs per token and
@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from bench.engine import BETAS, LEARNING_RATE, MAX_GRAD_NORM, build_engine
+from bench.paths import Check, difference, path_checks
 from flows.cluster.this_machine import described_gpus
 from planner.pricing.devices import device_of
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
@@ -64,14 +65,6 @@ SIZES = {
 }
 
 
-class Check(NamedTuple):
-    """One comparison; it holds when value <= bound."""
-
-    name: str
-    value: float
-    bound: float
-
-
 class Timing(NamedTuple):
     """One row of the table: median seconds for `tokens` useful tokens; MFU as a fraction, for training only."""
 
@@ -105,11 +98,6 @@ def batch_of(key: str, sequences: list[Tensor]) -> SampleBatch:
     return SampleBatch(tuple(range(len(sequences))), {key: Packed.of(sequences).to(CUDA)})
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference relative to the largest element."""
-    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
-
-
 # Checks
 
 
@@ -131,6 +119,7 @@ def checks(groups: ProcessGroups) -> list[Check]:
     found += _train_checks(exact, groups, sequences)
     found.append(_offloaded_elements_unlike_resident(rough, groups, sequences))
     found += _unlike_when_done_again(rough, groups)
+    found += path_checks(groups)
     return found
 
 
@@ -407,8 +396,7 @@ def main() -> int:
     groups = ProcessGroups([(0,)], 600.0, CUDA)
     checked = checks(groups)
     for check in checked:
-        verdict = "ok  " if check.value <= check.bound else "FAIL"
-        print(f"{verdict} {check.name:<56}{check.value:12.3g}  bound {check.bound:g}", flush=True)
+        print(check, flush=True)
     timed = timings(groups, arguments.size, arguments.rounds, arguments.peak_flops)
     for timing in timed:
         mfu = "" if timing.mfu is None else f"   MFU {timing.mfu:.1%}"

@@ -53,10 +53,8 @@ def rank_counts(config: RunConfig) -> list[int]:
     is `auto`, what `ranks_here` says, then all powers of two up to the cores, upwards; only one rank where the
     devices are elsewhere or the plan is given by hand. No others where ranks are not CPU slots of this machine.
     """
-    stated, is_here = (
-        config.cluster.devices_per_host,
-        config.cluster.address is None and config.cluster.n_hosts == 1,
-    )
+    cluster, stated = config.cluster, config.cluster.devices_per_host
+    is_here = cluster.address is None and cluster.n_hosts == 1
     on_cpus = is_here and not gpus_here()
     if stated != "auto":
         fewer = range(stated - 1, 0, -1) if on_cpus and config.plan == "auto" else ()
@@ -103,12 +101,12 @@ def rank_choices(
         chosen = typed(chosen, hardware.classes)
         return Ranks(chosen, hardware, problem_of(chosen, hardware, profile, tokens))
 
-    first, *others = rank_counts(config)
+    (first, *others), is_stated = rank_counts(config), config.cluster.devices_per_host != "auto"
     if kept is not None:
-        return [of(kept if kept in others else first)]
+        return [of(first if is_stated and kept not in others else kept)]
     found = [of(first)]
     if not found[0].measured:
-        return [*found, *(of(n) for n in others if config.cluster.devices_per_host == "auto" and n < first)]
+        return [*found, *(of(number) for number in others if not is_stated and number < first)]
     for number in others:
         try:
             choice = of(number)

@@ -155,6 +155,11 @@ def test_a_run_keeps_the_number_of_ranks_of_its_plan(auto):
     )
 
 
+def test_a_run_whose_ranks_nobody_stated_keeps_those_of_its_plan_on_any_machine(unstated):
+    """Another one might choose other numbers."""
+    assert [choice.number for choice in rank_choices(unstated, kept=3)] == [3]
+
+
 def test_a_number_of_ranks_without_a_plan_is_passed_over(auto):
     store(as_measured(SHAPE, Cluster(1, 2)), profile_folder(auto))
     store(as_measured(SHAPE, Cluster(1, 1), 1e-3), profile_folder(auto))
