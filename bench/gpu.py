@@ -3,7 +3,8 @@
     python -m bench.gpu --out FILE.json [--size 1b] [--rounds 3] [--peak-flops 989e12]
 
 It needs no server and no cluster. The checks use a small model in float32 (without TF32) and bfloat16; those of
-bench/paths.py are among them. The timings use a Llama of about one billion parameters with random weights, in bfloat16. Exit status 1 when a check fails.
+bench/paths.py are among them. The timings use a Llama of about one billion parameters with random weights, in
+bfloat16. Exit status 1 when a check fails.
 
 Timings are wall-clock seconds after a warm-up, with the device synchronised before and after; medians over the
 rounds. MFU counts 6 FLOPs per parameter and token, plus for causal attention 6 x layers x width FLOPs per token and
