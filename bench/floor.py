@@ -23,9 +23,12 @@ from transformers import (
     StaticCache,
 )
 
+from bench.vs_trl import PROMPT
 from flows.demo.data import byte_tokenizer
 
 Marks = list[float]
+
+PAIRS = ("dpo", "reward_model")
 
 
 class OneTypeCache(StaticCache):
@@ -163,6 +166,60 @@ def grpo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
     return iteration
 
 
+def rloo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
+    """An iteration of RLOO: groups of 8 samples of a prompt, one optimizer step, the KL divergence in the reward."""
+    folder, prompt = work["folder"], prompts.shape[1]
+    actor = Trained(causal(folder), work["learning_rate"])
+    reference = causal(folder).requires_grad_(False)
+
+    def iteration(batch: Tensor) -> Marks:
+        batch = batch[: len(batch) // 8].repeat_interleave(8, 0)
+        drawn = generate(actor.model, batch, work["new_tokens"])
+        tokens, old = (each.clone() for each in drawn)  # outside inference mode, so that autograd takes them
+        generated = time.perf_counter()
+        with torch.no_grad():
+            kl = (old - logprobs(reference, tokens, prompt)[0]).sum(1)
+        scores = ((tokens[:, prompt:] % 2).float().mean(1) - 0.05 * kl).view(-1, 8)
+        advantages = (scores - (scores.sum(1, True) - scores) / 7).flatten()
+        scored = time.perf_counter()
+        ratio = (logprobs(actor.model, tokens, prompt)[0] - old).sum(1).exp()
+        actor.step(torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean())
+        return [generated, scored]
+
+    return iteration
+
+
+def dpo(work: dict[str, Any], pairs: Tensor) -> Callable[[Tensor], Marks]:
+    """One optimizer step on pairs: both answers of each in one batch."""
+    folder = work["folder"]
+    actor, reference = Trained(causal(folder), work["learning_rate"]), causal(folder).requires_grad_(False)
+
+    def answers(model: PreTrainedModel, batch: Tensor) -> Tensor:
+        """[pairs, 2] log-probabilities of the answers."""
+        return logprobs(model, batch.flatten(0, 1), PROMPT)[0].sum(1).view(-1, 2)
+
+    def iteration(batch: Tensor) -> Marks:
+        with torch.no_grad():
+            theirs = answers(reference, batch)
+        gained = answers(actor.model, batch) - theirs
+        actor.step(-F.logsigmoid(0.1 * (gained[:, 0] - gained[:, 1])).mean())
+        return []
+
+    return iteration
+
+
+def reward_model(work: dict[str, Any], pairs: Tensor) -> Callable[[Tensor], Marks]:
+    """One optimizer step on pairs."""
+    model = Trained(scalar(work["folder"]), work["learning_rate"])
+
+    def iteration(batch: Tensor) -> Marks:
+        scores = values(model.model, batch.flatten(0, 1), batch.shape[-1])[:, -1].view(-1, 2)
+        model.step(-F.logsigmoid(scores[:, 0] - scores[:, 1]).mean())
+        return []
+
+    return iteration
+
+
 def sft(work: dict[str, Any], rows: Tensor) -> Callable[[Tensor], Marks]:
     """One optimizer step."""
     actor = Trained(causal(work["folder"]), work["learning_rate"])
@@ -175,12 +232,18 @@ def sft(work: dict[str, Any], rows: Tensor) -> Callable[[Tensor], Marks]:
     return iteration
 
 
+WORKS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+
+
 def tokens_of(work: dict[str, Any]) -> Tensor:
-    """All rows as token ids, of one length."""
+    """All rows as token ids of one length: [rows, tokens], of pairs [rows, 2, tokens]."""
     name = work["algorithm"]
     encode = byte_tokenizer().encode
     lines = Path(work["folder"], f"{name}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
+    if name in PAIRS:
+        both = ("chosen", "rejected")
+        return torch.tensor([[[*encode(row["prompt"] + row[key]).ids, 2] for key in both] for row in rows])
     end = [2] if name == "sft" else []
     return torch.tensor([encode(row["prompt"] + row.get("completion", "")).ids + end for row in rows])
 
@@ -189,7 +252,7 @@ def iterations(work: dict[str, Any]) -> Iterator[dict[str, float]]:
     """Each iteration's seconds: whole, generation, scoring, training where it has them, and CPU."""
     torch.manual_seed(1234)
     rows = tokens_of(work)
-    iteration = {"ppo": ppo, "grpo": grpo, "sft": sft}[work["algorithm"]](work, rows)
+    iteration = WORKS[work["algorithm"]](work, rows)
     for batch in rows.split(work["batch_size"])[: work["iterations"]]:
         started, cpu = time.perf_counter(), time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=work["dtype"] == "bfloat16"):

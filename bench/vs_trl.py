@@ -60,8 +60,6 @@ TRL = {
     **dict.fromkeys(("grpo", "rloo", "dpo", "sft", "reward_model"), "1.16.0"),
 }
 SAMPLES = ("ppo", "grpo", "rloo")
-FLOORS = ("ppo", "grpo", "sft")
-"""Works of which bench/floor.py has the arithmetic; responses must have full length there."""
 REWARD = '''"""What our side and TRL's are rewarded by."""
 
 
@@ -330,7 +328,7 @@ def measure(work: Work, repeats: int, overrides: Sequence[str]) -> dict[str, lis
     for _ in range(repeats):
         found["ours"].append(ours(work, overrides)[1:])
         found["TRL"].append(other(python, str(ROOT / "bench" / "trl_side.py"), work=work)[1:])
-        if work.algorithm in FLOORS and (work.algorithm not in SAMPLES or work.full_length):
+        if work.algorithm not in SAMPLES or work.full_length:  # the loop needs sequences of one length
             found["bare loop"].append(other(sys.executable, "-m", "bench.floor", work=work)[1:])
     return {side: rows for side, rows in found.items() if rows}
 
