@@ -76,7 +76,8 @@ def evaluations(results: Results) -> dict[int, dict[str, float]]:
 def test_every_nth_iteration_and_the_last_are_evaluated_and_a_resumed_run_finds_the_same(tmp_path):
     held_out = str(write_prompts(tmp_path / "held_out.jsonl", 3))
     asked = {"data": held_out, "every": 2, "temperature": 1.0, "on_start": True}
-    config = ppo_config(tmp_path, total_iterations=5, evaluation=asked)
+    one = {"devices_per_host": 1}
+    config = ppo_config(tmp_path, total_iterations=5, evaluation=asked, cluster=one)
     prepared, folder = prepare(config), tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     prepared.keep_rows(folder)
