@@ -141,8 +141,17 @@ def gae(rewards: Tensor, value: Tensor, lam: float = 0.95) -> Tensor:
     return advantages
 
 
-def grpo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
-    """An iteration of GRPO: groups of 8 samples of a prompt, one optimizer step, k3 in the loss."""
+def grouped(
+    work: dict[str, Any],
+    prompts: Tensor,
+    advantages_of: Callable[[Tensor, Tensor], Tensor],
+    loss_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Callable[[Tensor], Marks]:
+    """An iteration on groups of 8 samples of a prompt, with one optimizer step.
+
+    advantages_of  (scores [groups, 8], old less the reference's log-probabilities [n, R]) -> [groups, 8]
+    loss_of        (new, old, the reference's log-probabilities [n, R], advantages [n, 1]) -> scalar
+    """
     folder, prompt = work["folder"], prompts.shape[1]
     actor = Trained(causal(folder), work["learning_rate"])
     reference = causal(folder).requires_grad_(False)
@@ -155,38 +164,43 @@ def grpo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
         with torch.no_grad():
             theirs, _ = logprobs(reference, tokens, prompt)
         scores = (tokens[:, prompt:] % 2).float().mean(1).view(-1, 8)
-        advantages = ((scores - scores.mean(1, True)) / (scores.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+        advantages = advantages_of(scores, old - theirs).view(-1, 1)
         scored = time.perf_counter()
         new, _ = logprobs(actor.model, tokens, prompt)
-        ratio, away = (new - old).exp(), theirs - new
-        worse = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-        actor.step((worse + 0.05 * (away.exp() - away - 1)).mean())
+        actor.step(loss_of(new, old, theirs, advantages))
         return [generated, scored]
 
     return iteration
+
+
+def clipped(ratio: Tensor, advantages: Tensor) -> Tensor:
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+
+
+def grpo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
+    """GRPO, with k3 in the loss."""
+
+    def advantages_of(scores: Tensor, _: Tensor) -> Tensor:
+        return (scores - scores.mean(1, True)) / (scores.std(1, keepdim=True) + 1e-4)
+
+    def loss_of(new: Tensor, old: Tensor, theirs: Tensor, advantages: Tensor) -> Tensor:
+        away = theirs - new
+        return (clipped((new - old).exp(), advantages) + 0.05 * (away.exp() - away - 1)).mean()
+
+    return grouped(work, prompts, advantages_of, loss_of)
 
 
 def rloo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
-    """An iteration of RLOO: groups of 8 samples of a prompt, one optimizer step, the KL divergence in the reward."""
-    folder, prompt = work["folder"], prompts.shape[1]
-    actor = Trained(causal(folder), work["learning_rate"])
-    reference = causal(folder).requires_grad_(False)
+    """RLOO, with the KL divergence in the reward and a ratio of whole responses."""
 
-    def iteration(batch: Tensor) -> Marks:
-        batch = batch[: len(batch) // 8].repeat_interleave(8, 0)
-        drawn = generate(actor.model, batch, work["new_tokens"])
-        tokens, old = (each.clone() for each in drawn)  # outside inference mode, so that autograd takes them
-        generated = time.perf_counter()
-        with torch.no_grad():
-            kl = (old - logprobs(reference, tokens, prompt)[0]).sum(1)
-        scores = ((tokens[:, prompt:] % 2).float().mean(1) - 0.05 * kl).view(-1, 8)
-        advantages = (scores - (scores.sum(1, True) - scores) / 7).flatten()
-        scored = time.perf_counter()
-        ratio = (logprobs(actor.model, tokens, prompt)[0] - old).sum(1).exp()
-        actor.step(torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean())
-        return [generated, scored]
+    def advantages_of(scores: Tensor, away: Tensor) -> Tensor:
+        rewards = scores - 0.05 * away.sum(1).view(-1, 8)
+        return rewards - (rewards.sum(1, True) - rewards) / 7
 
-    return iteration
+    def loss_of(new: Tensor, old: Tensor, _: Tensor, advantages: Tensor) -> Tensor:
+        return clipped((new - old).sum(1, True).exp(), advantages).mean()
+
+    return grouped(work, prompts, advantages_of, loss_of)
 
 
 def dpo(work: dict[str, Any], pairs: Tensor) -> Callable[[Tensor], Marks]:
