@@ -1,6 +1,7 @@
 """The time limit of a search or of one of its steps."""
 
 from collections.abc import Callable
+from math import inf
 from time import monotonic
 from typing import NamedTuple
 
@@ -23,3 +24,7 @@ class Deadline(NamedTuple):
     def is_past(self) -> bool:
         """Whether the search must end now."""
         return self.called_off() or monotonic() > self.at_s
+
+
+NO_DEADLINE = Deadline(inf)
+"""For what may take as long as it needs."""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Literal
 
 import yaml
@@ -25,6 +26,7 @@ from flows.view.plan_view import (
     show_source,
     show_timeline,
 )
+from planner.deadline import Deadline
 from planner.plan.build import PlanError
 from planner.pricing.plans import shortfall
 from planner.pricing.problem import Problem
@@ -75,8 +77,8 @@ def plan(
     evaluate
         A YAML file with a plan to price instead of a search: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
     time_limit
-        Seconds that a search may take; default: planning.time_limit_s. Only the plans by rule may take longer: a
-        second on 16,384 GPUs, some seconds on 131,072.
+        Seconds that a search may take; default: planning.time_limit_s. The plans by rule, without which there may
+        be none, have a second under any limit.
     seed
         Seed of the search, a whole number from 0; default: the configuration's.
     iterations
@@ -127,7 +129,7 @@ def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, s
     if evaluate is not None:
         return _evaluated(problem, evaluate, limit_s, seed)
     if mode in limits_of(mode, limit_s):
-        _show_first_answer(problem)
+        _show_first_answer(problem, limit_s / 10)
     searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
     with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
         return run_in_thread(
@@ -138,10 +140,10 @@ def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, s
         )
 
 
-def _show_first_answer(problem: Problem) -> None:
-    """Print what the heuristic's plan takes, which is known long before a search has ended."""
+def _show_first_answer(problem: Problem, limit_s: float) -> None:
+    """Print what the heuristic's plan takes, if it is found within the limit: long before a search has ended."""
     with suppress(PlanError):  # it does not fit: a search may find one that does
-        first = heuristic_plan(problem.graph, problem.model)
+        first = heuristic_plan(problem.graph, problem.model, Deadline(monotonic() + limit_s))
         seconds = first.price.iteration_time_s
         console.print(
             f"first answer: the heuristic's plan takes {seconds:.4g} s per iteration", highlight=False

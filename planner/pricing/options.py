@@ -25,12 +25,11 @@ Left out are:
   memory is their host's. Offloading only costs time, so it gains nothing then.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import add, sub
 from typing import Any, NamedTuple
 
-from planner.deadline import Deadline
+from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.graph import blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
 from planner.plan.workload import least_share
@@ -40,8 +39,6 @@ from planner.pricing.plans import active_part, kept_samples_bytes, remedy
 from planner.pricing.problem import OptionsTakeTooLongError, Problem, ProblemError
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
-
-NO_DEADLINE = Deadline(math.inf)
 
 GENERATION_CUTS = (1, 2, 4, 8, 16)
 """Micro-batches of a generation: its cache takes down to a sixteenth of what all sequences at once need."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
+from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph, blocks_of, groups_of
 from planner.plan.mesh import Cluster, meshes_from_start
@@ -73,14 +74,20 @@ class Priced(NamedTuple):
     price: PlanPrice
 
 
-def heuristic_plan(graph: DataflowGraph, model: CostModel) -> Priced:
-    """Every call on the whole cluster, with the smallest replica of its role that fits memory."""
-    return _fit(graph, model, heuristic)
+def heuristic_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = NO_DEADLINE) -> Priced:
+    """Every call on the whole cluster, with the smallest replica of its role that fits memory.
+
+    Raises PlanError when nothing fits, and when nothing that was tried before the deadline does.
+    """
+    return _fit(graph, model, heuristic, deadline)
 
 
-def symmetric_plan(graph: DataflowGraph, model: CostModel) -> Priced:
-    """All calls alike on the whole cluster, with the smallest replica with which everything fits memory."""
-    return _fit(graph, model, symmetric)
+def symmetric_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = NO_DEADLINE) -> Priced:
+    """All calls alike on the whole cluster, with the smallest replica with which everything fits memory.
+
+    Raises PlanError as `heuristic_plan` does.
+    """
+    return _fit(graph, model, symmetric, deadline)
 
 
 def manual_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
@@ -142,12 +149,13 @@ class _Demand(NamedTuple):
     cuts: Mapping[str, int]
 
 
-def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
+def _fit(graph: DataflowGraph, model: CostModel, rule: Rule, deadline: Deadline) -> Priced:
     """Follow a rule with growing replicas and micro-batches until the plan fits memory.
 
     While it does not fit, the largest part of the fullest device's memory that can still shrink is reduced: the
     role's replica doubles, or the call's micro-batches double, as long as a dp rank has enough sequences.
-    Raises PlanError, with the shortfall of the last plan, when nothing can shrink; and what the rule raises at first.
+    Raises PlanError, with the shortfall of the last plan, when nothing can shrink or the deadline has passed; and
+    what the rule raises at first.
     """
     uncut = {call.name: 1 for call in graph.calls}
     demand = _Demand(_least_replicas(graph, model), uncut)
@@ -163,6 +171,8 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
         missing, peaks = shortfall(memory, model), memory.peaks
         if missing is None:
             return Priced(plan, price_plan(plan, model))
+        if deadline.is_past():
+            raise PlanError(missing)
         scarcest = scarcest_device(peaks, model)
         fullest = peaks[scarcest]
         if fullest.total_bytes <= model.classes.room_bytes(scarcest):

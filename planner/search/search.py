@@ -45,6 +45,7 @@ ROUNDING = 1e-9  # relative; a smaller gap counts as zero
 BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
 ANNEALING = 0.75  # share of the time limit at which annealing ends
 TABLES = 0.7  # share of the time limit after which no further options are priced
+RULES_S = 1.0  # seconds that the plans by rule have under any time limit
 FIRST = 80  # parts of annealing among few options, for good plans in the first second
 
 
@@ -199,8 +200,8 @@ def find_plan(
     mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
                   symmetric (all calls alike), disjoint (every role on its own devices), manual
     time_limit_s  seconds, compilation excluded; when they have passed, the best plan so far is returned. If not all
-                  options could be priced by then, that is the best plan by rule, without a bound. Plans by rule may
-                  exceed the limit: on 16,384 devices they take some seconds, on 131,072 three quarters of a minute
+                  options could be priced by then, that is the best plan by rule, without a bound. The rules have
+                  RULES_S at least, and end what they have begun: less than a second on 131,072 devices
     seed          equal seeds give equal plans if the time limit does not end the search
     evaluate      the assignments that mode manual prices
     called_off    polled; the search ends as soon as it returns true
@@ -217,14 +218,15 @@ def find_plan(
     if not time_limit_s > 0:
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
-    rules, late = _by_rule(problem, started) if mode == "search" else Rules(), False
+    ending = Deadline(started + max(RULES_S, time_limit_s))
+    rules, late = _by_rule(problem, started, ending) if mode == "search" else Rules(), False
     try:
         deadline = Deadline(started + TABLES * time_limit_s, called_off)
         tables, asked = Tables(problem, deadline, few=mode == "search"), MODES[mode]
         compile_s = _compile(tables) if mode in SEARCHING else 0.0
         lower_bound_s = bound_of(tables) if mode != "search" else 0.0
     except OptionsTakeTooLongError:
-        late, rules = True, rules if rules.plans else _by_rule(problem, started)
+        late, rules = True, rules if rules.plans else _by_rule(problem, started, ending)
         given = () if evaluate is None else (evaluate,)
         known = (*(assignments_of(one.plan) for one in rules.plans), *given)
         if not known or mode == "disjoint":
@@ -379,12 +381,12 @@ def _mcmc(request: Request) -> Found:
     return progress.found()
 
 
-def _by_rule(problem: Problem, started: float) -> Rules:
-    """The plans by rule. started: time.monotonic() when the search began."""
+def _by_rule(problem: Problem, started: float, deadline: Deadline) -> Rules:
+    """The plans by rule that are found before the deadline. started: time.monotonic() when the search began."""
     plans, trace = list[Priced](), list[TracePoint]()
     for rule in (heuristic_plan, symmetric_plan):
         with suppress(PlanError):
-            plans.append(rule(problem.graph, problem.model))
+            plans.append(rule(problem.graph, problem.model, deadline))
             best = min(plan.price.iteration_time_s for plan in plans)
             trace.append(TracePoint(time.monotonic() - started, best, 0.0))
     return Rules(tuple(plans), tuple(trace))

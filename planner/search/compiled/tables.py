@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.deadline import Deadline
+from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.build import build_plan
 from planner.plan.call_order import call_orders
-from planner.pricing.options import NO_DEADLINE, Option, all_options
+from planner.pricing.options import Option, all_options
 from planner.pricing.problem import Problem
 from planner.search.compiled.arrays import make_arrays
 from planner.search.compiled.evaluator import value

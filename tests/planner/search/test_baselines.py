@@ -1,5 +1,8 @@
+from math import inf
+
 import pytest
 
+from planner.deadline import Deadline
 from planner.plan.build import PlanError, build_plan
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
@@ -78,6 +81,17 @@ def test_no_plan_is_built_whose_weights_alone_do_not_fit(make_graph, ppo_cost, l
     heuristic_plan(make_graph(n_seqs=512, mini_batches=1), model)
     assert tried[0] > 1
     assert min(tried) >= weights / model.classes.room_bytes(0)
+
+
+def test_a_rule_ends_its_first_try_and_begins_no_other_after_the_deadline(make_graph, ppo_cost, llama):
+    """Each try is a plan of the whole cluster. The first one of this problem does not fit, a later one does."""
+    model = ppo_cost(Cluster(4, 8), llama(num_hidden_layers=80, hidden_size=6656, intermediate_size=17920))
+    graph, polled = make_graph(n_seqs=512, mini_batches=1), list[bool]()
+    past = Deadline(inf, lambda: not polled.append(True))
+    with pytest.raises(PlanError, match="bytes"):
+        heuristic_plan(graph, model, past)
+    assert len(polled) == 1
+    assert shortfall(heuristic_plan(graph, model).price, model) is None
 
 
 def test_a_model_with_few_heads_takes_a_smaller_mesh(make_graph):

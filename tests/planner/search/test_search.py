@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from planner import deadline
+from planner.deadline import NO_DEADLINE
 from planner.plan.build import PlanError
 from planner.plan.call_order import call_orders
 from planner.plan.graph import DataflowGraph
@@ -11,7 +12,6 @@ from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
-from planner.pricing.options import NO_DEADLINE
 from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem, ProblemError
 from planner.report.report import proof_sentence
@@ -343,6 +343,18 @@ def test_where_options_take_longer_than_the_limit_and_no_rule_has_a_plan_the_lim
     with pytest.raises(
         ProblemError, match=r"options of call 'actor_generate' .* 1x8 takes longer than the time limit"
     ):
+        find_plan(problem, "search", time_limit_s=1e-9)
+
+
+def test_the_time_limit_ends_the_plans_by_rule_which_have_a_second_under_any(
+    make_graph, ppo_cost, monkeypatch
+):
+    """No first try of a rule fits here: without time for others there is no plan by rule."""
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 60 * 10**9, **ALL_FOR_TENSORS})
+    problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
+    assert find_plan(problem, "search", time_limit_s=1e-9).late
+    monkeypatch.setattr(search, "RULES_S", 0.0)
+    with pytest.raises(ProblemError, match="takes longer than the time limit"):
         find_plan(problem, "search", time_limit_s=1e-9)
 
 
