@@ -81,7 +81,8 @@ def assert_gone_on(run, folder: Path, attempts: int, undisturbed: Path) -> None:
     """It went on in its folder, to the bits of the undisturbed run."""
     run.wait("Completed")
     assert [path.name for path in folder.parent.glob("ppo-*")] == [folder.name]
-    assert {attempt for attempt, _ in generations_of(folder).values()} == set(range(1, attempts + 1))
+    # Prefect tells of a kill twice. The second word may end the attempt that has just begun, before it does anything.
+    assert len({attempt for attempt, _ in generations_of(folder).values()}) == attempts
     assert_same_run(folder, undisturbed)
 
 
