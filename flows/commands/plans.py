@@ -78,7 +78,7 @@ def plan(
         A YAML file with a plan to price instead of a search: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
     time_limit
         Seconds that a search may take; default: planning.time_limit_s. The plans by rule, without which there may
-        be none, have a second under any limit.
+        be none, have a second under any limit. The comparison comes on top: --no-compare leaves it out.
     seed
         Seed of the search, a whole number from 0; default: the configuration's.
     iterations
