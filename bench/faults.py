@@ -132,7 +132,7 @@ FAULTS = {
     "31-32": Fault(
         "NaN in loss or gradient, repeated",
         "skip, stop",
-        "tests/rlhf_tasks/algorithms/shared/learning/test_optimizer_steps.py",
+        "tests/rlhf_tasks/algorithms/shared/test_schedule.py",
         "",
     ),
     "33": Fault(

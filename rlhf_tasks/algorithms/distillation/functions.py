@@ -8,11 +8,10 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.distillation.config import DistillationConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
-from rlhf_tasks.algorithms.shared.learning.policy_math import bounded, kl_divergence
-from rlhf_tasks.algorithms.shared.learning.reference import ref_inference as teacher_inference
-from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
+from rlhf_tasks.algorithms.shared.policy import bounded, kl_divergence
+from rlhf_tasks.algorithms.shared.policy import ref_inference as teacher_inference
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
+from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

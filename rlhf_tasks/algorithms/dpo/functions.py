@@ -8,10 +8,15 @@ from torch.nn.functional import logsigmoid, relu
 
 from rlhf_tasks.algorithms.dpo.config import DPOConfig, LossType
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
-from rlhf_tasks.algorithms.shared.learning.reference import ANSWER, answer_logps, reference_logps
-from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.shared.learning.side_by_side import CHOSEN, REJECTED, side_by_side
+from rlhf_tasks.algorithms.shared.preference import (
+    ANSWER,
+    CHOSEN,
+    REJECTED,
+    answer_logps,
+    reference_logps,
+    side_by_side,
+)
+from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.expert_iteration.config import ExpertIterationConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.groups import best_of_group, per_group
-from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
-from rlhf_tasks.algorithms.shared.learning.packed import on_tokens
-from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
+from rlhf_tasks.algorithms.shared.groups import best_of_group, on_tokens, per_group
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
+from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch

@@ -13,24 +13,28 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
-from rlhf_tasks.algorithms.shared.learning import reference
-from rlhf_tasks.algorithms.shared.learning.critic_free import learn
-from rlhf_tasks.algorithms.shared.learning.groups import all_equal, group_stds, less_mean, per_group
-from rlhf_tasks.algorithms.shared.learning.packed import on_tokens, response_lengths
-from rlhf_tasks.algorithms.shared.learning.policy_math import (
+from rlhf_tasks.algorithms.shared.groups import (
+    all_equal,
+    group_stds,
+    less_mean,
+    on_tokens,
+    per_group,
+    response_lengths,
+)
+from rlhf_tasks.algorithms.shared.policy import (
+    Objective,
+    actor_inference,
     cispo_loss,
     clipped_loss,
     geometric_ratio,
-    overlong_penalties,
-    token_ratio,
-)
-from rlhf_tasks.algorithms.shared.learning.policy_steps import (
-    Objective,
+    learn,
     per_most_tokens,
     per_response,
     per_token,
+    token_ratio,
 )
-from rlhf_tasks.algorithms.shared.learning.statistics import moments
+from rlhf_tasks.algorithms.shared.policy import ref_inference as reference_inference
+from rlhf_tasks.algorithms.shared.returns import moments
 from rlhf_tasks.algorithms.shared.sampling import generation
 from rlhf_tasks.algorithms.shared.sampling.staying import (
     generated,
@@ -61,15 +65,16 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     batch = without_skipped(made)
     clipped = partial(clipped_loss, low=config.epsilon, high=config.high, dual_clip=config.delta)
     surrogate = partial(cispo_loss, high=config.high) if config.loss_type == "cispo" else clipped
-    objective = Objective(RATIOS[config.importance_sampling_level], surrogate, config.beta)
+    objective = Objective(
+        RATIOS[config.importance_sampling_level], surrogate, WEIGHTINGS[config.loss_type], config.beta
+    )
     scores = shaped_scores(batch, config)
     advantages = on_tokens(relative_scores(engine, scores, batch.ids, config), batch["input_ids"].lengths)
-    weighting = WEIGHTINGS[config.loss_type]
     if not config.filter_groups:
-        return learn(engine, batch, context, advantages, objective, weighting)
+        return learn(engine, batch, context, objective, advantages)
     # Before the penalty of long responses: their length alone is not what a group is to be compared by.
     chosen = choose(engine, batch, made.ids, context, config)
-    learned = learn(engine, batch, context, advantages, objective, weighting, ids=chosen.ids)
+    learned = learn(engine, batch, context, objective, advantages, ids=chosen.ids)
     told = {"groups/kept": float(chosen.groups), "groups/rounds": float(chosen.rounds)}
     return CallOutput(metrics={**learned.metrics, **told})
 
@@ -87,6 +92,18 @@ def shaped_scores(batch: SampleBatch, config: GRPOConfig) -> Tensor:
     tokens = response_lengths(batch["response_mask"].values, batch["input_ids"].lengths)
     most = config.sampling.max_completion_length
     return scores + config.overlong_penalty * overlong_penalties(tokens, most, config.overlong_buffer)
+
+
+def overlong_penalties(response_tokens: Tensor, most: int, buffer: float) -> Tensor:
+    """The soft punishment of long responses: from 0 down to -1 at the most tokens (arXiv:2503.14476, eq. 13).
+
+    response_tokens  [n] int64
+    most             tokens of the longest response
+    buffer           share of `most` over whose tokens, the last ones, the penalty grows
+    Returns [n] float64.
+    """
+    width = buffer * most
+    return -((response_tokens.double() - (most - width)) / width).clamp(0, 1)
 
 
 def relative_scores(engine: Engine, scores: Tensor, ids: Sequence[int], config: GRPOConfig) -> Tensor:
@@ -175,5 +192,4 @@ actor_generate = generate_if_needed(generation.actor_generate, _grpo)
 """As `generation.actor_generate`; a round that is not needed generates nothing."""
 
 reward_inference = on_generated(reward_call.reward_inference)
-ref_inference = on_generated(reference.ref_inference)
-actor_inference = reference.actor_inference
+ref_inference = on_generated(reference_inference)

@@ -5,10 +5,14 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.kto.config import KTOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
-from rlhf_tasks.algorithms.shared.learning.reference import ANSWER, answer_logps, reference_logps
-from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.shared.learning.side_by_side import SequenceKeys, side_by_side
+from rlhf_tasks.algorithms.shared.preference import (
+    ANSWER,
+    SequenceKeys,
+    answer_logps,
+    reference_logps,
+    side_by_side,
+)
+from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

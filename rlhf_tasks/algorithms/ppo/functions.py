@@ -10,17 +10,22 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
-from rlhf_tasks.algorithms.ppo.ppo_math import shifted, value_loss
+from rlhf_tasks.algorithms.ppo.critic import ValueNorm, shifted, value_loss
 from rlhf_tasks.algorithms.ppo.targets import learning_targets
-from rlhf_tasks.algorithms.ppo.value_norm import ValueNorm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
-from rlhf_tasks.algorithms.shared.learning.policy_math import clipped_loss, token_ratio
-from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, Weights, policy_steps
-from rlhf_tasks.algorithms.shared.learning.reference import actor_inference, ref_inference
-from rlhf_tasks.algorithms.shared.learning.schedule import optimizer_steps
+from rlhf_tasks.algorithms.shared.policy import (
+    Counts,
+    Objective,
+    actor_inference,
+    clipped_loss,
+    per_token,
+    policy_steps,
+    ref_inference,
+    token_ratio,
+)
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
+from rlhf_tasks.algorithms.shared.schedule import Steps, optimizer_steps
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -73,6 +78,8 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     objective = Objective(
         token_ratio,
         partial(clipped_loss, low=config.cliprange, high=config.cliprange, dual_clip=config.dual_clip),
+        per_token,
+        early_stop_ratio=config.early_stop_ratio,
     )
     tokens = targets.mini_batch_tokens
     metrics = policy_steps(
@@ -81,11 +88,9 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         context,
         objective,
         targets.advantages,
-        Weights(batch["response_mask"].values.double(), tokens),
-        tokens,
-        epochs=config.num_ppo_epochs,
+        batch["response_mask"].values,
+        Counts([], tokens, tokens),
         first_iteration=config.critic_warmup_iterations,
-        early_stop_ratio=config.early_stop_ratio,
     )
     return CallOutput(metrics={**targets.metrics, **metrics})
 

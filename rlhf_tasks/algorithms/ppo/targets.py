@@ -13,17 +13,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
-from rlhf_tasks.algorithms.ppo.ppo_math import adapted_kl_coef
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.learning.packed import on_tokens
-from rlhf_tasks.algorithms.shared.learning.policy_math import (
-    gae,
-    kl_divergence,
-    shaped_rewards,
-    token_rewards,
-)
-from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block
-from rlhf_tasks.algorithms.shared.learning.statistics import moments, whitened
+from rlhf_tasks.algorithms.shared.groups import on_tokens
+from rlhf_tasks.algorithms.shared.policy import kl_divergence
+from rlhf_tasks.algorithms.shared.returns import gae, moments, shaped_rewards, token_rewards, whitened
+from rlhf_tasks.algorithms.shared.schedule import counts_per_block
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -111,3 +105,14 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     }
     square = of_returns.variance + of_returns.mean**2
     return Targets(advantages, returns, blocks, of_returns.mean, square, metrics, state)
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: int, n_seqs: int) -> float:
+    """The next KL coefficient by the adaptive controller of arXiv:1909.08593, section 2.2; once per iteration.
+
+    kl, target  mean KL per sequence and its target, in nats
+    horizon     sequences over which the coefficient reacts
+    n_seqs      sequences of this iteration
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * n_seqs / horizon)

@@ -4,19 +4,25 @@ from functools import partial
 
 from rlhf_tasks.algorithms.reinforce_pp.config import ReinforcePPConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.critic_free import learn, reference_kl
-from rlhf_tasks.algorithms.shared.learning.groups import less_mean, per_group
-from rlhf_tasks.algorithms.shared.learning.policy_math import (
-    at_last_tokens,
+from rlhf_tasks.algorithms.shared.groups import less_mean, per_group
+from rlhf_tasks.algorithms.shared.policy import (
+    Objective,
+    actor_inference,
     clipped_loss,
-    discounted_returns,
-    shaped_rewards,
+    learn,
+    per_token,
+    ref_inference,
+    reference_kl,
     token_ratio,
-    token_rewards,
 )
-from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, per_token
-from rlhf_tasks.algorithms.shared.learning.reference import actor_inference, ref_inference
-from rlhf_tasks.algorithms.shared.learning.statistics import moments, whitened
+from rlhf_tasks.algorithms.shared.returns import (
+    at_last_tokens,
+    discounted_returns,
+    moments,
+    shaped_rewards,
+    token_rewards,
+    whitened,
+)
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
@@ -48,6 +54,6 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     (of_returns,) = moments(engine, mask, count, returns)
     advantages = whitened(returns, mask, of_returns)
     surrogate = partial(clipped_loss, low=config.epsilon, high=config.high)
-    objective = Objective(token_ratio, surrogate, in_loss, "k2")
+    objective = Objective(token_ratio, surrogate, per_token, in_loss, "k2")
     estimator = "k2" if config.baseline == "group" else "k1"
-    return learn(engine, batch, context, advantages, objective, per_token, estimator)
+    return learn(engine, batch, context, objective, advantages, estimator)

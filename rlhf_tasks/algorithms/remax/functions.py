@@ -5,17 +5,22 @@ from functools import partial
 from rlhf_tasks.algorithms.remax.config import ReMaxConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS
-from rlhf_tasks.algorithms.shared.learning.critic_free import learn, reference_kl
-from rlhf_tasks.algorithms.shared.learning.policy_math import (
-    at_last_tokens,
+from rlhf_tasks.algorithms.shared.policy import (
+    Objective,
+    actor_inference,
     clipped_loss,
+    learn,
+    per_token,
+    ref_inference,
+    reference_kl,
+    token_ratio,
+)
+from rlhf_tasks.algorithms.shared.returns import (
+    at_last_tokens,
     discounted_returns,
     shaped_rewards,
-    token_ratio,
     token_rewards,
 )
-from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, per_token
-from rlhf_tasks.algorithms.shared.learning.reference import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate, respond
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference, score_and_write
@@ -57,8 +62,8 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     kl = reference_kl(batch, "k1").double() if config.beta > 0 else mask.double() * 0
     rewards = shaped_rewards(kl, advances, mask, config.beta)
     advantages = discounted_returns(rewards, mask, lengths, gamma=1.0)
-    objective = Objective(token_ratio, partial(clipped_loss, low=config.epsilon, high=config.high))
-    return learn(engine, batch, context, advantages, objective, per_token, "k1")
+    objective = Objective(token_ratio, partial(clipped_loss, low=config.epsilon, high=config.high), per_token)
+    return learn(engine, batch, context, objective, advantages, "k1")
 
 
 def _as_greedy(output: CallOutput) -> CallOutput:

@@ -5,9 +5,8 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_tasks.algorithms.reward_model.config import RewardModelConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.optimizer_steps import Steps
-from rlhf_tasks.algorithms.shared.learning.schedule import counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.shared.learning.side_by_side import side_by_side
+from rlhf_tasks.algorithms.shared.preference import side_by_side
+from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.scores.scoring import last_value
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch

@@ -4,12 +4,19 @@ from functools import partial
 
 from rlhf_tasks.algorithms.rloo.config import RLOOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.critic_free import learn, reference_kl
-from rlhf_tasks.algorithms.shared.learning.groups import less_others, per_group
-from rlhf_tasks.algorithms.shared.learning.packed import on_tokens, response_sums
-from rlhf_tasks.algorithms.shared.learning.policy_math import clipped_loss, response_ratio, token_ratio
-from rlhf_tasks.algorithms.shared.learning.policy_steps import Objective, per_response, per_sum
-from rlhf_tasks.algorithms.shared.learning.reference import actor_inference, ref_inference
+from rlhf_tasks.algorithms.shared.groups import less_others, on_tokens, per_group, response_sums
+from rlhf_tasks.algorithms.shared.policy import (
+    Objective,
+    actor_inference,
+    clipped_loss,
+    learn,
+    per_response,
+    per_sum,
+    ref_inference,
+    reference_kl,
+    response_ratio,
+    token_ratio,
+)
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
@@ -37,5 +44,5 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         scores = scores - config.beta * response_sums(reference_kl(batch, "k1").double(), mask, lengths)
     advantages = on_tokens(per_group(less_others, scores, batch.ids, config.num_generations), lengths)
     ratio, weighting = LEVELS[config.importance_sampling_level]
-    objective = Objective(ratio, partial(clipped_loss, low=config.epsilon, high=config.high))
-    return learn(engine, batch, context, advantages, objective, weighting, "k1")
+    objective = Objective(ratio, partial(clipped_loss, low=config.epsilon, high=config.high), weighting)
+    return learn(engine, batch, context, objective, advantages, "k1")

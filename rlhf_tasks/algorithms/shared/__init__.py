@@ -1,4 +1,5 @@
-"""What several algorithms share: the calls of a rollout, scoring, policy losses and their steps, statistics.
+"""What several algorithms share: a policy's loss and steps (`policy`), returns, groups, answers in pairs
+(`preference`), the order of steps (`schedule`); the calls of a rollout (`sampling`), scores, graphs.
 
 Code that only one algorithm needs is in that algorithm's folder.
 """

@@ -12,8 +12,6 @@ from rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.learning.policy_math import geometric_ratio
-from rlhf_tasks.algorithms.shared.learning.policy_steps import Weights, from_older
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Head, Layout
@@ -122,6 +120,8 @@ def samples(kind: str) -> SampleBatch:
         parts["greedy_scores"] = [numbers(1, 1.0) for _ in masks]
         parts["truncated"] = [torch.tensor([i % 3 == 0]) for i in range(N_SEQS)]
         parts["stays"] = [torch.tensor([i not in (2, 6, 7)]) for i in range(N_SEQS)]  # 6, 7: a whole dp rank
+        parts["drawn_by"] = [torch.where(m, 2 + i % 2, -1) for i, m in enumerate(masks)]
+        parts["proximal_logprobs"] = [torch.where(m, -4.2 + numbers(len(m), 0.3), 0.0) for m in masks]
         parts["token_rewards"] = [torch.where(m, numbers(len(m), 1.0), 0.0) for m in masks]
         parts["greedy_stays"] = [torch.tensor([i != 4]) for i in range(N_SEQS)]
         parts["final_values"] = [numbers(1, 1.0) for _ in masks]
@@ -177,9 +177,10 @@ def run_calls(
     """Two iterations of some calls on one engine: metrics, rows of the outputs, weights' sums, state."""
     torch.set_num_threads(1)
     engine = engine_on(rank, strategy, head)
+    engine.version = 3
     config, whole = config_of(kind, options), samples(kind)
     if kind != "sft":
-        read = {key for call in algorithm(kind).graph(config) if call.name in calls for key in call.inputs}
+        read = {key for call in algorithm(kind).calls(config) if call.name in calls for key in call.inputs}
         whole = SampleBatch(whole.ids, {key: whole[key] for key in read})
     metrics, rows = [], {}
     for iteration in range(2):
@@ -294,6 +295,8 @@ CRITIC_FREE: list[tuple[str, dict[str, Any]]] = [
     ("reinforce_pp", TOKENS | {"gamma": 0.9}),
     ("reinforce_pp", SKIP | {"num_generations": 2, "baseline": "group"}),
     ("expert_iteration", SKIP | {"num_generations": 4, "min_score": 0.0, "best_of_group": True}),
+    ("gspo", {"num_generations": 2, "staleness": 1, "importance_cap": 1.02, "num_mini_batches": 1}),
+    ("grpo", {"num_generations": 2, "staleness": 1, "importance_cap": 1.02}),
 ]
 """Algorithms with one train call, and options that make it communicate."""
 
@@ -323,38 +326,6 @@ def test_algorithms_without_a_critic_do_not_depend_on_the_layout(ranks: Any, str
         for (kind, _), (metrics, _, _), (found, _, _) in zip(CRITIC_FREE, alone, of_rank, strict=True):
             for one, other in zip(metrics, found, strict=True):
                 assert other == pytest.approx(one, rel=1e-9, abs=1e-12), kind
-
-
-def weigh(rank: int, world: int, strategy: tuple[int, int, int]) -> Any:
-    """The metrics of `from_older` for a train_step of one optimizer step, and the weights of each sample's tokens."""
-    torch.set_num_threads(1)
-    engine = engine_on(rank, strategy, "lm")
-    engine.version = 3
-    config: Any = config_of("gspo", {"num_generations": 2, "staleness": 1, "num_mini_batches": 1})
-    whole = samples("gspo")
-    mask = whole["response_mask"]
-    drawn_by = Packed(torch.where(mask.values, 2, -1), mask.lengths)
-    whole = SampleBatch(whole.ids, {**whole.data, "drawn_by": drawn_by})
-    dealt = partition(whole.ids, strategy[0], "count", 1, tokens_of(whole), config.group_size)
-    mine = whole.select(dealt[engine.coordinate.dp]) if engine.is_head else None
-    batch = share_batch(mine, engine.placement, engine.groups, rank)
-    plain = Weights(batch["response_mask"].values.double(), [1.0])
-    _, weights, metrics = from_older(engine, batch, plain, config, geometric_ratio, 2)
-    of_tokens = Packed(weights.weights, batch["input_ids"].lengths).split()
-    own = zip(batch.ids, of_tokens, strict=True) if engine.is_last_stage else ()
-    return metrics, {sample: part.tolist() for sample, part in own}
-
-
-def test_the_weights_of_tokens_that_older_versions_have_drawn_do_not_depend_on_the_layout(ranks: Any):
-    metrics, weights = ranks.run(1, weigh, (1, 1, 1))[0]
-    assert metrics["importance/mean"] != pytest.approx(1, abs=1e-3)
-    for strategy in ((2, 1, 2), (1, 2, 1)):
-        found: dict[int, list[float]] = {}
-        for of_rank, own in ranks.run(ParallelStrategy(*strategy).size, weigh, strategy):
-            assert of_rank == pytest.approx(metrics, rel=1e-9)
-            found |= own
-        assert found.keys() == weights.keys()
-        assert all(found[i] == pytest.approx(weights[i], rel=1e-9) for i in weights), strategy
 
 
 def flat(state: dict[str, Any]) -> dict[str, float]:

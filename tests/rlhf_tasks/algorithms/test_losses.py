@@ -19,8 +19,6 @@ from rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.learning.policy_math import geometric_ratio, response_ratio, token_ratio
-from rlhf_tasks.algorithms.shared.learning.policy_steps import Weights, from_older
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -448,30 +446,6 @@ def test_metrics_say_how_old_the_samples_are_and_what_their_tokens_weigh(mini_ba
         "importance/cut_ratio": pytest.approx((whole > 1.2).double().mean().item()),
         "importance/effective": pytest.approx((weights.sum() ** 2 / len(whole) / (weights**2).sum()).item()),
     }
-
-
-@pytest.mark.parametrize("kind", ["grpo", "gspo", "rloo"])
-def test_whoever_weighs_tokens_itself_gets_the_weights_with_one_optimizer_step_too(kind):
-    """As a train call of a plugin's does, whose graph has no `actor_inference` then."""
-    samples = drawn(5, [2, 4, 6, 3], [1.0, 0.0, 0.0, 1.0])
-    for sample in samples:
-        sample.proximal = sample.new.detach()
-    ratio = {"grpo": token_ratio, "gspo": geometric_ratio, "rloo": response_ratio}[kind]
-    found = []
-    for mini_batches in (1, 2):
-        one = {"staleness": 1, "total_iterations": 2, "importance_cap": 1.1, "num_mini_batches": mini_batches}
-        config: Any = config_of({"type": kind, **one}, 4, 2)
-        batch, engine = batch_of(samples), Recording(samples)
-        if mini_batches == 1:
-            batch = SampleBatch(batch.ids, {k: v for k, v in batch.data.items() if k != "proximal_logprobs"})
-        plain = Weights(torch.where(batch["response_mask"].values, 2.0, 0.0).double(), [15.0])
-        found.append(from_older(engine, batch, plain, config, ratio, 3))  # type: ignore[arg-type]
-    (batch, weights, metrics), (wanted, wanted_weights, wanted_metrics) = found
-    assert metrics == wanted_metrics
-    assert 0 < metrics["importance/cut_ratio"] < 1
-    assert torch.equal(weights.weights, wanted_weights.weights)
-    mask = batch["response_mask"].values
-    assert torch.equal(batch["old_logprobs"].values[mask], wanted["old_logprobs"].values[mask])
 
 
 @pytest.mark.parametrize("cap", [1.2, None])

@@ -13,8 +13,8 @@ from flows.demo.data import MODEL, write_model_folder
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.ppo import functions
 from rlhf_tasks.algorithms.ppo.targets import Targets, learning_targets
-from rlhf_tasks.algorithms.shared.learning.packed import last_response_tokens
-from rlhf_tasks.algorithms.shared.learning.policy_math import kl_divergence
+from rlhf_tasks.algorithms.shared.groups import last_response_tokens
+from rlhf_tasks.algorithms.shared.policy import kl_divergence
 from rlhf_tasks.algorithms.shared.scores.scoring import reward_model_part
 from rlhf_tasks.config.rewards import RewardModelScore
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore

@@ -10,7 +10,7 @@ import torch
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.ppo import functions
 from rlhf_tasks.algorithms.ppo.targets import Targets, learning_targets
-from rlhf_tasks.algorithms.shared.learning.policy_math import discounted_returns, shaped_rewards
+from rlhf_tasks.algorithms.shared.returns import discounted_returns, shaped_rewards
 from rlhf_tasks.algorithms.shared.scores.scoring import rewards_of_tokens
 from rlhf_tasks.rewards.forms import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import OneRank

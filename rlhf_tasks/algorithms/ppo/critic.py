@@ -1,7 +1,8 @@
-"""Running mean and std of returns, so that the critic learns normalised values (after arXiv:1602.07714).
+"""PPO's critic: its loss, and the running mean and std of returns, so that it learns normalised values.
 
-The state is three JSON-able numbers in `engine.state["value_norm"]`, so it moves with the critic's parameters and is
-in its snapshots. The averages are exponential and bias-corrected, like Adam's moments.
+The running statistics (after arXiv:1602.07714) are three JSON-able numbers in `engine.state["value_norm"]`, so they
+move with the critic's parameters and are in its snapshots. The averages are exponential and bias-corrected, like
+Adam's moments.
 """
 
 import math
@@ -9,11 +10,41 @@ from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 DECAY = 0.9  # per iteration: averages over about ten iterations, because the policy's returns drift
 VARIANCE_FLOOR = 1e-4  # otherwise the targets would become huge where all returns are equal
 STATE_KEY = "value_norm"
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, huber_delta: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Clipped value loss per token (Engstrom et al., arXiv:2005.12729, section 3, item 1).
+
+    values, old_values, returns  [T]
+    huber_delta  an error e costs e^2 / 2 up to |e| = delta and delta (|e| - delta / 2) above (Huber, 1964);
+                 None: e^2 / 2 everywhere
+    Returns (loss, clipped), both [T]; clipped is True where the clipped value has the larger error.
+    """
+    # Not old + clamp(values - old): its rounding would make values inside the bounds count as clipped.
+    near = values.clamp(old_values - cliprange, old_values + cliprange)
+    free, bounded = (values - returns).abs(), (near - returns).abs()
+    error = torch.maximum(free, bounded)
+    if huber_delta is None:
+        return error.square() / 2, bounded > free
+    linear = huber_delta * (error - huber_delta / 2)
+    return torch.where(error <= huber_delta, error.square() / 2, linear), bounded > free
+
+
+def shifted(stage_values: Tensor, position_ids: Tensor) -> Tensor:
+    """The value of the state *before* each token: [T]; 0 at each sample's first token.
+
+    stage_values  [T], the value of the state after each token
+    position_ids  [T]
+    """
+    return torch.where(position_ids == 0, 0.0, stage_values.roll(1))
 
 
 @dataclass(frozen=True, slots=True)

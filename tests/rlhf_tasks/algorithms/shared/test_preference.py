@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_tasks.algorithms.shared.learning.side_by_side import CHOSEN, REJECTED, apart, side_by_side
+from rlhf_tasks.algorithms.shared.preference import CHOSEN, REJECTED, apart, side_by_side
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 
 

@@ -7,13 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_tasks.algorithms.shared.learning.groups import (
+from rlhf_tasks.algorithms.shared.groups import (
     all_equal,
     best_of_group,
     group_stds,
     less_mean,
     less_others,
+    on_tokens,
     per_group,
+    response_lengths,
+    response_sums,
 )
 
 
@@ -80,3 +83,13 @@ def test_a_sample_that_is_left_alone_has_nothing_to_be_compared_with():
         == [0.0]
     )
     assert all_equal(alone, 1).tolist() == best_of_group(alone, 1).tolist() == [True]
+
+
+def test_sums_and_values_of_responses():
+    mask, lengths = torch.tensor([0, 1, 1, 0, 0, 0, 1]).bool(), [4, 1, 2]
+    values = torch.arange(7.0)
+    assert response_sums(values, mask, lengths).tolist() == [3.0, 0.0, 6.0]
+    assert response_lengths(mask, lengths).tolist() == [2, 0, 1]
+    assert on_tokens(torch.tensor([5.0, 6.0, 7.0]), lengths).tolist() == [5, 5, 5, 5, 6, 7, 7]
+    nothing = torch.zeros(0)
+    assert response_sums(nothing, nothing.bool(), []).shape == on_tokens(nothing, []).shape == (0,)
