@@ -4,8 +4,8 @@ Imports no torch, Prefect or Dask. A plan is plain data: reading it does not nee
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -135,8 +135,17 @@ class CallAssignment(Frozen):
     order: int | None = None
 
 
+class Held(NamedTuple):
+    """A role's parameters on the devices of a placement. A copy has the version of its last reallocation."""
+
+    role: str
+    placement: Placement
+    is_copy: bool = False
+
+
 class _Node(Frozen):
-    """Common to all nodes: a unique name and the names of the nodes that must have finished.
+    """Common to all nodes: a unique name, the nodes that must have finished, and what the node does, from which
+    versions, memory and files follow.
 
     after           predecessors in the same iteration
     after_previous  predecessors in the iteration before
@@ -148,8 +157,71 @@ class _Node(Frozen):
     after_previous: tuple[str, ...] = ()
     lead: int = Field(default=0, ge=0)
 
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where the node runs: one placement, or the source and the destination of what it moves."""
+        return ()
 
-class FetchNode(_Node):
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that take part, in ascending order."""
+        return tuple(sorted({device for placement in self.placements for device in placement.devices}))
+
+    @property
+    def reads(self) -> Held | None:
+        """The parameters that the node reads: a rank asserts their version."""
+        return None
+
+    @property
+    def changes(self) -> str | None:
+        """The role whose parameters have another version after the node."""
+        return None
+
+    @property
+    def brings(self) -> Held | None:
+        """The parameters that are on devices from this node on."""
+        return None
+
+    @property
+    def frees(self) -> Held | None:
+        """The parameters that are no longer on devices after this node."""
+        return None
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The devices that write a part of a commit."""
+        return ()
+
+
+class _OnePlace(_Node):
+    """A node on one placement."""
+
+    placement: Placement
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return (self.placement,)
+
+
+class _OfRole(_OnePlace):
+    """A node about a role's parameters on one placement."""
+
+    role: str
+
+
+class _BetweenPlaces(_Node):
+    """A node that brings a role's parameters from one placement to another."""
+
+    role: str
+    source: Placement
+    destination: Placement
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self.source, self.destination
+
+
+class FetchNode(_OnePlace):
     """The heads of the source call read their shard of the iteration's rows and store the dataset keys.
 
     Every head gets the same number of rows; they cannot be balanced by tokens, because no head knows the lengths of
@@ -158,14 +230,9 @@ class FetchNode(_Node):
 
     kind: Literal["fetch"] = "fetch"
     call: str
-    placement: Placement
     keys: tuple[str, ...]
     mini_batches: int = 1
     group_size: int = 1
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted(self.placement.devices))
 
     @property
     def side(self) -> "DataSide":
@@ -194,12 +261,20 @@ class CallNode(_Node):
         return side_of(self.call, self.assignment, self.part)
 
     @property
+    def placements(self) -> tuple[Placement, ...]:
+        return (self.placement,)
+
+    @property
     def trains(self) -> bool:
         return self.call.kind == "train_step"
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted(self.placement.devices))
+    def reads(self) -> Held | None:
+        return Held(self.call.role, self.placement)
+
+    @property
+    def changes(self) -> str | None:
+        return self.call.role if self.trains else None
 
 
 class DataSide(Frozen):
@@ -239,36 +314,39 @@ class TransferNode(_Node):
     part: Part = WHOLE
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.source.placement.devices, *self.destination.placement.devices}))
+    def placements(self) -> tuple[Placement, ...]:
+        return self.source.placement, self.destination.placement
 
 
-class ReallocateNode(_Node):
+class ReallocateNode(_BetweenPlaces):
     """Builds a read-only copy of a role's parameters on `destination`, from the training placement."""
 
     kind: Literal["reallocate"] = "reallocate"
-    role: str
-    source: Placement
-    destination: Placement
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.source.devices, *self.destination.devices}))
+    def reads(self) -> Held | None:
+        return Held(self.role, self.source)
+
+    @property
+    def brings(self) -> Held | None:
+        return Held(self.role, self.destination, is_copy=True)
 
 
-class ReleaseNode(_Node):
+class ReleaseNode(_OfRole):
     """Frees the read-only copy of a role on a placement."""
 
     kind: Literal["release"] = "release"
-    role: str
-    placement: Placement
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted(self.placement.devices))
+    def reads(self) -> Held | None:
+        return Held(self.role, self.placement)
+
+    @property
+    def frees(self) -> Held | None:
+        return Held(self.role, self.placement, is_copy=True)
 
 
-class OnloadNode(_Node):
+class OnloadNode(_OfRole):
     """Starts copying an offloaded role's parameters from host memory to the devices of a placement.
 
     The node ends at once; the first reader of the parameters waits for the copy. The copies on one device run one
@@ -276,45 +354,38 @@ class OnloadNode(_Node):
     """
 
     kind: Literal["onload"] = "onload"
-    role: str
-    placement: Placement
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted(self.placement.devices))
+    def brings(self) -> Held | None:
+        return Held(self.role, self.placement)
 
 
-class OffloadNode(_Node):
+class OffloadNode(_OfRole):
     """Frees a role's parameters on the devices of a placement. Host memory keeps them; those of a trained role are
     copied back there first, and the node ends after the copy."""
 
     kind: Literal["offload"] = "offload"
-    role: str
-    placement: Placement
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted(self.placement.devices))
+    def frees(self) -> Held | None:
+        return Held(self.role, self.placement)
 
 
-class SaveNode(_Node):
+class SaveNode(_OfRole):
     """Copies the role's parameter slices, optimizer and state, and writes the copy in the background."""
 
     kind: Literal["save"] = "save"
-    role: str
-    placement: Placement
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted(self.placement.devices))
+    def reads(self) -> Held | None:
+        return Held(self.role, self.placement)
 
     @property
     def writers(self) -> tuple[int, ...]:
-        """The devices that write a part."""
         return self.devices
 
 
-class SaveSamplesNode(_Node):
+class SaveSamplesNode(_OnePlace):
     """Copies what a call has made for the iterations to come, and writes the copy in the background: samples that are
     drawn ahead, and those that have not ended.
 
@@ -324,7 +395,6 @@ class SaveSamplesNode(_Node):
 
     kind: Literal["save_samples"] = "save_samples"
     call: str
-    placement: Placement
 
     @property
     def role(self) -> str:
@@ -332,16 +402,11 @@ class SaveSamplesNode(_Node):
         return self.call
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted(self.placement.devices))
-
-    @property
     def writers(self) -> tuple[int, ...]:
-        """The devices that write a part."""
         return tuple(sorted(self.placement.heads))
 
 
-class SyncNode(_Node):
+class SyncNode(_BetweenPlaces):
     """Brings a trained role's parameters onto the placement of a role that follows it, and blends them into that
     role's: a reallocation with a blend.
 
@@ -352,17 +417,18 @@ class SyncNode(_Node):
     """
 
     kind: Literal["sync"] = "sync"
-    role: str
     leader: str
-    source: Placement
-    destination: Placement
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.source.devices, *self.destination.devices}))
+    def reads(self) -> Held | None:
+        return Held(self.role, self.destination)
+
+    @property
+    def changes(self) -> str | None:
+        return self.role
 
 
-class EvaluateNode(_Node):
+class EvaluateNode(_OfRole):
     """Answers held-out rows with the parameters that the train_step has just left, and scores the answers.
 
     The node does so in the iterations that the configuration's `evaluation` names, and nothing in the others.
@@ -371,13 +437,11 @@ class EvaluateNode(_Node):
     """
 
     kind: Literal["evaluate"] = "evaluate"
-    role: str
-    placement: Placement
     at_start: bool = False
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(sorted(self.placement.devices))
+    def reads(self) -> Held | None:
+        return Held(self.role, self.placement)
 
 
 PlanNode = Annotated[
@@ -394,6 +458,12 @@ PlanNode = Annotated[
     | EvaluateNode,
     Field(discriminator="kind"),
 ]
+
+
+NODE_KINDS: dict[str, Callable[..., PlanNode]] = {
+    node.model_fields["kind"].default: node for node in get_args(get_args(PlanNode)[0])
+}
+"""Kind -> its class."""
 
 
 class RolePlacements(Frozen):

@@ -40,7 +40,9 @@ COLOURS = {
     "sync": "#6699CC",
     "evaluate": "#661100",
 }
-"""A colour for each kind of node; colour-blind-safe (Tol's muted scheme, and one of the light one, 2021)."""
+"""A colour for each kind of node that may take long; colour-blind-safe (Tol's muted scheme, and one of the light one,
+2021). Others are grey."""
+OTHER = "#DDDDDD"
 CALL_KINDS = ("generate", "inference", "train_step")
 
 PANELS = (
@@ -174,8 +176,9 @@ def timeline(
     pieces[-1].set_xlabel("seconds", fontsize=8)
     cut = f", first {len(ranks)} of {len(known)} rows" if len(ranks) < len(known) else ""
     figure.suptitle(title + cut, fontsize=10)
-    kinds = [kind for kind in COLOURS if any(span.kind == kind for span in spans)]
-    handles = [Patch(color=COLOURS[kind]) for kind in kinds]
+    drawn = {span.kind for span in spans}
+    kinds = [*(kind for kind in COLOURS if kind in drawn), *sorted(drawn - COLOURS.keys())]
+    handles = [Patch(color=COLOURS.get(kind, OTHER)) for kind in kinds]
     figure.legend(
         handles, kinds, loc="outside lower center", ncols=min(len(kinds), 5), fontsize=8, frameon=False
     )
@@ -184,7 +187,7 @@ def timeline(
 
 def _draw_bar(axes: Axes, row: int, left: float, right: float, span: Span, piece_s: float) -> None:
     pale = span.iteration % 2 == 1
-    colour = COLOURS[span.kind]
+    colour = COLOURS.get(span.kind, OTHER)
     axes.barh(row, right - left, left=left, height=0.78, color=colour, alpha=0.6 if pale else 1.0)
     label = f"{span.node}\niteration {span.iteration + 1}"
     letters = max(map(len, label.split("\n")))
@@ -295,7 +298,7 @@ def _draw_box(
     axes.add_patch(
         FancyBboxPatch(
             (x - width / 2, y - BOX_IN / 2), width, BOX_IN, boxstyle="round,pad=0,rounding_size=0.06",
-            facecolor=COLOURS[kind], edgecolor="none", zorder=2,
+            facecolor=COLOURS.get(kind, OTHER), edgecolor="none", zorder=2,
         )
     )  # fmt: skip
     name = f"→ {names[node.name].rpartition('→ ')[2]}" if node.kind == "transfer" else names[node.name]
@@ -304,7 +307,7 @@ def _draw_box(
     lines = [name, f"{node_devices(node)}{strategy}", *([", ".join(waits)] if waits else [])]
     most = int(width / LETTER_OF_BOX_IN)
     text = "\n".join(line if len(line) <= most else line[: most - 1] + "…" for line in lines)
-    ink = _ink(COLOURS[kind])
+    ink = _ink(COLOURS.get(kind, OTHER))
     axes.text(x, y, text, ha="center", va="center", fontsize=7.2, color=ink, zorder=3, linespacing=1.1)
 
 

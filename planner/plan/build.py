@@ -17,11 +17,8 @@ from rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
     ModelFunctionCall,
-    OffloadNode,
     OnloadNode,
     PlanNode,
-    ReallocateNode,
-    ReleaseNode,
 )
 
 
@@ -223,9 +220,7 @@ def _order_problem(
         across={name: frozenset(made.across[name] & moving.keys()) for name in moving},
         devices={name: frozenset(node.devices) for name, node in moving.items()},
         duration_s={name: duration_s(node) for name, node in moving.items()},
-        late=frozenset(
-            name for name, node in moving.items() if isinstance(node, ReallocateNode | OnloadNode)
-        ),
+        late=frozenset(name for name, node in moving.items() if node.brings is not None),
         copy_s={name: copy_s(node) for name, node in moving.items() if isinstance(node, OnloadNode)},
     )
 
@@ -258,7 +253,7 @@ def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tu
 def _memory_edges(made: Draft, order: list[str]) -> Iterator[tuple[str, str]]:
     for i, name in enumerate(order):
         release = made.nodes[name]
-        if not isinstance(release, ReleaseNode | OffloadNode):
+        if release.frees is None:
             continue
         for later in order[i + 1 :]:
             node = made.nodes[later]

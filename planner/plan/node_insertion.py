@@ -12,19 +12,16 @@ from planner.plan.template import PlanTemplate, Slot, plan_template
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import Balance
 from rlhf_tasks.spec import (
+    NODE_KINDS,
     CallAssignment,
     CallNode,
     DataSide,
     EvaluateNode,
     FetchNode,
     ModelFunctionCall,
-    OffloadNode,
-    OnloadNode,
     PlanNode,
     ReallocateNode,
-    ReleaseNode,
     RolePlacements,
-    SaveNode,
     SaveSamplesNode,
     SyncNode,
     TransferNode,
@@ -171,12 +168,6 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
                 source=assignments[slot.source].placement,
                 destination=here.placement,
             )
-        case "release":
-            return ReleaseNode(name=slot.name, role=call.role, placement=here.placement)
-        case "onload":
-            return OnloadNode(name=slot.name, role=call.role, placement=here.placement)
-        case "offload":
-            return OffloadNode(name=slot.name, role=call.role, placement=here.placement)
         case "sync":
             return SyncNode(
                 name=slot.name,
@@ -185,10 +176,10 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
                 source=assignments[slot.source].placement,
                 destination=here.placement,
             )
-        case "save":
-            return SaveNode(name=slot.name, role=call.role, placement=here.placement)
         case "save_samples":
             return SaveSamplesNode(name=slot.name, call=call.name, placement=here.placement, lead=call.lead)
         case "evaluate" | "evaluate_first":
             at_start = slot.kind == "evaluate_first"
             return EvaluateNode(name=slot.name, role=call.role, placement=here.placement, at_start=at_start)
+        case kind:
+            return NODE_KINDS[kind](name=slot.name, role=call.role, placement=here.placement)

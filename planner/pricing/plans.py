@@ -17,15 +17,13 @@ from rlhf_tasks.spec import (
     CallNode,
     EvaluateNode,
     ExecutionPlan,
-    FetchNode,
+    Held,
     ModelFunctionCall,
     OffloadNode,
     OnloadNode,
     PlanNode,
     ReallocateNode,
-    ReleaseNode,
     SaveNode,
-    SaveSamplesNode,
     SyncNode,
     TransferNode,
 )
@@ -165,7 +163,7 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
         case OffloadNode():
             if plan.roles[node.role].trained:
                 seconds = model.onload_s(node.role, node.placement)
-        case EvaluateNode() | FetchNode() | ReleaseNode() | OnloadNode() | SaveSamplesNode():
+        case _:
             pass  # samples are small beside everything else
     return seconds + model.classes.dispatch_s, moved
 
@@ -282,55 +280,57 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
         if device not in peaks or sum(parts.values()) > peaks[device].total_bytes:
             peaks[device] = MemoryPeak(node, dict(parts))
 
-    def brought(node: str, role: str, part: str, placement: Placement) -> None:
-        for device, size_bytes in _by_device(stages[placement], model.parameter_bytes(role, placement)):
+    def brought(node: str, held: Held, part: str) -> None:
+        size = model.parameter_bytes(held.role, held.placement)
+        for device, size_bytes in _by_device(stages[held.placement], size):
             live[device][part] = live[device].get(part, 0.0) + size_bytes  # several copies at once add up
             note(device, node, live[device])
 
-    def freed(role: str, part: str, placement: Placement) -> None:
-        for device, size_bytes in _by_device(stages[placement], model.parameter_bytes(role, placement)):
+    def freed(held: Held, part: str) -> None:
+        size = model.parameter_bytes(held.role, held.placement)
+        for device, size_bytes in _by_device(stages[held.placement], size):
             live[device][part] -= size_bytes
             if not live[device][part]:
                 del live[device][part]
 
-    away = set(plan.onloaded)
+    away = {Held(role, placement) for role, placement in plan.onloaded}
     for node in plan.nodes:
-        match node:
-            case ReallocateNode():
-                brought(node.name, node.role, f"{node.role}: copy", node.destination)
-            case ReleaseNode():
-                freed(node.role, f"{node.role}: copy", node.placement)
-            case OnloadNode():
-                brought(node.name, node.role, f"{node.role}: onloaded parameters", node.placement)
-                away.remove((node.role, node.placement))
-            case OffloadNode():
-                freed(node.role, f"{node.role}: onloaded parameters", node.placement)
-                away.add((node.role, node.placement))
-            case CallNode() | EvaluateNode():
-                active, part = _active(node, model, away)
-                for device, size_bytes in _by_device(stages[node.placement], active):
-                    parts = {**live[device], part: size_bytes}
-                    note(device, node.name, parts)
-                    call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
-            case SyncNode():
-                brought(node.name, node.role, f"{node.leader}: copy", node.destination)
-                freed(node.role, f"{node.leader}: copy", node.destination)
-            case FetchNode() | TransferNode() | SaveNode() | SaveSamplesNode():
-                pass
+        if node.brings is not None:
+            brought(node.name, node.brings, _part(node.brings))
+            away.discard(node.brings)
+        if node.frees is not None:
+            freed(node.frees, _part(node.frees))
+            if not node.frees.is_copy:
+                away.add(node.frees)
+        if isinstance(node, CallNode | EvaluateNode):
+            active, part = _active(node, model, away)
+            for device, size_bytes in _by_device(stages[node.placement], active):
+                parts = {**live[device], part: size_bytes}
+                note(device, node.name, parts)
+                call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
+        if isinstance(node, SyncNode):
+            blended = Held(node.role, node.destination)
+            brought(node.name, blended, f"{node.leader}: copy")
+            freed(blended, f"{node.leader}: copy")
     by_device = {device: peak for first, peak in peaks.items() for device in groups[first]}
     return PlanMemory(by_device, call_bytes, kept_on_hosts(plan, model))
 
 
+def _part(held: Held) -> str:
+    """The name of parameters that come and go, as a part of MemoryPeak."""
+    return f"{held.role}: {'copy' if held.is_copy else 'onloaded parameters'}"
+
+
 def _active(
-    node: CallNode | EvaluateNode, model: CostModel, away: Collection[tuple[str, Placement]]
+    node: CallNode | EvaluateNode, model: CostModel, away: Collection[Held]
 ) -> tuple[tuple[float, ...], str]:
     """([stages] bytes that a node needs while it runs, their name as a part of MemoryPeak).
 
-    away  (role, placement) of parameters that are offloaded then: an evaluation brings them for itself
+    away  parameters that are offloaded then: an evaluation brings them for itself
     """
     if isinstance(node, EvaluateNode):
         active = model.evaluation(node.role, node.placement).active_bytes
-        if (node.role, node.placement) in away:
+        if node.reads in away:
             active = tuple(map(add, active, model.parameter_bytes(node.role, node.placement)))
         return active, f"{node.name}: KV cache"
     return model.call(node.call, node.assignment).active_bytes, active_part(node.call)

@@ -7,16 +7,10 @@ from planner.plan.graph import DataflowGraph
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.spec import (
     CallNode,
-    EvaluateNode,
     ExecutionPlan,
     FetchNode,
-    OffloadNode,
-    OnloadNode,
     PlanNode,
     ReallocateNode,
-    ReleaseNode,
-    SaveNode,
-    SaveSamplesNode,
     SyncNode,
     TransferNode,
 )
@@ -84,19 +78,10 @@ def _short_name(node: PlanNode) -> str:
     match node:
         case TransferNode():
             return f"→ {node.name.rpartition('_to_')[2]}"
-        case (
-            ReallocateNode()
-            | ReleaseNode()
-            | OnloadNode()
-            | OffloadNode()
-            | SaveNode()
-            | SaveSamplesNode()
-            | SyncNode()
-            | EvaluateNode()
-        ):
-            return f"{node.kind}_{node.role}"
-        case _:
+        case CallNode() | FetchNode():
             return node.name
+        case _:
+            return f"{node.kind}_{node.role}"
 
 
 def plan_table(plan: ExecutionPlan) -> str:
@@ -120,21 +105,8 @@ def format_devices(devices: Sequence[int]) -> str:
 
 
 def node_devices(node: PlanNode) -> str:
-    """The devices of a node; for a transfer or reallocation, source → destination."""
-    match node:
-        case TransferNode(source=source, destination=destination):
-            return _arrow(source.placement.devices, destination.placement.devices)
-        case (
-            ReallocateNode(source=source, destination=destination)
-            | SyncNode(source=source, destination=destination)
-        ):
-            return _arrow(source.devices, destination.devices)
-        case _:
-            return format_devices(node.devices)
-
-
-def _arrow(source: Sequence[int], destination: Sequence[int]) -> str:
-    return f"{format_devices(source)} → {format_devices(destination)}"
+    """The devices of a node; of one that moves something, source → destination."""
+    return " → ".join(format_devices(placement.devices) for placement in node.placements)
 
 
 def node_detail(node: PlanNode) -> str:
@@ -154,7 +126,7 @@ def node_detail(node: PlanNode) -> str:
             return f"{role}: {source.strategy} → {destination.strategy}"
         case SyncNode(role=role, leader=leader, source=source, destination=destination):
             return f"{leader} into {role}: {source.strategy} → {destination.strategy}"
-        case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | SaveSamplesNode() | EvaluateNode():
+        case _:
             return node.role
 
 

@@ -8,21 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import (
-    CallNode,
-    EvaluateNode,
     ExecutionPlan,
+    Held,
     NodeKey,
     NodeRequest,
-    OffloadNode,
     OnloadNode,
     PlanNode,
     ReallocateNode,
-    ReleaseNode,
     SaveNode,
-    SaveSamplesNode,
     SyncNode,
 )
 from rlhf_tasks.system.invariants import require
@@ -154,30 +149,21 @@ class Sequencer:
     def _freed_ahead(self) -> set[str]:
         """The nodes that free what only calls that run ahead have read; the calls after these do not need it."""
         freed: set[str] = set()
-        # (role, placement) -> leads of its readers since it was freed
-        readers: dict[tuple[str, Placement], list[int]] = {}
+        # parameters on a placement -> leads of their readers since they were freed
+        readers: dict[Held, list[int]] = {}
         for node in self.plan.nodes:
-            match node:
-                case CallNode():
-                    readers.setdefault((node.call.role, node.placement), []).append(node.lead)
-                case EvaluateNode():
-                    readers.setdefault((node.role, node.placement), []).append(0)
-                case ReleaseNode() | OffloadNode():
-                    leads = readers.pop((node.role, node.placement), [])
-                    if leads and all(leads):
-                        freed.add(node.name)
-                case _:
-                    pass
+            if node.frees is not None:
+                leads = readers.pop(node.frees._replace(is_copy=False), [])
+                if leads and all(leads):
+                    freed.add(node.name)
+            elif node.reads is not None:
+                readers.setdefault(node.reads, []).append(node.lead)
         return freed
 
     @cached_property
     def saves(self) -> dict[str, tuple[int, ...]]:
         """Save node -> the ranks that write a part."""
-        return {
-            node.name: node.writers
-            for node in self.plan.nodes
-            if isinstance(node, SaveNode | SaveSamplesNode)
-        }
+        return {node.name: node.writers for node in self.plan.nodes if node.writers}
 
     @cached_property
     def initial_saves(self) -> dict[str, tuple[int, ...]]:
@@ -198,8 +184,8 @@ class Sequencer:
         """Role whose parameters change -> how often in an iteration: its train_step calls and its syncs."""
         count = {role: 0 for role, placements in self.plan.roles.items() if placements.changes}
         for node in self.plan.nodes:
-            if (role := _changed_role(node)) is not None:
-                count[role] = count.get(role, 0) + 1
+            if node.changes is not None:
+                count[node.changes] = count.get(node.changes, 0) + 1
         return count
 
     @cached_property
@@ -210,39 +196,19 @@ class Sequencer:
         those before the copy's last reallocation.
         """
         now: dict[str, int] = {}
-        copies: dict[tuple[str, object], int] = {}
+        copies: dict[Held, int] = {}
         advances: dict[str, dict[str, int]] = {}
         for node in self.plan.nodes:
-            role = _role(node)
-            if role is None:
-                advances[node.name] = {}
-                continue
-            current = now.get(role, 0)
-            if isinstance(node, ReallocateNode):
-                copies[role, node.destination] = current
-            elif isinstance(node, CallNode):
-                current = copies.get((role, node.placement), current)
-            elif isinstance(node, ReleaseNode):
-                current = copies.pop((role, node.placement), current)
-            advances[node.name] = {role: current}
+            advances[node.name] = read = {}
+            if node.reads is not None:
+                role = node.reads.role
+                read[role] = copies.get(node.reads._replace(is_copy=True), now.get(role, 0))
             if isinstance(node, SyncNode):
-                advances[node.name][node.leader] = now.get(node.leader, 0)
-            if (changed := _changed_role(node)) is not None:
-                now[changed] = now.get(changed, 0) + 1
+                read[node.leader] = now.get(node.leader, 0)
+            if node.brings is not None and node.brings.is_copy:
+                copies[node.brings] = now.get(node.brings.role, 0)
+            if node.frees is not None:
+                copies.pop(node.frees, None)
+            if node.changes is not None:
+                now[node.changes] = now.get(node.changes, 0) + 1
         return advances
-
-
-def _role(node: PlanNode) -> str | None:
-    """The role whose parameters a node reads, if any."""
-    if isinstance(node, CallNode):
-        return node.call.role
-    if isinstance(node, ReallocateNode | ReleaseNode | SaveNode | SyncNode | EvaluateNode):
-        return node.role
-    return None
-
-
-def _changed_role(node: PlanNode) -> str | None:
-    """The role whose parameters have another version after a node, if any."""
-    if isinstance(node, CallNode) and node.trains:
-        return node.call.role
-    return node.role if isinstance(node, SyncNode) else None

@@ -481,9 +481,7 @@ def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
                 sets.append(heads_set(node.source, node.destination))
             case ReallocateNode() | SyncNode():
                 sets.append(union_set(node.source, node.destination))
-            case (
-                ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | SaveSamplesNode() | EvaluateNode()
-            ):
+            case _:
                 pass
     return sorted(set(sets))
 

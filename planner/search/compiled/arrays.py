@@ -28,21 +28,17 @@ from rlhf_tasks.spec import ModelFunctionCall
 
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
-FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, SAVE_SAMPLES, EVALUATE, EVALUATE_FIRST = range(10)
-ONLOAD, OFFLOAD, COPY = range(10, 13)
-"""Kinds of slots; COPY is the copy from host memory that an onload starts."""
+CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, EVALUATE, ONLOAD, OFFLOAD, COPY, OTHER = range(11)
+"""Kinds of slots; COPY is the copy from host memory that an onload starts, OTHER what takes its dispatch alone."""
 
 _KINDS: dict[SlotKind, int] = {
-    "fetch": FETCH,
     "call": CALL,
     "transfer": TRANSFER,
     "reallocate": REALLOCATE,
     "release": RELEASE,
     "sync": SYNC,
     "save": SAVE,
-    "save_samples": SAVE_SAMPLES,
     "evaluate": EVALUATE,
-    "evaluate_first": EVALUATE_FIRST,
     "onload": ONLOAD,
     "offload": OFFLOAD,
 }
@@ -368,7 +364,7 @@ class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
         if slot.kind == "transfer":
             size_bytes, overhead_s = transfer_size(slot.keys, self._graph.n_seqs // slot.part.of, self._model)
             moved = self.transfers[size_bytes, overhead_s + self._model.classes.dispatch_s]
-        self[slot] = _KINDS[slot.kind], call, source, mask, moved
+        self[slot] = _KINDS.get(slot.kind, OTHER), call, source, mask, moved
         return self[slot]
 
 
