@@ -39,9 +39,9 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.protocol.messages import Committed
+from rlhf_tasks.protocol.messages import Committed, RunSpec
 from rlhf_tasks.spec import ExecutionPlan
-from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
+from tests.rlhf_tasks.settings import STARTUP_S, limits
 
 RANKS = 4
 WARM_UP = 2
@@ -90,19 +90,17 @@ def run_once(
     @flow(name="bench-overhead", persist_result=False)
     async def parent() -> tuple[Committed, ...]:
         with tempfile.TemporaryDirectory() as folder:
-            await run_training(
-                plan,
-                config,
-                cluster,
+            spec = RunSpec(
                 run="bench",
-                run_folder=Path(folder),
+                plan=plan,
+                config=config,
+                run_folder=folder,
                 iterations=iterations,
-                on_commit=on_commit,
-                dispatch_ahead=ahead,
+                limits=limits(),
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
-                **SETTINGS,
             )
+            await run_training(spec, cluster, on_commit=on_commit, dispatch_ahead=ahead)
         return tuple(iterations_done)
 
     return asyncio.run(parent())

@@ -5,7 +5,6 @@ the state machines. `controller` is the work of one process for all ranks (seque
 of each rank for itself. Run it with `python -m bench.overhead --simulated-ranks N`.
 """
 
-import math
 import time
 import tracemalloc
 from collections import deque
@@ -18,15 +17,15 @@ from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from rlhf_tasks.algorithms.ppo import DATASET_KEYS, graph
+from rlhf_tasks.config.settings import MOST_SECONDS
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.messages import Committed, Done, Finished, Told
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, NodeResult, SaveNode
-from tests.rlhf_tasks.settings import DEADLINES
+from tests.rlhf_tasks.settings import limits
 
 DEVICES_PER_HOST = 8
 SEQUENCES_PER_RANK = (4, 256)
@@ -94,11 +93,7 @@ class Drive:
             attempt=0,
             n_ranks=self.plan.n_devices,
             total_iterations=self.iterations,
-            snapshot_every=1,
-            snapshot_max_s=math.inf,
-            pace=Pace(floor_s=math.inf, least_bytes_per_s=1.0),
-            max_rebuilds=0,
-            deadlines=DEADLINES,
+            limits=limits(io_floor_s=MOST_SECONDS, snapshot_max_s=MOST_SECONDS, max_restarts=0),
             committed_step=0,
         )
 

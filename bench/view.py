@@ -34,10 +34,10 @@ from flows.cluster.cluster import DaskCluster, local_cluster
 from flows.cluster.server import own_server
 from flows.run.training import RunControl, run_training
 from planner.report.text import short_names
-from rlhf_tasks.protocol.messages import Committed
+from rlhf_tasks.protocol.messages import Committed, RunSpec
 from rlhf_tasks.spec import ExecutionPlan
 from tests.rlhf_tasks.plans import small_plan
-from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
+from tests.rlhf_tasks.settings import STARTUP_S, limits
 
 NAME = re.compile(r"it-(\d+)(?:\.\.(\d+))?")
 PAGE = 200  # most rows that the server returns per request
@@ -91,18 +91,17 @@ def run(
     async def parent() -> None:
         watched.flow_run = flow_run.id or ""
         with tempfile.TemporaryDirectory() as folder:
-            await run_training(
-                plan,
-                {"sleep_s": {name: share * iteration_s for name, share in shares.items()}},
-                cluster,
+            spec = RunSpec(
                 run="bench",
-                run_folder=Path(folder),
+                plan=plan,
+                config={"sleep_s": {name: share * iteration_s for name, share in shares.items()}},
+                run_folder=folder,
                 iterations=iterations,
-                on_commit=watched.on_commit,
+                limits=limits(),
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
-                **SETTINGS,
             )
+            await run_training(spec, cluster, on_commit=watched.on_commit)
 
     asyncio.run(parent())
     return time.time() - float(watched.clocks[..., 1].max())

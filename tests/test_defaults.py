@@ -8,6 +8,7 @@ import pytest
 from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
 from planner.plan.workload import Workload
 from planner.search.search import find_plan
+from rlhf_tasks.config.cluster import Limits
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.messages import RunSpec
@@ -17,12 +18,9 @@ from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 @pytest.mark.parametrize(
     ("taker", "names"),
     [
-        (
-            RunSpec,
-            ["snapshot_every", "snapshot_max_s", "max_rebuilds", "deadline_factor", "deadline_floor_s"],
-        ),
-        (RunSpec, ["io_floor_s", "io_least_bytes_per_s"]),
-        (Ledger, ["snapshot_every", "snapshot_max_s", "max_rebuilds", "deadlines", "pace"]),
+        (RunSpec, ["limits"]),
+        (Limits, ["runtime", "snapshot_every", "snapshot_max_s"]),
+        (Ledger, ["limits"]),
         (Sequencer, ["deadlines"]),
         (Deadlines, ["factor", "floor_s"]),
         (local_cluster, ["deadline_s"]),

@@ -28,9 +28,10 @@ from flows.run.training import RunControl, run_training
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.profile_cache import store
 from rlhf_tasks.algorithms.configurations import RunConfig
+from rlhf_tasks.config.cluster import Limits
 from rlhf_tasks.profiling.measurements import Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
-from rlhf_tasks.protocol.messages import Committed
+from rlhf_tasks.protocol.messages import Committed, RunSpec
 from rlhf_tasks.spec import NodeResult
 
 PIECE_DEADLINE_S = 900.0  # of one model under one tp degree
@@ -64,6 +65,7 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
     folder = profile_folder(config) / f"run-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     folder.mkdir(parents=True)
     results: dict[str, Sequence[NodeResult]] = {}
+    runtime = config.runtime.model_copy(update={"deadline_floor_s": PIECE_DEADLINE_S, "max_restarts": 0})
 
     async def on_commit(committed: Committed, control: RunControl) -> None:
         results.update(committed.results)
@@ -73,24 +75,17 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
         prefect_server(folder),
         cluster_of(config, folder) as cluster,
     ):
-        await run_training(
-            profile_plan(pieces, n_devices, per_host),
-            spec.model_dump(mode="json"),
-            cluster,
+        run = RunSpec(
             run=folder.name,
-            run_folder=folder,
+            plan=profile_plan(pieces, n_devices, per_host),
+            config=spec.model_dump(mode="json"),
+            run_folder=str(folder),
             iterations=1,
-            on_commit=on_commit,
+            limits=Limits(runtime=runtime, snapshot_every=1, snapshot_max_s=config.snapshot_max_s),
             executor="rlhf_tasks.profiling.executor:make_executor",
             snapshots="rlhf_tasks.profiling.spec:NoSnapshots",
-            snapshot_every=1,
-            snapshot_max_s=config.snapshot_max_s,
-            io_floor_s=config.runtime.io_floor_s,
-            io_least_bytes_per_s=config.runtime.io_least_bytes_per_s,
-            deadline_factor=config.runtime.deadline_factor,
-            deadline_floor_s=PIECE_DEADLINE_S,
-            max_rebuilds=0,
         )
+        await run_training(run, cluster, on_commit=on_commit)
     shared = [m for node, piece in pieces.items() if piece.folder == "" for m in _measured(results[node])]
     dispatch_s = dispatch_of(results, [node for node, piece in pieces.items() if piece.kind == "idle"])
     return [

@@ -136,16 +136,9 @@ def rehearsed(
         config=config.model_dump(mode="json"),
         run_folder="",
         iterations=config.total_iterations,
-        snapshot_every=config.snapshot_every,
-        snapshot_max_s=config.snapshot_max_s,
-        evaluated_every=config.evaluated_every,
-        io_floor_s=config.runtime.io_floor_s,
-        io_least_bytes_per_s=config.runtime.io_least_bytes_per_s,
-        deadline_factor=config.runtime.deadline_factor,
-        deadline_floor_s=config.runtime.deadline_floor_s,
+        limits=config.limits,
         predicted_s=run.price.longest_s,
         users_s=users_seconds(config, plan, 0 if evaluation is None else evaluation.rows),
-        max_rebuilds=config.runtime.max_restarts,
     )
     asked = RehearsalRequest(
         spec, run.costs, machines, Noise(seed, noise), config.keep_last, hours, faults, leaps

@@ -42,6 +42,7 @@ from rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
 from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.checkpoint.plan_log import logged_changes
 from rlhf_tasks.config.base import OnePass
+from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.rewards.samples_folder import mean_scores
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
@@ -259,35 +260,31 @@ class Attempts:
         cluster_context = cluster_of(config, self._folder, expected[0].needs, again)
         with entering("cluster", cluster_context, view.say) as cluster:
             view.loading()
-            return await run_training(
-                prepared.plan,
-                config.model_dump(mode="json"),
-                cluster,
+            spec = RunSpec(
                 run=self._folder.name,
-                run_folder=self._folder,
+                plan=prepared.plan,
+                config=config.model_dump(mode="json"),
+                run_folder=str(self._folder),
                 iterations=prepared.iterations,
+                limits=config.limits,
+                rebuilds=rebuilds,
+                predicted_s=expected[0].price.longest_s,
+                users_s=users_seconds(config, prepared.plan, len(prepared.held_out.get(HELD_OUT, ()))),
+                peak_flops_per_s=expected[0].peak_flops_per_s,
+                changes=tuple(
+                    p.model_copy(update={"predicted_s": expected[p.iteration].price.longest_s})
+                    for p in view.replanning.plans[1:]
+                ),
+                blocks=self._blocks,
+            )
+            return await run_training(
+                spec,
+                cluster,
                 on_commit=view.on_commit,
                 on_plan=view.on_plan,
                 on_event=view.on_event,
                 api=view.api,
                 orders=self._orders,
-                changes=[
-                    p.model_copy(update={"predicted_s": expected[p.iteration].price.longest_s})
-                    for p in view.replanning.plans[1:]
-                ],
-                snapshot_every=config.snapshot_every,
-                snapshot_max_s=config.snapshot_max_s,
-                evaluated_every=config.evaluated_every,
-                io_floor_s=config.runtime.io_floor_s,
-                io_least_bytes_per_s=config.runtime.io_least_bytes_per_s,
-                deadline_factor=config.runtime.deadline_factor,
-                deadline_floor_s=config.runtime.deadline_floor_s,
-                max_rebuilds=config.runtime.max_restarts,
-                rebuilds=rebuilds,
-                predicted_s=expected[0].price.longest_s,
-                users_s=users_seconds(config, prepared.plan, len(prepared.held_out.get(HELD_OUT, ()))),
-                peak_flops_per_s=expected[0].peak_flops_per_s,
-                blocks=self._blocks,
             )
 
 

@@ -108,25 +108,20 @@ HookNews = Committed | PlanChanged | PlanKept
 
 
 async def run_training(
-    plan: ExecutionPlan,
-    config: dict[str, Any],
+    spec: RunSpec,
     cluster: DaskCluster,
     *,
-    run: str,
-    run_folder: Path,
-    iterations: int,
     on_commit: OnCommit | None = None,
     on_plan: OnPlan | None = None,
     api: PrefectApi | None = None,
     on_event: OnEvent | None = None,
     dispatch_ahead: bool = True,
     orders: Orders | None = None,
-    **options: Any,
 ) -> TrainingResult:
     """Run a plan to its last iteration, from the last commit in the run folder if there is one. Call it in
     a flow.
 
-    config          JSON-able; what the executor and the snapshots parse
+    spec            the attempt, which gets its number and its ranks here
     on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged. It is
                     to be quick: what it has not come to is kept, and given up `HOOKS_S` after the last commit
     on_plan         awaited among them for what came of a change of the plan
@@ -134,30 +129,21 @@ async def run_training(
     on_event        called at once with each of the controller's events, whatever the other hooks wait for
     dispatch_ahead  False: an iteration is entered only when the one before is committed, which needs snapshot_every=1
     orders          what the run is to do; default: go on to its last iteration
-    options         the other fields of `RunSpec`
     Raises ValueError where it could never end, RunFailed with the cause, ControllerLost, and
     `prefect.exceptions.Abort` where it is ordered to END.
     Cancelling the caller ends the run: the cluster is free again within seconds.
     """
-    every = options.get("snapshot_every")
+    every = spec.limits.snapshot_every
     if not dispatch_ahead and every != 1:
         raise ValueError(
             f"dispatch_ahead=False waits for the commit of each iteration, and snapshot_every={every} does not "
             "commit each. Make it 1."
         )
-    spec = RunSpec(
-        run=run,
-        attempt=next_attempt(run_folder),
-        ranks=tuple(member.name for member in cluster.ranks[: plan.n_devices]),
-        plan=plan,
-        config=config,
-        run_folder=str(run_folder),
-        iterations=iterations,
-        **options,
-    )
+    ranks = tuple(member.name for member in cluster.ranks[: spec.plan.n_devices])
+    spec = spec.model_copy(update={"attempt": next_attempt(Path(spec.run_folder)), "ranks": ranks})
     with at(attempt=spec.attempt):
         reach(Point.ATTEMPT)
-    hooks, api, orders = Hooks(on_commit, on_plan, on_event), api or PrefectApi(run), orders or Orders()
+    hooks, api, orders = Hooks(on_commit, on_plan, on_event), api or PrefectApi(spec.run), orders or Orders()
     return await Training(spec, cluster, hooks, api, dispatch_ahead, orders).run()
 
 

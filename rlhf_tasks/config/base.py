@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema
 
-from rlhf_tasks.config.cluster import ClusterConfig, PlanningConfig, PlanSource, RuntimeConfig
+from rlhf_tasks.config.cluster import ClusterConfig, Limits, PlanningConfig, PlanSource, RuntimeConfig
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
 from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardModelScore
@@ -183,6 +183,16 @@ class RunConfig(Settings):
     def evaluated_every(self) -> int | None:
         """Iterations from one snapshot that may be kept for its evaluation to the next; None where none is."""
         return None
+
+    @property
+    def limits(self) -> Limits:
+        """What the ledger needs to know of the configuration."""
+        return Limits(
+            runtime=self.runtime,
+            snapshot_every=self.snapshot_every,
+            snapshot_max_s=self.snapshot_max_s,
+            evaluated_every=self.evaluated_every,
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -81,6 +81,18 @@ class RuntimeConfig(Settings):
     )
 
 
+class Limits(Settings):
+    """How long a run waits, how often it starts again, how often it commits: what only the ledger and its like read.
+
+    evaluated_every  iterations after which there is a snapshot besides, as its evaluation may be the best; None: none
+    """
+
+    runtime: RuntimeConfig
+    snapshot_every: int | Literal["auto"]
+    snapshot_max_s: float
+    evaluated_every: int | None = None
+
+
 Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
 """The number of a device or a host."""
 

@@ -20,7 +20,6 @@ from rlhf_tasks.checkpoint.journals import MetricsLines
 from rlhf_tasks.checkpoint.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
-from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.messages import (
     HOST,
@@ -194,13 +193,9 @@ class Attempt:
             total_iterations=spec.iterations,
             committed_step=step,
             cursor=cursor,
-            snapshot_every=spec.snapshot_every,
-            snapshot_max_s=spec.snapshot_max_s,
-            evaluated_every=spec.evaluated_every,
-            pace=Pace(spec.io_floor_s, spec.io_least_bytes_per_s),
-            max_rebuilds=spec.max_rebuilds,
+            limits=spec.limits,
+            users_s=spec.users_s,
             rebuilds=spec.rebuilds,
-            deadlines=Deadlines(spec.deadline_factor, spec.deadline_floor_s, users_s=spec.users_s),
         )
         for order, facts in self._ordered_early:
             self._feed(order, self._ledger, *facts)

@@ -7,10 +7,9 @@ of their snapshot is durable. Commits are written in order, one at a time.
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rlhf_tasks.protocol.instructions import SETUP, WriteCommit
-from rlhf_tasks.protocol.messages import SnapshotEvery
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.invariants import require
@@ -26,7 +25,7 @@ class SnapshotSchedule:
                       None: no snapshot is kept for its evaluation
     """
 
-    every: SnapshotEvery
+    every: int | Literal["auto"]
     total_iterations: int
     evaluated_every: int | None = None
 

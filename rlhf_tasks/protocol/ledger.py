@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlhf_tasks.config.cluster import Limits
 from rlhf_tasks.protocol.account import Account
 from rlhf_tasks.protocol.cadence import Cadence
 from rlhf_tasks.protocol.commit import SnapshotSchedule
@@ -27,7 +28,6 @@ from rlhf_tasks.protocol.messages import (
     NotEntered,
     PlanChanged,
     PlanKept,
-    SnapshotEvery,
 )
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from rlhf_tasks.protocol.rebuild import Rebuild
@@ -48,11 +48,8 @@ class Ledger:
     total_iterations    of the whole run, including those before this attempt
     committed_step      the commit to start from; None: initialise the roles and commit step 0 first
     cursor              global id of the first sample of the iteration after that commit
-    snapshot_every      iterations from one snapshot to the next, or auto: commits are as frequent as they are worth
-    snapshot_max_s      with auto: most seconds of work that may be lost
-    evaluated_every     iterations after which there is a snapshot besides; None: none
-    pace                the slowest progress of a wait for the disk
-    max_rebuilds        after this many rebuilds without a commit in between, a fault ends the attempt
+    limits              deadlines of nodes, waits for the disk, rebuilds, commits
+    users_s             node name -> seconds that the user's own code may take in it besides
     rebuilds            rebuilds and earlier attempts since the last commit, which count among them
 
     account             the iterations, for watchers
@@ -67,12 +64,8 @@ class Ledger:
         attempt: int,
         n_ranks: int,
         total_iterations: int,
-        snapshot_every: SnapshotEvery,
-        snapshot_max_s: float,
-        max_rebuilds: int,
-        deadlines: Deadlines,
-        pace: Pace,
-        evaluated_every: int | None = None,
+        limits: Limits,
+        users_s: Mapping[str, float] | None = None,
         committed_step: int | None = None,
         cursor: int = 0,
         rebuilds: int = 0,
@@ -82,9 +75,11 @@ class Ledger:
         for planned in plans:
             self._check_devices(planned.plan)
         self.last_iteration = total_iterations - 1
-        self.max_rebuilds = max_rebuilds
+        runtime = limits.runtime
+        self.max_rebuilds = runtime.max_restarts  # without a commit in between; one more ends the attempt
         self.timeouts = timeouts or Timeouts()
-        self.pace = pace
+        self.pace = pace = Pace(runtime.io_floor_s, runtime.io_least_bytes_per_s)
+        deadlines = Deadlines(runtime.deadline_factor, runtime.deadline_floor_s, users_s=users_s or {})
         self.phase = Phase.NEW
         self.fault: Cause | None = None
         self.account = Account(
@@ -97,11 +92,11 @@ class Ledger:
                 first_sample=cursor,
             ).whole_groups(),
             plans,
-            SnapshotSchedule(snapshot_every, total_iterations, evaluated_every),
+            SnapshotSchedule(limits.snapshot_every, total_iterations, limits.evaluated_every),
             committed_step,
             self.timeouts,
             pace,
-            Cadence(snapshot_max_s) if snapshot_every == "auto" else None,
+            Cadence(limits.snapshot_max_s) if limits.snapshot_every == "auto" else None,
         )
         for planned in plans:  # a change follows a snapshot, which this attempt's schedule alone may not have
             self.account.commits.want_snapshot(planned.iteration - 1)

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from rlhf_tasks.config.cluster import Limits
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
 
-SnapshotEvery = Annotated[int, Field(gt=0)] | Literal["auto"]
 """Iterations from one snapshot to the next; auto: as often as they are worth their cost (cadence.py)."""
 HOST = "host"
 """Node name in the key of a failure that belongs to no node."""
@@ -55,45 +55,35 @@ class Cause:
 class RunSpec(Frozen):
     """One attempt of a run, as its flow describes it to the controller.
 
-    ranks           names of the Dask workers that serve; position = global rank = device id
+    attempt         its number, set when it begins
+    ranks           set then, too: names of the Dask workers that serve; position = global rank = device id
     run_folder      a folder that all hosts share
     config          the run's configuration, JSON-able; the executor and the snapshots parse it
     iterations      of the whole run, including those before this attempt
-    snapshot_every  iterations from one snapshot to the next, or auto: as often as they are worth their cost
-    snapshot_max_s  with auto: most seconds of work that may be lost
-    evaluated_every   iterations after which there is a snapshot besides; None: none
+    limits          deadlines, waits, restarts, commits
     executor        "module:function" that makes a rank's executor
     snapshots       "module:function" that makes the controller's `Snapshots` of this spec
-    deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) + users seconds
-    io_floor_s, io_least_bytes_per_s    a wait for the disk must move so many bytes in so many seconds (`Pace`)
     predicted_s     node name -> seconds that the plan predicts
     users_s         node name -> seconds that the user's own code may take in it, under whichever plan
     peak_flops_per_s  FLOP/s of all devices together, on which the metric `mfu` is based; None where it is unknown
-    rebuilds        earlier attempts and rebuilds since the last commit, which count among `max_rebuilds`
+    rebuilds        earlier attempts and rebuilds since the last commit, which count among those that are allowed
     changes         changes of plan, from the log in the run folder
     blocks          name of each Prefect Secret block in the kwargs of rewards -> its value; never written to disk
     """
 
     run: str
-    attempt: int
-    ranks: tuple[str, ...]
+    attempt: int = 0
+    ranks: tuple[str, ...] = ()
     plan: ExecutionPlan
     config: dict[str, Any]
     run_folder: str
     iterations: int = Field(gt=0)
-    snapshot_every: SnapshotEvery
-    snapshot_max_s: float = Field(gt=0)
-    evaluated_every: int | None = Field(default=None, gt=0)
+    limits: Limits
     executor: str = "rlhf_tasks.rank.executor:make_executor"
     snapshots: str = "rlhf_tasks.checkpoint.commits:run_snapshots"
-    deadline_factor: float
-    deadline_floor_s: float
-    io_floor_s: float = Field(gt=0)
-    io_least_bytes_per_s: float = Field(gt=0)
     predicted_s: dict[str, float] = Field(default_factory=dict)
     users_s: dict[str, float] = Field(default_factory=dict)
     peak_flops_per_s: float | None = Field(default=None, gt=0)
-    max_rebuilds: int
     rebuilds: int = Field(default=0, ge=0)
     changes: tuple[ScheduledPlan, ...] = ()
     blocks: dict[str, str] = Field(default_factory=dict, repr=False)

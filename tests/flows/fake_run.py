@@ -10,8 +10,9 @@ from flows.cluster.cluster import local_cluster
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.run.training import run_training
+from rlhf_tasks.protocol.messages import RunSpec
 from tests.rlhf_tasks.plans import small_plan
-from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
+from tests.rlhf_tasks.settings import STARTUP_S, limits
 
 
 def main(folder: Path, iterations: int, fault: str) -> None:
@@ -31,18 +32,17 @@ def main(folder: Path, iterations: int, fault: str) -> None:
         @flow(name="rlhf-fake", persist_result=False)
         async def parent():
             watch.run, watch.to_exit = asyncio.current_task(), True
-            return await run_training(
-                small_plan(),
-                config,
-                cluster,
+            spec = RunSpec(
                 run="fake",
-                run_folder=folder,
+                plan=small_plan(),
+                config=config,
+                run_folder=str(folder),
                 iterations=iterations,
-                on_commit=on_commit,
+                limits=limits(max_restarts=1),
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
-                **{**SETTINGS, "max_rebuilds": 1},
             )
+            return await run_training(spec, cluster, on_commit=on_commit)
 
         asyncio.run(parent())
 

@@ -192,10 +192,9 @@ def fakes(monkeypatch):
             clusters.append(cluster)
             yield cluster
 
-    async def train(plan, config, cluster, **options):
-        return await run_training(
-            plan, {"sleep_s": 0.1}, cluster, **{**options, **FAKES, "run": f"f-{uuid4().hex[:8]}"}
-        )
+    async def train(spec, cluster, **hooks):
+        faked = FAKES | {"config": {"sleep_s": 0.1}, "run": f"f-{uuid4().hex[:8]}"}
+        return await run_training(spec.model_copy(update=faked), cluster, **hooks)
 
     monkeypatch.setattr(runs, "cluster_of", noted)
     monkeypatch.setattr(runs, "run_training", train)

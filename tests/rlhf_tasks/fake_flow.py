@@ -8,7 +8,7 @@ from pathlib import Path
 from distributed.core import connect, rpc
 
 from rlhf_tasks.protocol.messages import EVENT, ChangePlan, Enter, Enterable, Finished, GaveUp, RunSpec
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import with_limits
 
 
 def run_spec(cluster, plan, folder: Path, **options) -> RunSpec:
@@ -19,11 +19,10 @@ def run_spec(cluster, plan, folder: Path, **options) -> RunSpec:
         "iterations": 5,
         "executor": "tests.rlhf_tasks.fake_rank:make_executor",
         "snapshots": "tests.rlhf_tasks.fake_rank:make_snapshots",
-        **SETTINGS,
         **options,
     }
     names = tuple(member.name for member in cluster.ranks[: plan.n_devices])
-    return RunSpec(ranks=names, plan=plan, run_folder=str(folder), **options)
+    return RunSpec(ranks=names, plan=plan, run_folder=str(folder), **with_limits(options))
 
 
 async def open_lease(cluster, spec: RunSpec):

@@ -20,11 +20,12 @@ from flows.cluster.forks import begin_to_load
 from flows.cluster.this_machine import threads_environment
 from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
 from flows.run.training import run_training
+from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import SaveNode
 from rlhf_tasks.system.threads import take_stated_threads
 from tests.flows.dask_commands import RANK, SAFE, dask_scheduler, dask_worker
 from tests.rlhf_tasks.plans import call, on, plan_of
-from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
+from tests.rlhf_tasks.settings import STARTUP_S, limits
 
 
 def worker(name, host, **resources):
@@ -230,17 +231,17 @@ def test_a_cluster_of_dask_commands_serves_and_replaces_a_rank_that_is_killed(co
 
         @flow(name="rlhf-fake", persist_result=False)
         async def parent():
-            return await run_training(
-                plan,
-                {"fault": {"kind": "kill", "node": "actor_train", "iteration": 1, "rank": 0}},
-                cluster,
+            spec = RunSpec(
                 run="foreign",
-                run_folder=tmp_path,
+                plan=plan,
+                config={"fault": {"kind": "kill", "node": "actor_train", "iteration": 1, "rank": 0}},
+                run_folder=str(tmp_path),
                 iterations=3,
+                limits=limits(),
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
-                **SETTINGS,
             )
+            return await run_training(spec, cluster)
 
         result = asyncio.run(parent())
     assert result.committed_step == 3

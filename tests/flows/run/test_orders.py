@@ -17,9 +17,10 @@ from flows.run.orders import Order, Orders, StateWatch, order_of, paused_state, 
 from flows.run.run_folder import leave_order, take_order, taken
 from flows.run.training import run_training
 from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.protocol.messages import RunSpec
 from tests.flows.run.test_training import FAKES
 from tests.rlhf_tasks.plans import small_plan
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import with_limits
 
 # --- which order counts ---------------------------------------------------------------------------------
 
@@ -179,16 +180,16 @@ class Watched:
             self.flow_run_id = flow_run.id
             with taken(self.folder):
                 async with watched_orders(self.folder, flow_run.id, say) as self.orders:
-                    result = await run_training(
-                        small_plan(),
-                        {"sleep_s": 0.1},
-                        self.cluster,
+                    spec = RunSpec(
                         run=f"fake-{uuid4().hex[:8]}",
-                        run_folder=self.folder,
+                        plan=small_plan(),
+                        config={"sleep_s": 0.1},
+                        run_folder=str(self.folder),
                         iterations=ENDLESS,
-                        on_commit=self.on_commit,
-                        orders=self.orders,
-                        **(SETTINGS | FAKES | self.options),
+                        **with_limits(FAKES | self.options),
+                    )
+                    result = await run_training(
+                        spec, self.cluster, on_commit=self.on_commit, orders=self.orders
                     )
                 if result.order is Order.RELEASE:
                     await self.set_state(Running())  # a flow that is suspended cannot end

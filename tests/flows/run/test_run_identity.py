@@ -24,7 +24,7 @@ from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import NodeKey, NodeResult
 from tests.flows.checked_files import model_folder
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import limits
 
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -54,7 +54,7 @@ def snapshots_of(folder, prepared, attempt=1):
         config=prepared.config.model_dump(mode="json"),
         run_folder=str(folder),
         iterations=9,
-        **SETTINGS,
+        limits=limits(),
     )
     return RunSnapshots(spec)
 

@@ -19,10 +19,10 @@ from flows.cluster.cluster import DaskCluster, Member
 from flows.run import training
 from flows.run.training import ControllerLost, RunFailed, Training, run_training
 from rlhf_tasks.checkpoint.plan_log import logged_changes
-from rlhf_tasks.protocol.messages import PlanChanged
+from rlhf_tasks.protocol.messages import PlanChanged, RunSpec
 from rlhf_tasks.spec import SaveNode
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import with_limits
 
 pytestmark = [
     pytest.mark.cluster,
@@ -36,7 +36,19 @@ FAKES = {
 }
 
 
-def train(cluster, folder, *, plan=None, config=None, iterations=3, **options):
+def fake_run(folder, *, plan=None, config=None, iterations=3, run="fake", **options):
+    """A run whose ranks compute nothing."""
+    return RunSpec(
+        run=run,
+        plan=plan or small_plan(),
+        config=config or {},
+        run_folder=str(folder),
+        iterations=iterations,
+        **with_limits(FAKES | options),
+    )
+
+
+def train(cluster, folder, *, on_commit=None, dispatch_ahead=True, **options):
     """Run a parent flow; (result or exception, its flow run id).
 
     Each has a run name of its own: late tasks of a run that was cancelled are none of the next one's.
@@ -48,15 +60,8 @@ def train(cluster, folder, *, plan=None, config=None, iterations=3, **options):
         from prefect.runtime import flow_run
 
         ids.append(flow_run.id)
-        return await run_training(
-            plan or small_plan(),
-            config or {},
-            cluster,
-            run=run,
-            run_folder=folder,
-            iterations=iterations,
-            **(SETTINGS | FAKES | options),
-        )
+        spec = fake_run(folder, run=run, **options)
+        return await run_training(spec, cluster, on_commit=on_commit, dispatch_ahead=dispatch_ahead)
 
     try:
         return asyncio.run(parent()), ids[0]
@@ -171,7 +176,7 @@ def test_a_fault_fails_the_complete_iterations_that_it_undoes_where_a_commit_cov
 
 def test_a_run_that_cannot_go_on_says_why_and_where_from(cluster, tmp_path):
     fault = {"kind": "raise", "node": "generate", "iteration": 1, "rank": 0, "always": True}
-    error, _ = train(cluster, tmp_path, config={"fault": fault}, max_rebuilds=1)
+    error, _ = train(cluster, tmp_path, config={"fault": fault}, max_restarts=1)
     assert isinstance(error, RunFailed)
     assert "rank 0, call generate, iteration 2: ValueError: told to fail" in str(error)
     assert "1 iterations are committed" in str(error)
@@ -254,8 +259,7 @@ def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_bef
 def test_waiting_for_each_commit_is_refused_where_not_each_iteration_has_one(tmp_path, every):
     member = Member("nobody", "tcp://127.0.0.1:1", "")
     nowhere = DaskCluster("", (member, member), member, Security())
-    options = SETTINGS | FAKES | {"snapshot_every": every, "dispatch_ahead": False}
-    start = run_training(small_plan(), {}, nowhere, run="fake", run_folder=tmp_path, iterations=3, **options)
+    start = run_training(fake_run(tmp_path, snapshot_every=every), nowhere, dispatch_ahead=False)
     with pytest.raises(ValueError, match=f"snapshot_every={every} does not commit each. Make it 1"):
         asyncio.run(start)
     assert not list(tmp_path.iterdir())
@@ -304,17 +308,8 @@ def test_cancelling_the_flow_frees_the_cluster(cluster, tmp_path):
 
         @flow(name="rlhf-fake", persist_result=False)
         async def parent():
-            await run_training(
-                small_plan(),
-                {"sleep_s": 0.2},
-                cluster,
-                run="fake",
-                run_folder=tmp_path / "a",
-                iterations=1000,
-                on_commit=on_commit,
-                **SETTINGS,
-                **FAKES,
-            )
+            spec = fake_run(tmp_path / "a", config={"sleep_s": 0.2}, iterations=1000)
+            await run_training(spec, cluster, on_commit=on_commit)
 
         running = asyncio.create_task(parent())
         await begun.wait()
@@ -339,15 +334,8 @@ def test_a_controller_that_hangs_ends_the_attempt_and_says_so(tmp_path, monkeypa
         member = Member("controller", controller.address, "127.0.0.1")
         rank = Member("rank-0", "", "127.0.0.1")
         try:
-            await run_training(
-                small_plan(),
-                {},
-                DaskCluster("", (rank, rank), member, Security()),
-                run="fake",
-                run_folder=tmp_path,
-                iterations=1,
-                **SETTINGS,
-            )
+            nowhere = DaskCluster("", (rank, rank), member, Security())
+            await run_training(fake_run(tmp_path, iterations=1), nowhere)
         finally:
             await controller.close()
 

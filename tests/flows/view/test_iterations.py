@@ -25,7 +25,7 @@ from rlhf_tasks.protocol.messages import (
 from rlhf_tasks.spec import SaveNode
 from tests.flows.run.test_training import assert_at, wait_runs
 from tests.rlhf_tasks.plans import small_plan
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import limits
 
 pytestmark = [
     pytest.mark.cluster,
@@ -58,7 +58,7 @@ def spec(run_folder):
         config={},
         run_folder=str(run_folder),
         iterations=9,
-        **SETTINGS,
+        limits=limits(),
     )
 
 

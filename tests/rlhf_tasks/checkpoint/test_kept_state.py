@@ -20,7 +20,7 @@ from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.spec import CallNode, ExecutionPlan, SaveNode, SyncNode
 from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS
-from tests.rlhf_tasks.settings import DEADLINES, SETTINGS
+from tests.rlhf_tasks.settings import DEADLINES, limits
 from tests.tiny_runs import TWO_RANKS, ppo_config
 
 LATER = {call: {"devices": [1]} for call in PPO_CALLS} | {
@@ -214,7 +214,7 @@ def documents(tmp_path, request) -> dict:
         config=json.loads(config.model_dump_json()),
         run_folder=str(folder),
         iterations=2,
-        **SETTINGS,
+        limits=limits(),
     )
     return {"run": run.model_dump(mode="json"), "plans": [plan.model_dump(mode="json") for plan in plans]}
 

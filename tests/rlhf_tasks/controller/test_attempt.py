@@ -33,7 +33,7 @@ from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
 from tests.rlhf_tasks.fake_rank import FakeSnapshots, make_snapshots
 from tests.rlhf_tasks.plans import small_plan
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import limits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -153,7 +153,7 @@ def test_fault_names_rank_and_call_and_the_run_goes_on_to_the_same_result(
 def test_a_fault_without_end_stops_the_run(cluster, tmp_path):
     config = {"fault": {"kind": "raise", "node": "generate", "iteration": 1, "rank": 1, "always": True}}
     events = asyncio.run(
-        follow(cluster, run_spec(cluster, small_plan(), tmp_path, config=config, max_rebuilds=1))
+        follow(cluster, run_spec(cluster, small_plan(), tmp_path, config=config, max_restarts=1))
     )
     last = events[-1][1]
     assert isinstance(last, GaveUp)
@@ -242,7 +242,7 @@ def linkless(tmp_path, link=Link, snapshots=make_snapshots):
         config={},
         run_folder=str(tmp_path),
         iterations=1,
-        **SETTINGS,
+        limits=limits(),
     )
     nowhere = SimpleNamespace(host="127.0.0.1", port=0, close=lambda: None)
     return Attempt(Surroundings(link, nowhere, snapshots), spec, lambda event: None)

@@ -12,7 +12,7 @@ from rlhf_tasks.controller import controller
 from rlhf_tasks.controller.rank_link import RankMissing
 from rlhf_tasks.protocol.messages import EVENT, GaveUp, RunSpec
 from tests.rlhf_tasks.plans import small_plan
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import limits
 
 
 class Flow:
@@ -56,7 +56,7 @@ async def settle():
 
 
 def spec(run):
-    settings = {"attempt": 1, "ranks": ("a", "b"), "plan": small_plan(), "config": {}, **SETTINGS}
+    settings = {"attempt": 1, "ranks": ("a", "b"), "plan": small_plan(), "config": {}, "limits": limits()}
     return RunSpec(run=run, run_folder="", iterations=1, **settings).model_dump_json().encode()
 
 

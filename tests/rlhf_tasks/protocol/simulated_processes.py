@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.messages import (
@@ -28,7 +27,6 @@ from rlhf_tasks.protocol.messages import (
 )
 from rlhf_tasks.protocol.phases import Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
-from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.spec import (
     CallNode,
     NodeFailure,
@@ -40,13 +38,13 @@ from rlhf_tasks.spec import (
     SaveNode,
     SaveSamplesNode,
 )
+from tests.rlhf_tasks.settings import limits
 
 if TYPE_CHECKING:
     from tests.rlhf_tasks.protocol.simulation import World
 
 TIMEOUTS = Timeouts(blame_s=4, entry_s=20, reset_s=5, restart_s=30)
-PACE = Pace(floor_s=20, least_bytes_per_s=10)
-DEADLINES = Deadlines(factor=10, floor_s=10)
+LIMITS = {"io_floor_s": 20, "io_least_bytes_per_s": 10, "deadline_factor": 10, "deadline_floor_s": 10}
 NOTICED_S = 3.0
 RESEND_S = 1.0
 TICK_S = 0.5
@@ -283,11 +281,7 @@ class Controller(Process):
             total_iterations=world.iterations,
             committed_step=last,
             cursor=0 if last is None else world.disk.commits[last].cursor,
-            snapshot_every=world.snapshot_every,
-            snapshot_max_s=world.snapshot_max_s,
-            pace=PACE,
-            max_rebuilds=3,
-            deadlines=DEADLINES,
+            limits=limits(snapshot_every=world.snapshot_every, snapshot_max_s=world.snapshot_max_s, **LIMITS),
             timeouts=TIMEOUTS,
         )
         self.outcome: Finished | GaveUp | None = None

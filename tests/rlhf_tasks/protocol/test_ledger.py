@@ -3,7 +3,6 @@
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.instructions import SETUP
 from rlhf_tasks.protocol.messages import Committed, Finished, NodeEnded, NotEntered
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
@@ -22,7 +21,7 @@ from tests.rlhf_tasks.protocol.ledgers import (
 # --- the happy path -------------------------------------------------------------------------------------
 
 
-PACE = Pace(floor_s=100, least_bytes_per_s=10)
+PACE = {"io_floor_s": 100, "io_least_bytes_per_s": 10}
 
 
 def test_from_the_start_to_ready():
@@ -252,7 +251,7 @@ def test_a_rank_without_work_is_never_overdue():
 
 
 def test_a_part_of_which_nothing_is_written_is_overdue():
-    books = running(pace=PACE)
+    books = running(**PACE)
     books.enter(0, 0, 0)
     do_nodes(books, 0, now=10)
     books.part_durable(0, key("save"), "a", 11)
@@ -264,7 +263,7 @@ def test_a_part_of_which_nothing_is_written_is_overdue():
 
 def test_a_part_may_take_for_ever_while_its_bytes_are_written_at_the_least_rate():
     """10 bytes a second are asked for, by a hundred seconds: each rank by its own bytes."""
-    books = running(pace=PACE)
+    books = running(**PACE)
     books.enter(0, 0, 0)
     do_nodes(books, 0, now=0)
     for now in range(0, 5000, 50):
@@ -280,7 +279,7 @@ def test_a_part_may_take_for_ever_while_its_bytes_are_written_at_the_least_rate(
 
 def test_restoring_may_take_for_ever_while_any_rank_reads():
     """The others may wait for it in a collective."""
-    books = ledger(pace=PACE)
+    books = ledger(**PACE)
     books.start(0)
     for rank in (0, 1):
         books.rank_reset(rank, 0, 0)
@@ -293,7 +292,7 @@ def test_restoring_may_take_for_ever_while_any_rank_reads():
 
 
 def test_what_a_rank_has_moved_in_an_older_generation_is_no_progress():
-    books = running(pace=PACE)
+    books = running(**PACE)
     books.enter(0, 0, 0)
     do_nodes(books, 0, now=0)
     books.rank_moved(0, 7, 10**6, 90)
@@ -303,7 +302,7 @@ def test_what_a_rank_has_moved_in_an_older_generation_is_no_progress():
 
 @pytest.mark.parametrize(("stage", "limit"), [("reset", 140), ("restore", 100)])
 def test_a_rebuild_that_does_not_go_on_is_a_fault(stage, limit):
-    books = ledger(timeouts=Timeouts(reset_s=20, restart_s=120), pace=PACE)
+    books = ledger(timeouts=Timeouts(reset_s=20, restart_s=120), **PACE)
     books.start(0)
     for rank in (0, 1) if stage == "restore" else (0,):
         books.rank_reset(rank, 0, 0)

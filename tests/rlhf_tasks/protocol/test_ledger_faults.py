@@ -3,7 +3,6 @@
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.instructions import RESET, RESTORE, SETUP
 from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, Faulted, GaveUp
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
@@ -192,7 +191,7 @@ def test_a_gap_or_a_refused_request_is_a_fault():
 
 
 def test_three_rebuilds_without_a_commit_then_a_clear_stop():
-    books = running(max_rebuilds=3)
+    books = running(max_restarts=3)
     for _ in range(3):
         assert isinstance(books.rank_lost(1, "killed", 0)[-1], do.RestartRank)
         books.rank_started(1, 0)
@@ -204,7 +203,7 @@ def test_three_rebuilds_without_a_commit_then_a_clear_stop():
 
 @pytest.mark.parametrize("max_rebuilds", [0, 1])
 def test_a_commit_in_between_allows_further_rebuilds_also_when_it_ends_during_one(max_rebuilds):
-    books = running(max_rebuilds=max_rebuilds)
+    books = running(max_restarts=max_rebuilds)
     for generation in range(6):
         books.enter(generation, generation, 0)
         do_nodes(books, generation)
@@ -217,7 +216,7 @@ def test_a_commit_in_between_allows_further_rebuilds_also_when_it_ends_during_on
 
 
 def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt():
-    books = running(pace=Pace(floor_s=30, least_bytes_per_s=10))
+    books = running(io_floor_s=30, io_least_bytes_per_s=10)
     books.enter(0, 0, 0)
     do_nodes(books, 0)
     do_parts(books, 0, now=5)

@@ -5,7 +5,6 @@ import functools
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.messages import Committed, Faulted, Finished, PlanChanged
 from rlhf_tasks.protocol.phases import Phase, Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
@@ -93,7 +92,7 @@ def test_delivered_iterations_are_committed_under_their_own_plan_and_then_all_ra
 
 
 def test_ranks_that_keep_their_state_have_time_to_copy_it_and_new_processes_keep_nothing():
-    books = changing(timeouts=Timeouts(reset_s=5, restart_s=30), pace=Pace(floor_s=50, least_bytes_per_s=1))
+    books = changing(timeouts=Timeouts(reset_s=5, restart_s=30), io_floor_s=50, io_least_bytes_per_s=1)
     for iteration in range(2):
         finish(books, iteration)
     assert books.phase is Phase.RESETTING
@@ -182,7 +181,7 @@ def test_after_a_fault_the_change_comes_where_it_was_written_down():
 
 
 def test_changes_of_the_plan_are_no_faults():
-    books = changing(max_rebuilds=0)
+    books = changing(max_restarts=0)
     finish(books, 0), finish(books, 1)
     rebuilt(books)
     assert books.enterable == 2

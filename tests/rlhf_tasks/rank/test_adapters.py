@@ -24,7 +24,7 @@ from rlhf_tasks.rank.role_engines import RoleEngines
 from rlhf_tasks.spec import ExecutionPlan
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import limits
 from tests.tiny_models import packed, tokens
 from tests.tiny_runs import ppo_config
 
@@ -115,7 +115,7 @@ def commit_of(config: PPOConfig, plan: ExecutionPlan, folder: Path) -> RoleEngin
         writer.save(role, engine, 1)
     writer.close()
     parts = {f"save_{part.role}": {0: part.details} for part in told}
-    run = RunSpec(ranks=("a",), plan=plan, iterations=1, **fields, **SETTINGS)
+    run = RunSpec(ranks=("a",), plan=plan, iterations=1, **fields, limits=limits())
     RunSnapshots(run).commit(WriteCommit(1, (), parts, 16, {"actor": 0, "critic": 0}, plan), {})
     return engines
 

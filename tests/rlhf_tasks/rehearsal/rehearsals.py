@@ -5,7 +5,7 @@ from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, rehearse
 from rlhf_tasks.spec import SaveNode, SaveSamplesNode
 from tests.rlhf_tasks.protocol.plans import small_plan
-from tests.rlhf_tasks.settings import SETTINGS
+from tests.rlhf_tasks.settings import with_limits
 
 SECONDS = {
     "to_generate": 1.0,
@@ -65,7 +65,7 @@ def rehearsed(
         config={},
         run_folder="",
         iterations=iterations,
-        **{**SETTINGS, **spec},
+        **with_limits(spec),
     )
     return rehearse(
         RehearsalRequest(

@@ -169,7 +169,7 @@ def test_a_slow_host_stretches_the_run_and_ends_nothing():
 def test_a_host_so_slow_that_deadlines_fire_causes_every_generation_s_end(for_s, ended):
     """A call that begins while the host is slow takes minutes, though the host is fast again before its deadline."""
     slow = SlowFault(kind="slow", at_s=108, host=0, for_s=for_s, factor=60.0)
-    found = rehearsed(faults=[slow], max_rebuilds=40)
+    found = rehearsed(faults=[slow], max_restarts=40)
     assert found.finished
     assert [seen.cause for seen in found.story.faults] == ["slow"] * ended
 
