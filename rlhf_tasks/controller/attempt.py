@@ -2,6 +2,11 @@
 
 The ledger decides. This module carries out its instructions (send, restart, commit), feeds it what ranks, disk and
 clock report, and tells the flow.
+
+    flow ── enter, pause, resume, stop_after ──┐                        ┌── Send, ResetRank, RestoreRank ──► ranks
+    ranks ── results, parts, errors, losses ───┤                        ├── WriteCommit ──► disk
+    disk ── commit written or not, bytes ──────┼─► _feed ─► Ledger ─► _apply
+    clock ── a tick each TICK_S ───────────────┘                        └── Enterable, Committed, Faulted ──► flow
 """
 
 import asyncio

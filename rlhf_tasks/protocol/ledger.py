@@ -2,6 +2,19 @@
 
 Pure: stimuli in, instructions out. It delivers iterations, counts answers, orders commits, and rebuilds all ranks
 after a fault. docs/protocol.md has the tables.
+
+    start ──► RESETTING ──all ranks clean──► RESTORING ──all loaded──► RUNNING ──last step committed──► Finished
+                 ▲   each rank: ResetRank      each: RestoreRank          │
+                 │                                                        │  enter(t): Send to each rank its requests
+                 │                                                        │  rank_done, of all: the iteration has run
+                 │                                                        │  part_durable, of all: WriteCommit
+                 │                                                        │  commit_done: Committed; enter(t + 1), ...
+                 │                                                        ▼
+                 └── a new generation ◄── SUSPECTING ◄── error, loss, refusal, silence past a deadline
+                                              │
+                                              └── too often, or it would repeat ──► ENDING ──► GaveUp
+
+`_advance` does all that has become possible after a stimulus.
 """
 
 from collections.abc import Collection, Mapping, Sequence
