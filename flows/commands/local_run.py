@@ -28,6 +28,7 @@ from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
 from planner.pricing.profile_cache import read_profiles, write_profiles
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of
+from rlhf_tasks.system.durable import replace_file
 
 TRACEBACK = "error.log"  # in the run folder
 OWN_FLOWS: dict[str, Flow[..., Any]] = {"ppo": rlhf_ppo}
@@ -156,7 +157,7 @@ def _keep_traceback(error: Exception, folder: Path) -> None:
     """Write an unexpected error with its traceback to a file; if that fails, to the terminal."""
     text = "".join(traceback.format_exception(error))
     try:
-        (folder / TRACEBACK).write_text(text, encoding="utf-8")
+        replace_file(folder / TRACEBACK, text)
     except OSError:
         tell(f"\n{text}")
     else:

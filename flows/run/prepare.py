@@ -40,7 +40,7 @@ from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
-from rlhf_tasks.parallel.layout.weight_files import check_weights
+from rlhf_tasks.parallel.layout.weight_files import beside_weights, check_weights
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
@@ -136,6 +136,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     shapes = shapes_of(config)
     for name, role in config.roles().items():
         refuse_unexamined(role.folder, shapes[name])
+        beside_weights(Path(role.folder))
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             check_weights(Path(role.folder), specs, needs_head)
