@@ -161,12 +161,12 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     for role in config.roles().values():
         tokenizer.refuse_other(role.folder)
     rows = prepared_rows(config, folder)
-    of_rewards: list[str] = []
+    of_rewards, is_here = list[str](), config.cluster.address is None
     if isinstance(config, Scores):
         if config.environment is not None:
-            check_environment(config.environment)
+            of_rewards += check_environment(config.environment, is_here)
         columns = [name for name in rows.columns if name != "prompt"]
-        of_rewards = check_rewards(config.rewards, columns, config.cluster.address is None)
+        of_rewards += check_rewards(config.rewards, columns, is_here)
     held_out, of_evaluation = _held_out(config, folder)
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])

@@ -128,13 +128,15 @@ def beside_weights(folder: Path) -> list[Path]:
     """
     home = folder.resolve()
     blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
-    for path in (path for pattern in (*BESIDE_WEIGHTS, "config.json", VERDICT) for path in folder.glob(pattern)):
+    for path in (
+        path for pattern in (*BESIDE_WEIGHTS, "config.json", VERDICT) for path in folder.glob(pattern)
+    ):
         with reading(path, "cannot be read"):
             target = path.resolve()
         if path.is_symlink() and not (target.is_relative_to(home) or target.parent == blobs):
             raise ConfigError(
-                f"Model folder {str(folder)!r}: {path.name} is a link to {target}, outside of it, whose content would "
-                "be in the exported model. Copy the file there in place of the link."
+                f"Model folder {str(folder)!r}: {path.name} is a link to {target}, outside of it, whose content "
+                "would be in the exported model. Copy the file there in place of the link."
             )
     return [path for pattern in BESIDE_WEIGHTS for path in folder.glob(pattern) if path.is_file()]
 
