@@ -29,6 +29,7 @@ from planner.pricing.profile_cache import read_profiles, write_profiles
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of
 from rlhf_tasks.system.durable import replace_file
+from rlhf_tasks.system.reading import printable
 
 TRACEBACK = "error.log"  # in the run folder
 OWN_FLOWS: dict[str, Flow[..., Any]] = {"ppo": rlhf_ppo}
@@ -155,7 +156,7 @@ def _tell_end(cause: str, again: str) -> None:
 
 def _keep_traceback(error: Exception, folder: Path) -> None:
     """Write an unexpected error with its traceback to a file; if that fails, to the terminal."""
-    text = "".join(traceback.format_exception(error))
+    text = printable("".join(traceback.format_exception(error)))
     try:
         replace_file(folder / TRACEBACK, text)
     except OSError:

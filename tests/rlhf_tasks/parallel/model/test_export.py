@@ -219,7 +219,9 @@ def test_a_link_out_of_the_model_folder_is_refused_and_nothing_is_written(tmp_pa
     (tmp_path / "id_rsa").write_text("my key")
     (source / "merges.txt").symlink_to(tmp_path / "id_rsa")
     weights = by_our_names(layout_of(source, "lm"), model, model.state_dict())
-    with pytest.raises(ConfigError, match=r"merges\.txt is a link to .*id_rsa, outside of it.* Copy the file there"):
+    with pytest.raises(
+        ConfigError, match=r"merges\.txt is a link to .*id_rsa, outside of it.* Copy the file there"
+    ):
         write(folder, source, "lm", weights, shard_bytes=1 << 30)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "id_rsa"}
 
