@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 
 from flows.cluster.server import own_server
-from flows.run.run_folder import CONFIG, existing_run_folder
+from flows.run.run_folder import CONFIG, existing_run_folder, refuse_foreign
 from flows.view.consoles import Console
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.checkpoint.commits import commit_to_export
@@ -28,6 +28,7 @@ def ui(run: Path, /) -> None:
         raise ConfigError(f"{run} is not the folder of a run. Name the folder of a run or of a demo.")
     if not (run / "prefect").is_dir():
         raise ConfigError(f"{run} has no Prefect server of its own: the run reported to PREFECT_API_URL.")
+    refuse_foreign(run)
     with own_server(run) as server:
         console.print(f"{server.ui_line}   (Ctrl-C ends it)", highlight=False, soft_wrap=True)
         while True:

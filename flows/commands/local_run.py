@@ -64,7 +64,7 @@ def demo_here(folder: Path, seed: int) -> None:
 def pipeline_here(config: PipelineConfig, file: Path) -> None:
     """Run a pipeline in this process, and print what each stage has reached. file: with its configuration."""
     folder = folder_of(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     summary = _watched(
         folder, f"prefect-rlhf run pipeline --config {file}", lambda: rlhf_pipeline(config=config)
     )
