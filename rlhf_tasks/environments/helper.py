@@ -51,10 +51,14 @@ def serve(stacks: str) -> None:
                 until_s = asked["until_s"] - MARGIN_S
                 turns = _Turns(played, name, tell, until_s, asked["timeout_s"], start["skips"])
                 answers = loop.run(turns.answers(episodes))
-                tell({"answers": [FailedAnswer(secrets.scrubbed(*a)) if len(a) == 1 else a for a in answers]})
+                tell({"answers": [_scrubbed(answer, secrets) for answer in answers]})
     except RewardError as error:
         trace = secrets.scrubbed(error.traceback)[-MOST_TRACEBACK:]
         tell({"fault": secrets.scrubbed(str(error)), "traceback": trace, "sample": error.place})
+
+
+def _scrubbed(answer: Answer | FailedAnswer, secrets: SecretArguments) -> Answer | FailedAnswer:
+    return FailedAnswer(secrets.scrubbed(answer.reason)) if isinstance(answer, FailedAnswer) else answer
 
 
 class _Turns:
