@@ -66,6 +66,7 @@ READINGS: list[tuple[str, str | None, str]] = [
     ("\\boxed{5!}", None, "5"),
     ("\\boxed{7, 8}", None, "7"),
     ("\\boxed{(7, 8)}", None, "7"),
+    ("\\boxed{3 4}", None, "34"),
     ("\\boxed{7 \\text{ or } 8}", None, "7"),
     ("\\boxed{3:45}", None, "3"),
     ("\\boxed{\\pm 3}", None, "3"),
