@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cyclopts import App, CycloptsError
-from rich.console import Console
 from rich.markup import escape
+
+from flows.view.consoles import Console
 
 app = App(
     name="prefect-rlhf",

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 
 import yaml
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
 from flows.cluster.shutdown import run_in_thread
 from flows.commands.numbers import whole, whole_seed
 from flows.run.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
 from flows.run.ranks import Ranks, decided, fastest, rank_choices
+from flows.view.consoles import Console
 from flows.view.plan_view import (
     show_alternatives,
     show_calls,

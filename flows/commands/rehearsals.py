@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from flows.commands.numbers import whole_seed
 from flows.commands.plans import check_writable, show_warnings
 from flows.run.rehearsal import rehearsable, rehearsed
+from flows.view.consoles import Console
 from flows.view.rehearsal_view import rehearsal_document, show_rehearsal
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config
 from rlhf_tasks.rehearsal.costs import Machines

@@ -40,7 +40,7 @@ from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
-from rlhf_tasks.parallel.layout.weight_files import check_weights
+from rlhf_tasks.parallel.layout.weight_files import beside_weights, check_weights
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
@@ -136,6 +136,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     shapes = shapes_of(config)
     for name, role in config.roles().items():
         refuse_unexamined(role.folder, shapes[name])
+        beside_weights(Path(role.folder))
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             check_weights(Path(role.folder), specs, needs_head)
@@ -160,12 +161,12 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     for role in config.roles().values():
         tokenizer.refuse_other(role.folder)
     rows = prepared_rows(config, folder)
-    of_rewards: list[str] = []
+    of_rewards, is_here = list[str](), config.cluster.address is None
     if isinstance(config, Scores):
         if config.environment is not None:
-            check_environment(config.environment)
+            of_rewards += check_environment(config.environment, is_here)
         columns = [name for name in rows.columns if name != "prompt"]
-        of_rewards = check_rewards(config.rewards, columns, config.cluster.address is None)
+        of_rewards += check_rewards(config.rewards, columns, is_here)
     held_out, of_evaluation = _held_out(config, folder)
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])

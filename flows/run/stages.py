@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.run.prepare import HandedOver, Prepared, check_without_models, prepare
-from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder
+from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
 from flows.run.run_identity import compared, refuse_changes
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import newest_step
@@ -67,6 +67,7 @@ def result_of(config: RunConfig) -> dict[str, Any] | None:
 def _unchanged(config: RunConfig, folder: Path) -> Prepared:
     """A stage that was begun. Raises ConfigError for what has changed since its last commit, or before the first."""
     folder, before = existing_run_folder(folder)
+    refuse_foreign(folder)
     prepared = prepare(config, folder)
     refuse_changes(folder, prepared)
     if newest_step(folder) is None and compared(before) != compared(config):

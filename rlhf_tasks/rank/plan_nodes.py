@@ -92,7 +92,7 @@ class RankRun:
         reach(Point.JOINED)
         kept = Path(spec.run_folder) / KEPT_VALUES
         self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks, kept, spec.rank)
-        self._environment = EnvironmentProcess(self._config)
+        self._environment = EnvironmentProcess(self._config, spec.blocks)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()

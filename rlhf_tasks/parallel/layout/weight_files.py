@@ -28,6 +28,17 @@ INDEX = "model.safetensors.index.json"
 VERDICT = "prefect-rlhf-doctor.json"
 """Beside the weights of a model of an untested family: what the doctor has found, which exports take along."""
 
+BESIDE_WEIGHTS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files of a folder that belong to the model but do not change in training."""
+
 NEW_HEAD = "score.weight"
 """The parameter that a folder of a language model lacks when it becomes a critic or a reward model."""
 
@@ -107,6 +118,27 @@ def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: 
             f"Model folder {str(folder)!r} has {shown(extra[0])} (and {len(extra) - 1} more tensors), which the "
             f"model that its config.json describes has not. Correct config.json, or remove them from the weights."
         )
+
+
+def beside_weights(folder: Path) -> list[Path]:
+    """The files of a model folder that exports take along.
+
+    Raises ConfigError where one of them, or another file that exports read, is a link out of the folder: an export
+    would hold whatever it points to. In the Hub's cache (`models--X/snapshots/REVISION`) links point to its `blobs`.
+    """
+    home = folder.resolve()
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    for path in (
+        path for pattern in (*BESIDE_WEIGHTS, "config.json", VERDICT) for path in folder.glob(pattern)
+    ):
+        with reading(path, "cannot be read"):
+            target = path.resolve()
+        if path.is_symlink() and not (target.is_relative_to(home) or target.parent == blobs):
+            raise ConfigError(
+                f"Model folder {str(folder)!r}: {path.name} is a link to {target}, outside of it, whose content "
+                "would be in the exported model. Copy the file there in place of the link."
+            )
+    return [path for pattern in BESIDE_WEIGHTS for path in folder.glob(pattern) if path.is_file()]
 
 
 def config_digest(folder: Path) -> str:

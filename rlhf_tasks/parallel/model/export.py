@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 
 from rlhf_tasks.parallel.layout.families import FAMILIES, Family
 from rlhf_tasks.parallel.layout.slices import Head, Layout
-from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT, config_digest
+from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT, beside_weights, config_digest
 from rlhf_tasks.parallel.model.weights import load_config
 from rlhf_tasks.system.durable import sync
 from rlhf_tasks.system.reading import read_json
@@ -24,16 +24,6 @@ from rlhf_tasks.system.reading import read_json
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 _WRAPPED = "base_model.model."  # before a parameter's name in peft's files
 SHARD_BYTES = 5 * 1024**3  # the default of transformers for several years
-_BESIDE_WEIGHTS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-)
-"""Files of a source folder that belong to the model but do not change in training."""
 
 
 class FolderWriter:
@@ -45,7 +35,7 @@ class FolderWriter:
     dtype        dtype of the tensors that `add` will get
     shard_bytes  most bytes of tensors in one file, unless one parameter alone is larger
 
-    Raises FileExistsError when the folder exists.
+    Raises FileExistsError when the folder exists, ConfigError where a file of `source` is a link out of it.
     """
 
     def __init__(
@@ -58,6 +48,7 @@ class FolderWriter:
     ) -> None:
         if folder.exists():
             raise FileExistsError(f"{folder} is there already. Remove it or name another folder.")
+        beside = beside_weights(source)
         self.folder, self.dtype = folder, dtype
         self._unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(self._unfinished, ignore_errors=True)
@@ -72,10 +63,8 @@ class FolderWriter:
         self._specs = layout.specs
         self._waiting: dict[str, Tensor] = {}
         self._written: set[str] = set()
-        for pattern in _BESIDE_WEIGHTS:
-            for path in source.glob(pattern):
-                if path.is_file():
-                    shutil.copy2(path, self._unfinished / path.name)
+        for path in beside:
+            shutil.copy2(path, self._unfinished / path.name)
 
     def add(self, name: str, whole: Tensor) -> None:
         """Add the next whole parameter, in the order of `layout.parameters`.

@@ -29,7 +29,7 @@ from tests.flows.checked_files import LLAMA, model_folder, refused, without
 from tests.flows.plan_documents import LLAMA as INLINE
 from tests.flows.plan_documents import measured, ppo
 from tests.ppo_calls import PPO_CALLS
-from tests.tiny_runs import learning_config
+from tests.tiny_runs import learning_config, ppo_config
 
 
 def auto(**changes) -> RunConfig:
@@ -299,6 +299,14 @@ def test_a_model_that_cannot_be_trained_is_refused(call, document, tmp_path, con
 def test_adapters_that_a_model_cannot_have_are_refused(call, document, lora, parts):
     document["lora"] = lora
     refused(call, *parts)
+
+
+def test_a_model_folder_with_a_link_out_of_it_is_refused_before_the_run(tmp_path: Path):
+    config = ppo_config(tmp_path)
+    (tmp_path / "key").write_text("my key")
+    (tmp_path / "actor" / "chat_template.jinja").symlink_to(tmp_path / "key")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja is a link to .*key, outside of it"):
+        prepare.prepare(config)
 
 
 def test_a_folder_of_an_adapter_is_no_model_folder(call, document, tmp_path):
