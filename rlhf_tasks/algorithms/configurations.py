@@ -1,7 +1,7 @@
 """Run configuration: one YAML file, whose `type` names the algorithm.
 
 Torch-free and fast to import. Every configuration is frozen and refuses unknown keys. Field names are TRL's where
-TRL has the same setting. `load_config` reads a file with overrides and reports every fault in one sentence.
+TRL has the same setting; `bench.trl_names` lists what differs. `load_config` reads a file with overrides and reports every fault in one sentence.
 """
 
 from collections.abc import Mapping, Sequence

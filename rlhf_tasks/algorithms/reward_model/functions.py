@@ -53,7 +53,8 @@ def pair_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, centering: float
 
     chosen, rejected  [n] scores
     margin            [n], by how much the chosen answer is better (arXiv:2307.09288, eq. 2)
-    The second term (arXiv:2312.09244, eq. 2) keeps a pair's mean score at 0: the first depends only on the difference.
+    The second term (arXiv:2312.09244, eq. 2) keeps a pair's mean score at 0; the first depends only on the
+    difference.
     """
     difference = chosen - rejected
     total = -logsigmoid(difference - margin).sum()
