@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from rlhf_tasks.algorithms.configurations import PIPELINE, apply_override, make_config, resolve_paths
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.config.cluster import ClusterConfig
-from rlhf_tasks.config.files import first_fault, read_yaml
+from rlhf_tasks.config.files import faults_of, read_yaml
 from rlhf_tasks.config.settings import Settings
 from rlhf_tasks.system.reading import ConfigError, shown
 
@@ -61,11 +61,11 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> PipelineCo
 
 
 def make_pipeline(document: Mapping[str, Any]) -> PipelineConfig:
-    """Validate a parsed configuration. Raises ConfigError with one sentence for the first fault."""
+    """Validate a parsed configuration. Raises ConfigError with a sentence for each fault."""
     try:
         return PipelineConfig.model_validate(dict(document))
     except ValidationError as error:
-        raise ConfigError(first_fault(error, PipelineConfig)) from None
+        raise ConfigError(faults_of(error, PipelineConfig)) from None
 
 
 def is_pipeline(path: Path) -> bool:
