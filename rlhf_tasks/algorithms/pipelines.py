@@ -145,8 +145,7 @@ def _settled(
 
 
 def _trained(taken: str, name: str, names: Sequence[str], earlier: Mapping[str, RunConfig]) -> str:
-    """The name of a stage whose model another one takes. Raises ConfigError where there is no such model before, and
-    where it is no model but an adapter."""
+    """The name of a stage whose model another one takes. Raises ConfigError where there is no such model before."""
     if taken not in names:
         raise ConfigError(
             f"stage {name!r} takes the model of {taken!r}, but the stages are {', '.join(names)}. Name one of them."
@@ -158,11 +157,6 @@ def _trained(taken: str, name: str, names: Sequence[str], earlier: Mapping[str, 
         raise ConfigError(
             f"stage {name!r} takes the model of {taken!r}, but a run of type {earlier[taken].type!r} trains none. "
             "Name a stage that trains."
-        )
-    if earlier[taken].exports_adapters:
-        raise ConfigError(
-            f"stage {name!r} takes the model of {taken!r}, which exports its adapters alone. Set lora.export: merged "
-            f"in stage {taken!r}."
         )
     return taken
 
