@@ -84,7 +84,10 @@ A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda a: change(a, r="3"), "r is '3', not a whole number"),
         (lambda a: change(a, lora_alpha=float("nan")), "lora_alpha is nan, not a number"),
         (lambda a: change(a, base_model_name_or_path=None), "base_model_name_or_path is None"),
-        (lambda a: change(a, base_model_name_or_path="\0"), "'\\\\x00' is no model folder"),
+        (
+            lambda a: change(a, base_model_name_or_path="\0"),
+            "is no model folder in the adapter folder or one above",
+        ),
         (lambda a: change(a, base_model_name_or_path=str(a)), "is an adapter itself. Merge that one first"),
         (
             lambda a: change(a, base_model_name_or_path="/nowhere"),
