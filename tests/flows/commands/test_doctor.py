@@ -53,7 +53,7 @@ def test_every_comparison_of_every_strategy_is_a_line(doctor, model):
 def test_an_adapters_folder_is_examined_as_the_merged_model(doctor, model, tmp_path):
     write_adapter(tmp_path / "adapter", model)
     status, out, err = doctor(tmp_path / "adapter", "--strategy", "1,2,1")
-    assert (status, err) == (0, "")
+    assert status == 0, err
     assert [line.endswith("ok") for line in out.strip().splitlines()[1:]] == [True] * 4
 
 
