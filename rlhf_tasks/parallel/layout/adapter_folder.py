@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.system.reading import ConfigError, read_json, shown
+from rlhf_tasks.system.reading import ConfigError, read_json, reading, shown
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 WRAPPED = "base_model.model."  # before a parameter's name in peft's files
+MOST_RANK = 2**20  # no dimension of a model is larger
+MOST_ALPHA = 1e9  # no real adapter comes near
 
 _MUST_BE_UNSET = (
     "use_dora",
@@ -66,10 +68,12 @@ def adapter_of(folder: str | Path) -> AdapterFolder | None:
             f"{path}: init_lora_weights is {shown(began)}, which changes the base model's weights. {merge}"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
+    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
         raise ConfigError(f"{path}: r is {shown(rank)}, not a whole number from 1. Save the adapter again.")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise ConfigError(f"{path}: lora_alpha is {shown(alpha)}, not a number. Save the adapter again.")
+    if type(alpha) not in (int, float) or not abs(alpha) <= MOST_ALPHA:  # NaN is neither
+        raise ConfigError(
+            f"{path}: lora_alpha is {shown(alpha)}, not a number of use. Save the adapter again."
+        )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return AdapterFolder(folder, _base(path, config), rank, scale)
 
@@ -99,8 +103,9 @@ def _base(path: Path, config: Mapping[str, Any]) -> Path:
         raise ConfigError(
             f"{path}: base_model_name_or_path is {shown(named)}. Write the base model's folder there."
         )
-    places = [Path(named)] if Path(named).is_absolute() else [p / named for p in path.absolute().parents]
-    found = next((place for place in places if is_model_folder(place)), None)
+    with reading(path, "base_model_name_or_path is no path"):
+        places = [Path(named)] if Path(named).is_absolute() else [p / named for p in path.absolute().parents]
+        found = next((place for place in places if is_model_folder(place)), None)
     if found is None:
         raise ConfigError(
             f"{path}: the base model {shown(named)} is no model folder"

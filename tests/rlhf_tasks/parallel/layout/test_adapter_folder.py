@@ -83,6 +83,9 @@ A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda a: change(a, init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (lambda a: change(a, r="3"), "r is '3', not a whole number"),
         (lambda a: change(a, lora_alpha=float("nan")), "lora_alpha is nan, not a number"),
+        (lambda a: change(a, lora_alpha=10**400), "lora_alpha is a number of 1329 bits, not a number of use"),
+        (lambda a: change(a, r=10**400), "r is a number of 1329 bits, not a whole number"),
+        (lambda a: change(a, base_model_name_or_path="x" * 5000), "cannot be read (File name too long)"),
         (lambda a: change(a, base_model_name_or_path=None), "base_model_name_or_path is None"),
         (
             lambda a: change(a, base_model_name_or_path="\0"),
