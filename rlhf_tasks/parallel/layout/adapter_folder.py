@@ -70,11 +70,11 @@ def adapter_of(folder: str | Path) -> AdapterFolder | None:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= MOST_RANK:
         raise ConfigError(f"{path}: r is {shown(rank)}, not a whole number from 1. Save the adapter again.")
-    if type(alpha) not in (int, float) or not abs(alpha) <= MOST_ALPHA:  # NaN is neither
+    if not isinstance(alpha, int | float) or not abs(alpha) <= MOST_ALPHA:  # nor NaN
         raise ConfigError(
             f"{path}: lora_alpha is {shown(alpha)}, not a number of use. Save the adapter again."
         )
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    scale: float = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return AdapterFolder(folder, _base(path, config), rank, scale)
 
 
