@@ -12,6 +12,7 @@ from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_fo
 from flows.run.run_identity import compared, refuse_changes
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import newest_step
+from rlhf_tasks.parallel.layout.adapter_folder import is_model_folder
 from rlhf_tasks.system.reading import read_json
 
 
@@ -31,7 +32,7 @@ def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
     checked = CheckedStages([], {})
     for name, config in configs.items():
         try:
-            if all(Path(role.folder, "config.json").exists() for role in config.roles().values()):
+            if all(is_model_folder(role.folder) for role in config.roles().values()):
                 folder = begun_folder(config)
                 prepared = prepare(config) if folder is None else _unchanged(config, folder)
                 checked.prepared[name] = HandedOver(config, folder, prepared)

@@ -18,6 +18,7 @@ from rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_
 from rlhf_tasks.data.rows import Reader, Reading, tools_of
 from rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
+from rlhf_tasks.parallel.layout.adapter_folder import own_or_base
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.system.reading import shown
 
@@ -149,9 +150,9 @@ def _skips(config: RunConfig) -> bool:
 def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -> str:
     """A digest of all that the tokens of a data set depend on."""
     digest = hashlib.sha256(f"{FORMAT} {record.name} {version('tokenizers')} {data.digest}".encode())
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
-        digest.update(_content(Path(config.models.tokenizer, name)))
-    digest.update(_content(Path(config.models.tokenizer, "chat_template.jinja")))
+    names = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
+    for name in (*names, "chat_template.jinja"):
+        digest.update(_content(own_or_base(config.models.tokenizer, name)))
     digest.update(repr([sorted(data.column_map.items()), [str(file.path) for file in data.files]]).encode())
     if config.data.max_rows is not None or _skips(config):
         digest.update(repr([config.data.max_rows, _skips(config) and limit.most]).encode())

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from rlhf_tasks.data.chat_template import ChatTemplate, Conversation, Source, TokenizerError
+from rlhf_tasks.parallel.layout.adapter_folder import own_or_base
 from rlhf_tasks.system.reading import read_bytes, read_json, reading, shown
 
 MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
@@ -58,7 +59,7 @@ class Tokenizer:
         Raises TokenizerError when there is no tokenizer.json, it is malformed, or no end token is declared.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
+        path = own_or_base(folder, "tokenizer.json")
         if not path.is_file():
             raise TokenizerError(
                 f"{folder}: has no tokenizer.json. Save the model's fast tokenizer there with "
@@ -68,7 +69,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         names = ("tokenizer_config.json", "config.json", "generation_config.json")
-        settings, model, generation = (_Declared.of(folder / name) for name in names)
+        settings, model, generation = (_Declared.of(own_or_base(folder, name)) for name in names)
         special = {name: settings.token(name) for name in ("bos_token", "eos_token", "pad_token")}
         own = backend.token_to_id(special["eos_token"])
         declared = generation.ids("eos_token_id") or model.ids("eos_token_id")
@@ -80,9 +81,9 @@ class Tokenizer:
             )
         pad = backend.token_to_id(special["pad_token"])
         pad_id = next(i for i in (pad, *model.ids("pad_token_id"), stop_ids[0]) if i is not None)
-        source = _chat_template(folder, settings)
+        source = _chat_template(path.parent, settings)
         template = None if source is None else ChatTemplate(source, special)
-        return Tokenizer(folder, backend, stop_ids, pad_id, template)
+        return Tokenizer(path.parent, backend, stop_ids, pad_id, template)
 
     @property
     def eos_id(self) -> int:
@@ -96,7 +97,7 @@ class Tokenizer:
 
     def refuse_other(self, folder: str | Path) -> None:
         """Raises TokenizerError unless each token has the same id in another folder's tokenizer, if that has one."""
-        path = Path(folder) / "tokenizer.json"
+        path = own_or_base(Path(folder), "tokenizer.json")
         if not path.is_file() or path.read_bytes() == self._file.read_bytes():
             return
         theirs = _backend(path).get_vocab(with_added_tokens=True)

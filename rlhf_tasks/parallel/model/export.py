@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from rlhf_tasks.parallel.layout.adapter_folder import ADAPTER, ADAPTER_CONFIG, WRAPPED, base_of
 from rlhf_tasks.parallel.layout.families import FAMILIES, Family
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT, beside_weights, config_digest
@@ -21,8 +22,6 @@ from rlhf_tasks.parallel.model.weights import load_config
 from rlhf_tasks.system.durable import sync
 from rlhf_tasks.system.reading import read_json
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
-_WRAPPED = "base_model.model."  # before a parameter's name in peft's files
 SHARD_BYTES = 5 * 1024**3  # the default of transformers for several years
 
 
@@ -58,7 +57,7 @@ class FolderWriter:
             self._file_of = _files(layout, dtype.itemsize, shard_bytes)
             _write_config(self._unfinished, source, layout.head, dtype)
         else:
-            self._file_of, self._prefix = dict.fromkeys(layout.specs, ADAPTER), _WRAPPED
+            self._file_of, self._prefix = dict.fromkeys(layout.specs, ADAPTER), WRAPPED
             _write_adapter_config(self._unfinished, source, layout)
         self._specs = layout.specs
         self._waiting: dict[str, Tensor] = {}
@@ -141,8 +140,9 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
     else:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(folder)
-    if (source / VERDICT).is_file():
-        verdict = read_json(source / VERDICT)
+    of_base = base_of(source) / VERDICT
+    if of_base.is_file():
+        verdict = read_json(of_base)
         if verdict.get("config") == config_digest(source):
             verdict["config"] = config_digest(folder)  # of the same model, written anew
             (folder / VERDICT).write_text(json.dumps(verdict, indent=2), encoding="utf-8")
