@@ -25,7 +25,7 @@ from planner.search.balance import balanced
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
-from rlhf_tasks.algorithms.examples import prepared_rows
+from rlhf_tasks.algorithms.examples import endless, prepared_rows
 from rlhf_tasks.algorithms.held_out import (
     HELD_OUT,
     evaluation_of,
@@ -183,6 +183,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         extrapolation(plan, problem.model),
         crowding(config),
         config.warning,
+        endless(config, tokenizer),
     )
     return Prepared(
         config=config,

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from rlhf_tasks.config.base import RunConfig, Samples
-from rlhf_tasks.data import chat_template, rows, tokenizer
+from rlhf_tasks.data import chat_template, conversations, dataset, rows, tokenizer
 from rlhf_tasks.data.chat_template import Conversation
+from rlhf_tasks.data.conversations import messages, tools_of
 from rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_set, refuse
-from rlhf_tasks.data.rows import Reader, Reading, tools_of
+from rlhf_tasks.data.rows import Reader, Reading
 from rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -27,6 +28,8 @@ FORMAT = 3  # of token files
 MOST_MALFORMED, MOST_MALFORMED_SHARE = 10, 0.01
 """So many malformed rows are skipped at most, or this share of all; too long ones do not count."""
 PROBE = "an-answer"
+CONVERSATIONS = ("prompt", "messages", "conversations", "completion", "chosen")  # columns
+LABEL = "desirable"  # the stored key of `LabelledExample`
 
 
 def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROWS) -> TokenFile:
@@ -51,6 +54,7 @@ def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROW
         )
         skipped.refuse_many(len(made))
         _refuse_empty(made, config)
+        _refuse_one_label(made, config)
         return made
     longer = kept.first_longer(limit.most)
     if longer is not None:
@@ -158,7 +162,7 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -
     if len(config.data.sources) > 1:
         digest.update(repr(data.sources).encode())
     digest.update(repr(record.options(config)).encode())
-    for code in (record.read_row, record.fetch, rows, tokenizer, chat_template):
+    for code in (record.read_row, record.fetch, rows, conversations, dataset, tokenizer, chat_template):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
     return digest.hexdigest()
 
@@ -203,6 +207,18 @@ def _refuse_empty(rows: TokenFile, config: RunConfig) -> None:
             raise DataError(f"{source.path}: has no row that can be used. Mend or remove that source.")
 
 
+def _refuse_one_label(rows: TokenFile, config: RunConfig) -> None:
+    """Raises DataError where an algorithm learns from labels, and all rows have the same one."""
+    if LABEL not in rows.keys:
+        return
+    labels = rows.distinct(LABEL, 2)
+    if len(labels) == 1:
+        raise DataError(
+            f"{config.data.name}: all {len(rows)} rows have the label {str(bool(labels[0])).lower()}, but "
+            f"{config.type} learns from both. Add rows of the other kind{', or train by sft' if labels[0] else ''}."
+        )
+
+
 class _Skipped:
     """The rows that a run with `on_bad_row: skip` leaves out: (place, reason), and how many of them are malformed."""
 
@@ -237,12 +253,13 @@ def _refuse_silent_template(data: DataSet, tokenizer: Tokenizer) -> None:
     prompt = None if placed is None else placed.row.get("prompt")
     if placed is None or not isinstance(prompt, list):
         return
-    tools, answer = tools_of(placed.row), {"role": "assistant", "content": PROBE}
+    answer = {"role": "assistant", "content": PROBE}
     try:
+        prompt, tools = messages(prompt, "prompt"), tools_of(placed.row)
         opened, closed, whole = tokenizer.render(
             [(prompt, True, tools), (prompt, False, tools), ([*prompt, answer], False, tools)]
         )
-    except TokenizerError:  # the row's own fault, which its reader names
+    except (DataError, TokenizerError):  # the row's own fault, which its reader names
         return
     header = whole.removeprefix(closed).partition(PROBE)[0]
     if opened == closed and whole.startswith(closed) and header.strip():
@@ -251,6 +268,33 @@ def _refuse_silent_template(data: DataSet, tokenizer: Tokenizer) -> None:
             f"{shown(header)}, behind a prompt nothing. Add that to the template, within "
             "{% if add_generation_prompt %} ... {% endif %}."
         )
+
+
+def endless(config: RunConfig, tokenizer: Tokenizer) -> str:
+    """A warning where the rows are conversations and the chat template ends an answer with no token that stops the
+    model; else empty."""
+    if all(role.head == "scalar" for role in config.roles().values()):
+        return ""
+    placed = data_set(config.data).first()
+    if placed is None or not any(isinstance(placed.row.get(name), list) for name in CONVERSATIONS):
+        return ""
+    told = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
+    try:
+        (text,) = tokenizer.render([(told, False)])
+    except TokenizerError:  # it wants other conversations
+        return ""
+    end = text.rpartition(PROBE)[2]
+    stops, strings = set(tokenizer.stop_ids), tuple[str, ...]()
+    if isinstance(config, Samples):
+        stops, strings = stops | set(config.sampling.stop_token_ids), config.sampling.stop_strings
+    if PROBE not in text or stops & set(tokenizer.encode(end)) or any(string in end for string in strings):
+        return ""
+    stop = tokenizer.decode([tokenizer.eos_id], special_tokens=True)
+    return (
+        f"nothing will stop the model: behind an answer its chat template writes {shown(end)}, and no end token "
+        f"({shown(stop)}). Write that token there in the template, or name the one that is there in eos_token_id of "
+        f"{Path(config.models.tokenizer, 'generation_config.json')}."
+    )
 
 
 def _ids(example: tuple) -> list[list[int]]:

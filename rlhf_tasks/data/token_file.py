@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, chain, islice
@@ -143,6 +143,11 @@ class TokenFile:
         return f"{self._files[batch.column('#file')[place].as_py()]}:{batch.column('#line')[place].as_py()}"
 
     @property
+    def keys(self) -> Collection[str]:
+        """The keys of the data set."""
+        return self._kinds.keys()
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest list of ids of all rows."""
         return max(self._longest)
@@ -155,6 +160,15 @@ class TokenFile:
                 place = int(np.argmax(lengths > tokens))
                 return number * BATCH + place, int(lengths[place])
         return None
+
+    def distinct(self, key: str, most: int) -> list[Any]:
+        """The different numbers that rows have under a key, no more than about `most`: reading ends with so many."""
+        found: dict[Any, None] = {}
+        for number in range(len(self._longest)):
+            found.update(dict.fromkeys(self._batch(number).column(key).values.unique().to_pylist()))
+            if len(found) >= most:
+                break
+        return list(found)
 
     def row_of(self, sample_id: int, seed: int, weights: Sequence[float] = (1.0,)) -> int:
         """The row that a global sample id means: position in the epoch's own random order of all rows of its source.

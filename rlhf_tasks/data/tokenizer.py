@@ -108,12 +108,20 @@ class Tokenizer:
                 )
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; with `special_tokens`, those too that the tokenizer puts around it (BOS).
+        """Token ids of a text; with `special_tokens`, behind those that the tokenizer puts before a text (BOS),
+        unless it begins with them already. None are put behind it: a prompt has no end.
 
         Raises TokenizerError where it has no token for a part of the text.
         """
         with reading(str(self._file), "it does not take the text", TokenizerError):
-            return self._backend.encode(text, add_special_tokens=special_tokens).ids
+            encoded = self._backend.encode(text, add_special_tokens=special_tokens)
+        if not special_tokens:
+            return encoded.ids
+        # The mask is 1 where the tokenizer has put one, and 0 where the text itself has it.
+        own = [place for place, put in enumerate(encoded.special_tokens_mask) if not put]
+        first, stop = (own[0], own[-1] + 1) if own else (1, 1)
+        before, of_text = encoded.ids[:first], encoded.ids[first:stop]
+        return of_text if of_text[: len(before)] == before else before + of_text
 
     def decode(self, ids: Sequence[int], special_tokens: bool = False) -> str:
         """Text of token ids; special tokens are left out unless asked for."""

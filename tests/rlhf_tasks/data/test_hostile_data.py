@@ -17,9 +17,10 @@ import pytest
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data import chat_template, dataset
+from rlhf_tasks.data import chat_template, row_files
 from rlhf_tasks.data.chat_template import ChatTemplate, Source, render_all
-from rlhf_tasks.data.dataset import MOST_LINE_BYTES, data_set
+from rlhf_tasks.data.dataset import data_set
+from rlhf_tasks.data.row_files import MOST_LINE_BYTES
 from rlhf_tasks.data.rows import pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from tests.rlhf_tasks.algorithms.test_examples import read_row
@@ -118,7 +119,7 @@ def test_a_parquet_file_of_no_text_is_refused(tmp_path: Path):
 
 
 def test_a_long_data_set_that_shrinks_well_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dataset, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(row_files, "FREE_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl.gz"
     rows = [json.dumps({"prompt": f"{i} " + "lorem ipsum dolor " * 10}).encode() for i in range(3000)]
     path.write_bytes(gzip.compress(b"\n".join(rows)))
