@@ -24,7 +24,7 @@ from rlhf_tasks.system.reading import shown
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256
-FORMAT = 3  # of token files
+FORMAT = 4  # of token files
 MOST_MALFORMED, MOST_MALFORMED_SHARE = 10, 0.01
 """So many malformed rows are skipped at most, or this share of all; too long ones do not count."""
 PROBE = "an-answer"
@@ -48,10 +48,10 @@ def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROW
         files = [str(file.path) for file in data.files]
         skipped = _Skipped()
         told = (skipped.malformed_row, skipped.long_row) if _skips(config) else (refuse, refuse)
-        rows = _token_rows(config, record, data, limit, *told)
-        made = new_token_file(
-            Path(config.output_dir), key, data.digest, files, rows, skipped.rows, data.sources
-        )
+        tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+        rows = _token_rows(config, tokenizer, record, data, limit, *told)
+        place, given = Path(config.output_dir), (skipped.rows, data.sources, tokenizer.size)
+        made = new_token_file(place, key, data.digest, files, rows, *given)
         skipped.refuse_many(len(made))
         _refuse_empty(made, config)
         _refuse_one_label(made, config)
@@ -176,9 +176,14 @@ def _content(path: Path) -> bytes:
 
 
 def _token_rows(
-    config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit", bad: BadRow, long: BadRow
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    record: Algorithm,
+    data: DataSet,
+    limit: "_Limit",
+    bad: BadRow,
+    long: BadRow,
 ) -> Iterator[TokenRow]:
-    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     if isinstance(config, Samples):
         _refuse_silent_template(data, tokenizer)
     most, taken, last = config.data.max_rows, Counter[int](), ""

@@ -68,6 +68,7 @@ class TokenFile:
     digest       of the data: `DataSet.digest`
     columns      names of all columns of the data, in the order in which they first appear
     sources      number of rows of each source; rows of one source follow one another
+    vocabulary   tokens of the tokenizer, from 0
     skipped      (place, reason) of each row that was left out
     tokens       of a row's lists of ids together, of at most SAMPLED rows at even distances
     """
@@ -83,6 +84,7 @@ class TokenFile:
             self.digest: str = facts["digest"]
             self.columns: tuple[str, ...] = tuple(facts["columns"])
             self.tokens: tuple[int, ...] = tuple(facts["tokens"])
+            self.vocabulary: int = facts["vocabulary"]
             self._rows: int = facts["rows"]
             self.sources: tuple[int, ...] = tuple(facts["sources"])
             self.skipped: tuple[tuple[str, str], ...] = tuple((w, why) for w, why in facts["skipped"])
@@ -203,6 +205,7 @@ def new_token_file(
     rows: Iterable[TokenRow],
     skipped: Sequence[tuple[str, str]] = (),
     sources: Sequence[int] = (),
+    vocabulary: int = 0,
 ) -> TokenFile:
     """A token file of rows that has no name: it goes with the process, unless a run keeps it.
 
@@ -213,6 +216,7 @@ def new_token_file(
     files          the names of the data set's files
     skipped        as in TokenFile; read when the rows have been
     sources        number of the source of each file; default: they are of one
+    vocabulary     as in TokenFile
     Raises DataError where the values of a key are of several kinds or no 32-bit integers, and where the disk is full.
     """
     rows = iter(rows)
@@ -221,7 +225,7 @@ def new_token_file(
         raise DataError(
             "the data have no row that can be used" + (f": {' '.join(skipped[0])}" if skipped else ".")
         )
-    facts = _Facts(key, digest, files, first)
+    facts = _Facts(key, digest, files, first, vocabulary)
     while not place.is_dir():
         place = place.parent
     try:
@@ -241,8 +245,10 @@ def new_token_file(
 class _Facts:
     """What a token file's last batch says, gathered while the others are made."""
 
-    def __init__(self, key: str, digest: str, files: Sequence[str], first: Sequence[TokenRow]) -> None:
-        self.key, self.digest, self.files = key, digest, list(files)
+    def __init__(
+        self, key: str, digest: str, files: Sequence[str], first: Sequence[TokenRow], vocabulary: int
+    ) -> None:
+        self.key, self.digest, self.files, self.vocabulary = key, digest, list(files), vocabulary
         self.kinds = {key: _kind([row.values[key] for row in first]) or "ids" for key in first[0].values}
         self.columns: dict[str, None] = {}
         self.checksums, self.longest = list[int](), list[int]()
@@ -290,6 +296,7 @@ class _Facts:
             "rows": len(self.tokens),
             "skipped": list(skipped),
             "sources": by_source,
+            "vocabulary": self.vocabulary,
             "tokens": sampled.tolist(),
         }
         return {_FACTS: json.dumps(said).encode()}

@@ -383,7 +383,7 @@ def test_a_turn_of_tool_calls_needs_no_content(chat: Tokenizer):
     [
         (
             TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}",
-            "opens the assistant's turn with '<think>\\n'",
+            "opens the assistant's turn with '<think>\\\\n'",
         ),
         (
             "{{ messages | length }}" + TEMPLATE,
