@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from rlhf_tasks.config.base import RunConfig, Samples
-from rlhf_tasks.data import chat_template, conversations, dataset, rows, tokenizer
+from rlhf_tasks.data import chat_template, conversations, dataset, row_files, rows, tokenizer
 from rlhf_tasks.data.chat_template import Conversation
 from rlhf_tasks.data.conversations import messages, tools_of
 from rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_set, refuse
@@ -162,7 +162,16 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -
     if len(config.data.sources) > 1:
         digest.update(repr(data.sources).encode())
     digest.update(repr(record.options(config)).encode())
-    for code in (record.read_row, record.fetch, rows, conversations, dataset, tokenizer, chat_template):
+    for code in (
+        record.read_row,
+        record.fetch,
+        rows,
+        conversations,
+        dataset,
+        row_files,
+        tokenizer,
+        chat_template,
+    ):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
     return digest.hexdigest()
 

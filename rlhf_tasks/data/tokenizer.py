@@ -4,6 +4,7 @@ Reads `tokenizer.json` (through the `tokenizers` package), `tokenizer_config.jso
 `config.json` and `chat_template.jinja`, as far as they are there.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import tokenizers
 
 from rlhf_tasks.data.chat_template import ChatTemplate, Conversation, Source, TokenizerError
+from rlhf_tasks.data.tokenizer_trial import MOST_TOKENIZER_BYTES, TokenizerFile, why_refused
 from rlhf_tasks.system.reading import read_bytes, read_json, reading, shown
 
-MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
 MOST_TEMPLATE_BYTES = 1 << 20
 
 NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
@@ -172,9 +173,13 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json. Raises TokenizerError where it is none."""
+    """A tokenizer.json. Raises TokenizerError where it is none, or is one that takes too much of the machine."""
     with reading(path, "cannot be read as a tokenizer", TokenizerError):
-        return tokenizers.Tokenizer.from_buffer(read_bytes(path, MOST_TOKENIZER_BYTES))
+        content = read_bytes(path, MOST_TOKENIZER_BYTES)
+        refused = why_refused(TokenizerFile(hashlib.sha256(content).digest(), len(content), path))
+        if refused:
+            raise ValueError(refused)
+        return tokenizers.Tokenizer.from_buffer(content)
 
 
 class _Declared:

@@ -1,4 +1,4 @@
-"""A tokenizer.json is read and tried in a process of its own, with limits on its time and memory, before ours reads it.
+"""A tokenizer.json is read and tried in a process of its own first, with limits on its time and memory.
 
 It comes with a model and is a program of a kind: normalizers in normalizers take gigabytes to read, a replacement may
 make a million characters of one, a pattern may search for ever. What no text of the trial touches is not found.
@@ -17,17 +17,18 @@ from pathlib import Path
 
 import tokenizers
 
+from rlhf_tasks.data.chat_template import TokenizerError, limit
 from rlhf_tasks.system.child_processes import die_with_parent, python_call
-from rlhf_tasks.system.reading import TokenizerError, read_bytes, reading
+from rlhf_tasks.system.reading import reading
 
 MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
 CPU_S, CPU_S_PER_BYTE = 6.0, 1e-6
 """What reading and trying may take: 3.5 MB take .2 s."""
-MEMORY_BYTES, MEMORY_PER_BYTE = 1 << 30, 64
+MEMORY_BYTES, MEMORY_PER_BYTE = 1 << 30, 24
 """Of the process's addresses; 3.5 MB take 60 MB."""
 DEADLINE_S = 300.0  # only a machine that stands still takes so long
 MOST_GROWTH = 32
-"""Tokens of a byte of text, or bytes of text of a token's: more is made to fill memory."""
+"""Tokens of a byte of text, or characters that come back: more is made to fill memory."""
 TRIAL_CHARACTERS = 1 << 16
 _PASSAGE = (
     "The quick brown fox jumps over the lazy dog; it's 3.14159 o'clock -- \"SPHINX of BLACK quartz, judge my VOW!\"\n"
@@ -49,10 +50,12 @@ class TokenizerFile:
 
 @lru_cache(maxsize=256)
 def why_refused(file: TokenizerFile) -> str:
-    """Why a tokenizer.json cannot be read or used within the limits, as the rest of a sentence; empty where it can."""
+    """Why a tokenizer.json cannot be used within the limits, as the rest of a sentence; empty where it can."""
     cpu_s = math.ceil(CPU_S + CPU_S_PER_BYTE * file.size)
     memory = MEMORY_BYTES + MEMORY_PER_BYTE * file.size
-    call = python_call(f"{__name__}:{serve.__name__}", str(file.path), str(cpu_s), str(memory), str(os.getpid()))
+    call = python_call(
+        f"{__name__}:{serve.__name__}", str(file.path), str(cpu_s), str(memory), str(os.getpid())
+    )
     try:
         ended = subprocess.run(
             call,
@@ -66,22 +69,23 @@ def why_refused(file: TokenizerFile) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"it was not read and tried in {DEADLINE_S:g} s"
+    takes = f"to read it and to try it on {TRIAL_CHARACTERS:,} characters takes"
     if ended.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"to read it and to try it on {TRIAL_CHARACTERS:,} characters takes more than {cpu_s} s of CPU time"
+        return f"{takes} more than {cpu_s} s of CPU time"
     if ended.returncode:
-        return f"to read it and to try it on {TRIAL_CHARACTERS:,} characters takes more than {memory:,} bytes of memory"
+        return f"{takes} more than {memory:,} bytes of memory, or its process has failed ({ended.returncode})"
     return json.loads(ended.stdout)
 
 
 def serve(path: str, cpu_s: str, memory: str, parent: str) -> None:
     """The process's own life: read the tokenizer and try it, and say what is wrong with it."""
     die_with_parent(int(parent))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit(resource.RLIMIT_AS, int(memory))
-    _limit(resource.RLIMIT_CPU, int(cpu_s))
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_AS, int(memory))
+    limit(resource.RLIMIT_CPU, int(cpu_s))
     try:
         with reading("", "", TokenizerError):
-            tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(Path(path), MOST_TOKENIZER_BYTES))
+            tokenizer = tokenizers.Tokenizer.from_file(path)
     except TokenizerError:  # it says the same where our own process reads it
         found = ""
     else:
@@ -98,16 +102,9 @@ def _grown(tokenizer: tokenizers.Tokenizer, most: int) -> str:
     try:
         with reading("", "", TokenizerError):
             ids = tokenizer.encode(text).ids
+            if len(ids) > MOST_GROWTH * size:
+                return f"it makes {len(ids):,} tokens of {size:,} bytes of text"
+            decoded = len(tokenizer.decode(ids, skip_special_tokens=False))
     except TokenizerError:  # it has no tokens for a part: a fault of a text, where one has that part
         return ""
-    if len(ids) > MOST_GROWTH * size:
-        return f"it makes {len(ids):,} tokens of {size:,} bytes of text"
-    with reading("", "", TokenizerError):
-        decoded = len(tokenizer.decode(ids, skip_special_tokens=False))
-    return f"it makes {decoded:,} characters of {len(ids):,} tokens" if decoded > MOST_GROWTH * (size + len(ids)) else ""
-
-
-def _limit(kind: int, most: int) -> None:
-    """Set a limit of this process; a lower one that it has already stays."""
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    return f"it makes {decoded:,} characters of {len(ids):,} tokens" if decoded > MOST_GROWTH * size else ""

@@ -159,7 +159,9 @@ def test_tokens_that_the_tokenizer_lacks_are_neither_drawn_nor_counted(way: dict
     """A vocabulary that is padded, and tied: its further embeddings may have any logits."""
     engine = build("llama", torch.float64, tie_word_embeddings=True, tokens=20)
     samples = draw(engine, prompts(), max_new_tokens=16, record_kept="top_p" in way or "top_k" in way, **way)
-    samples = SampleBatch(samples.ids, {k: Packed(p.values.clone(), p.lengths) for k, p in samples.data.items()})
+    samples = SampleBatch(
+        samples.ids, {k: Packed(p.values.clone(), p.lengths) for k, p in samples.data.items()}
+    )
     drawn, micro = responses(samples), micro_batch(samples)
     assert max(max(response) for response in drawn.values()) < 20
     logits = engine.stage(micro.input_ids, micro).detach().requires_grad_()
