@@ -152,11 +152,12 @@ def pair_example(row: "Row", tokenizer: "Tokenizer") -> Reading[PairExample]:
     if answers[0] == answers[1]:
         raise DataError(EQUAL_ANSWERS)
     prompt = row.get("prompt") or _asked(row)
-    if prompt or not all(isinstance(answer, str) for answer in answers):
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if prompt or len(texts) < len(answers):
         first, (chosen, rejected) = yield from _answer_ids(prompt, answers, tokenizer)
     else:
         yield []
-        chosen, rejected = (_ended(tokenizer.encode(a, special_tokens=True), tokenizer) for a in answers)
+        chosen, rejected = (_ended(tokenizer.encode(each, special_tokens=True), tokenizer) for each in texts)
         common = _shared(chosen, rejected)
         first, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
     if chosen == rejected:

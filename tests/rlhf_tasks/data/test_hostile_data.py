@@ -369,7 +369,7 @@ def test_a_tokenizer_that_searches_for_ever_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(tokenizer_trial, "CPU_S", 0.5)
     write_model_folder(tmp_path)
     path = tmp_path / "tokenizer.json"
-    slow = {"normalizer": {"type": "Sequence", "normalizers": [replaced(" ", "a")] + SLOW}}
+    slow = {"normalizer": {"type": "Sequence", "normalizers": [replaced(" ", "a"), *SLOW]}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **slow}))
     assert "takes more than 1 s of CPU time" in said(Tokenizer.from_folder, tmp_path)
 
