@@ -25,7 +25,7 @@ from planner.search.balance import balanced
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
-from rlhf_tasks.algorithms.examples import prepared_rows
+from rlhf_tasks.algorithms.examples import endless, prepared_rows
 from rlhf_tasks.algorithms.held_out import (
     HELD_OUT,
     evaluation_of,
@@ -187,6 +187,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         crowding(config),
         config.warning,
         of_export,
+        endless(config, tokenizer),
     )
     return Prepared(
         config=config,

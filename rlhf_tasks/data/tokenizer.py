@@ -4,6 +4,7 @@ Reads `tokenizer.json` (through the `tokenizers` package), `tokenizer_config.jso
 `config.json` and `chat_template.jinja`, as far as they are there.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import tokenizers
 
 from rlhf_tasks.data.chat_template import ChatTemplate, Conversation, Source, TokenizerError
+from rlhf_tasks.data.tokenizer_trial import MOST_TOKENIZER_BYTES, TokenizerFile, why_refused
 from rlhf_tasks.parallel.layout.adapter_folder import own_or_base
 from rlhf_tasks.system.reading import read_bytes, read_json, reading, shown
 
-MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
 MOST_TEMPLATE_BYTES = 1 << 20
 
 NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
@@ -109,12 +110,20 @@ class Tokenizer:
                 )
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; with `special_tokens`, those too that the tokenizer puts around it (BOS).
+        """Token ids of a text; with `special_tokens`, behind those that the tokenizer puts before a text (BOS),
+        unless it begins with them already. None are put behind it: a prompt has no end.
 
         Raises TokenizerError where it has no token for a part of the text.
         """
         with reading(str(self._file), "it does not take the text", TokenizerError):
-            return self._backend.encode(text, add_special_tokens=special_tokens).ids
+            encoded = self._backend.encode(text, add_special_tokens=special_tokens)
+        if not special_tokens:
+            return encoded.ids
+        # The mask is 1 where the tokenizer has put one, and 0 where the text itself has it.
+        own = [place for place, put in enumerate(encoded.special_tokens_mask) if not put]
+        first, stop = (own[0], own[-1] + 1) if own else (1, 1)
+        before, of_text = encoded.ids[:first], encoded.ids[first:stop]
+        return of_text if of_text[: len(before)] == before else before + of_text
 
     def decode(self, ids: Sequence[int], special_tokens: bool = False) -> str:
         """Text of token ids; special tokens are left out unless asked for."""
@@ -165,9 +174,13 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json. Raises TokenizerError where it is none."""
+    """A tokenizer.json. Raises TokenizerError where it is none, or is one that takes too much of the machine."""
     with reading(path, "cannot be read as a tokenizer", TokenizerError):
-        return tokenizers.Tokenizer.from_buffer(read_bytes(path, MOST_TOKENIZER_BYTES))
+        content = read_bytes(path, MOST_TOKENIZER_BYTES)
+        refused = why_refused(TokenizerFile(hashlib.sha256(content).digest(), len(content), path))
+        if refused:
+            raise ValueError(refused)
+        return tokenizers.Tokenizer.from_buffer(content)
 
 
 class _Declared:
