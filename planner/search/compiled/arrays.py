@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.call_order import OrderRule, levels, node_order, with_trailing
 from planner.plan.graph import FETCH as FETCHED
 from planner.plan.graph import DataflowGraph
@@ -21,7 +22,7 @@ from planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, w
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.options import Option
 from planner.pricing.plans import evaluation_s, save_s, transfer_size
-from planner.pricing.problem import Problem
+from planner.pricing.problem import OptionsTakeTooLongError, Problem
 from planner.search.compiled.compile import Floats, Ints
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ModelFunctionCall
@@ -99,7 +100,7 @@ class Templates(NamedTuple):
     slots          [templates, slots] SLOT_ROW
     after, across  [templates, slots, most] int64: slots of the same iteration, of the previous iteration that must
                    have finished; padded with -1
-    order          [templates, orders, slots] int64: slots in the total order
+    order          [templates, orders, slots] int16: slots in the total order
     transfers      [different transfers] TRANSFER_ROW
     """
 
@@ -174,10 +175,12 @@ def make_arrays(
     options: Sequence[Sequence[Option]],
     orders: Sequence[tuple[str, ...]],
     before: Arrays | None = None,
+    deadline: Deadline = NO_DEADLINE,
 ) -> Arrays:
     """The arrays of a problem with these options and orders of calls.
 
     before  those of other options with the same orders, whose templates serve where the same calls can be offloaded
+    Raises OptionsTakeTooLongError when the deadline passes first.
     """
     graph, model = problem.graph, problem.model
     number = {call.name: i for i, call in enumerate(graph.calls)}
@@ -206,7 +209,7 @@ def make_arrays(
         offloadable = {
             call.name for call, of_call in zip(graph.calls, options, strict=True) if of_call[-1].onloaded
         }
-        templates = _templates(problem, orders, offloadable)
+        templates = _templates(problem, orders, offloadable, deadline)
     return Arrays(
         n_calls=len(graph.calls),
         memory_bytes=min(device for _, device, _ in memories),
@@ -298,9 +301,17 @@ class _Numbers(dict[Any, int]):
 
 
 def _templates(
-    problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str]
+    problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str], deadline: Deadline
 ) -> Templates:
     """The templates of all patterns. offloadable: names of the calls that have options with onloads."""
+
+    def refuse_late() -> None:
+        if deadline.is_past():
+            raise OptionsTakeTooLongError(
+                f"Laying out the plans of the {len(graph.calls)} calls of {graph.name} takes longer than the time "
+                "limit. Raise it."
+            )
+
     graph = problem.graph
     found: dict[tuple, int] = {}
     different: list[PlanTemplate] = []
@@ -309,6 +320,7 @@ def _templates(
         tuple[str | int, ...], PlanTemplate
     ]()  # by sides: a few patterns of placements have the same
     for pattern, where, placement in _patterns(graph):
+        refuse_late()
         sides = tuple(where.values())
         where = {**where, FETCHED: where[graph.source.name]}
         if sides not in moved:
@@ -331,10 +343,11 @@ def _templates(
     )
     slots = np.zeros((len(different), n_slots), SLOT_ROW).view(np.recarray)
     after, across = (np.full((len(different), n_slots, most), -1) for _ in range(2))
-    order = np.zeros((len(different), len(orders), n_slots), np.int64)
+    order = np.zeros((len(different), len(orders), n_slots), np.int16)
     rule = OrderRule(levels(graph), [node_order(graph, order) for order in orders])
     row_of = _SlotRows(problem)
     for i, template in enumerate(different):
+        refuse_late()
         started_by = [template.slots[name] for name in onloads[i]]
         rows = [row_of[slot] for slot in template.slots.values()]
         rows += [(COPY, *row_of[slot][1:]) for slot in started_by]

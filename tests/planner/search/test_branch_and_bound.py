@@ -33,6 +33,7 @@ def proved(tables: Tables):
         neighbours(tables),
         cycles,
         proofs(tables, cycles),
+        [],
         start,
         bound_of(tables),
         0,
@@ -265,7 +266,7 @@ def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
     cycles = call_cycles(tables.problem.graph)
     found = proofs(tables, cycles)
     steps = branching(
-        tables, neighbours(tables), cycles, found, state, bound_of(tables), 0, Deadline(monotonic())
+        tables, neighbours(tables), cycles, found, [], state, bound_of(tables), 0, Deadline(monotonic())
     )
     assert len(list(steps)) <= 1
 
