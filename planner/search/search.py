@@ -46,7 +46,7 @@ BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
 ANNEALING = 0.75  # share of the time limit at which annealing ends
 DISJOINT = 0.1  # share of the time limit that the search for roles on devices of their own may take
 TABLES = 0.7  # share of the time limit after which no further options are priced
-RULES_S = 1.0  # seconds that the plans by rule have under any time limit
+RULES_S = 1.0  # seconds that the plans by rule, and the choice of `balance`, have under any time limit
 FIRST = 80  # parts of annealing among few options, for good plans in the first second
 
 
@@ -244,7 +244,8 @@ def find_plan(
     found = asked(
         Request(problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off)
     )
-    priced = found.priced if mode == "manual" else balanced(found.priced, problem)
+    ending = Deadline(max(started + time_limit_s, time.monotonic() + RULES_S), called_off)
+    priced = found.priced if mode == "manual" else balanced(found.priced, problem, ending)
     time_s = priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
     lower_bound_s = min(found.lower_bound_s, time_s)

@@ -7,7 +7,8 @@ these; where a choice has none for a call, its slots are idle. Orders are those 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,13 +204,18 @@ def make_arrays(
     start = np.cumsum([0, *map(len, options)])
     resident = [len(of_call) // 2 if of_call[-1].offload else len(of_call) for of_call in options]
     offloaded = start[:-1] + np.array(resident)
-    if before is not None and ((before.offloaded < before.start[1:]) == (offloaded < start[1:])).all():
+    patterns = [*_patterns(graph, rows, start)]
+    if (
+        before is not None
+        and ((before.offloaded < before.start[1:]) == (offloaded < start[1:])).all()
+        and (before.templates.of[[number for number, *_ in patterns]] >= 0).all()
+    ):
         templates = before.templates
     else:
         offloadable = {
             call.name for call, of_call in zip(graph.calls, options, strict=True) if of_call[-1].onloaded
         }
-        templates = _templates(problem, orders, offloadable, deadline)
+        templates = _templates(problem, patterns, orders, offloadable, deadline)
     return Arrays(
         n_calls=len(graph.calls),
         memory_bytes=min(device for _, device, _ in memories),
@@ -300,10 +306,18 @@ class _Numbers(dict[Any, int]):
         return self[key]
 
 
+Pattern = tuple[int, dict[str, int], dict[str, int]]
+"""The number of a pattern, call -> side, call -> placement."""
+
+
 def _templates(
-    problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str], deadline: Deadline
+    problem: Problem,
+    patterns: Iterable[Pattern],
+    orders: Sequence[tuple[str, ...]],
+    offloadable: Collection[str],
+    deadline: Deadline,
 ) -> Templates:
-    """The templates of all patterns. offloadable: names of the calls that have options with onloads."""
+    """The templates of patterns. offloadable: names of the calls that have options with onloads."""
 
     def refuse_late() -> None:
         if deadline.is_past():
@@ -319,7 +333,7 @@ def _templates(
     moved = dict[
         tuple[str | int, ...], PlanTemplate
     ]()  # by sides: a few patterns of placements have the same
-    for pattern, where, placement in _patterns(graph):
+    for pattern, where, placement in patterns:
         refuse_late()
         sides = tuple(where.values())
         where = {**where, FETCHED: where[graph.source.name]}
@@ -409,10 +423,32 @@ def n_patterns(graph: DataflowGraph) -> int:
     return math.prod(len(sides) * len(places) for sides, places in radices(graph))
 
 
-def _patterns(graph: DataflowGraph) -> Iterator[tuple[int, dict[str, int], dict[str, int]]]:
-    """(number, call -> side, call -> placement) of all possible patterns."""
+def _may_be(firsts: Sequence[int], own: Sequence[Set[tuple[int, int]]]) -> bool:
+    """Whether calls can have values of their own so that those with one first call, and only they, have the same.
+
+    Calls whose values are certain are told apart; of the others only their number is looked at.
+    """
+    common: dict[int, Set[tuple[int, int]]] = {}
+    for call, first in enumerate(firsts):
+        common[first] = common.get(first, own[call]) & own[call]
+    certain = [values for values in common.values() if len(values) == 1]
+    return (
+        all(common.values())
+        and len(set().union(*certain)) == len(certain)
+        and len(set().union(*common.values())) >= len(common)
+    )
+
+
+def _patterns(graph: DataflowGraph, rows: Rows, start: Ints) -> Iterator[Pattern]:
+    """The patterns that options may have. rows, start: Arrays.options, Arrays.start."""
     names = [call.name for call in graph.calls]
     digits = radices(graph)
+    own_sides = [{(0, side) for side in rows["where"][a:b].tolist()} for a, b in pairwise(start)]
+    # Only calls of one trained role are asked whether their placements are equal.
+    own_places = [
+        {(firsts[0], place) for place in rows["place"][a:b].tolist()}
+        for (a, b), (_, firsts) in zip(pairwise(start), digits, strict=True)
+    ]
 
     def grow(number: int, sides: list[int], places: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
         i = len(sides)
@@ -420,9 +456,11 @@ def _patterns(graph: DataflowGraph) -> Iterator[tuple[int, dict[str, int], dict[
             yield number, sides, places
             return
         for a, side in enumerate(digits[i][0]):
+            # A first call with an equal side is its own first one.
+            if side != i and sides[side] != side or not _may_be([*sides, side], own_sides):
+                continue
             for b, place in enumerate(digits[i][1]):
-                # A first call with an equal side is its own first one.
-                if side in (i, *sides) and place in (i, *places) and (side == i or sides[side] == side):
+                if place in (i, *places) and _may_be([*places, place], own_places):
                     following = (number * len(digits[i][0]) + a) * len(digits[i][1]) + b
                     yield from grow(following, [*sides, side], [*places, place])
 
