@@ -4,9 +4,10 @@ are few enough, against the best of all of them.
     python -m bench.random_problems [--problems 200] [--first 0] [--limit 2]
 
 Problem number n is the same everywhere: GRPO or PPO, with parts, rounds and staleness, on two to four devices of one
-or two hosts, with fast and slow links, one role or several, ample and scarce memory. For each the bench finds the plan
-of every mode within the limit. It prints a row for each kind of problem: how often the search was behind, by how much
-at most, how often it proved its plan, and its seconds. It ends with 1 if the search was behind anywhere.
+or two hosts, with fast and slow links, one role or several, ample and scarce memory. The search has the limit, each
+other mode half of it, as in the comparison that `prefect-rlhf plan` prints. The bench prints a row for each kind of
+problem: how often the search was behind, by how much at most, how often it proved its plan, and its seconds. It ends
+with 1 if the search was behind anywhere.
 """
 
 import argparse
@@ -202,7 +203,9 @@ def main(arguments: list[str] | None = None) -> int:
         one = compared(random_problem(number), given.limit)
         every.append(one)
         if one.behind:
-            print(f"problem {number}: {one.kind}: {one.found_s:.5g} s, {one.by} {one.best_s:.5g} s", flush=True)
+            print(
+                f"problem {number}: {one.kind}: {one.found_s:.5g} s, {one.by} {one.best_s:.5g} s", flush=True
+            )
     print("\n".join(rows(every)))
     return int(any(one.behind for one in every))
 

@@ -457,7 +457,7 @@ def _patterns(graph: DataflowGraph, rows: Rows, start: Ints) -> Iterator[Pattern
             return
         for a, side in enumerate(digits[i][0]):
             # A first call with an equal side is its own first one.
-            if side != i and sides[side] != side or not _may_be([*sides, side], own_sides):
+            if (side != i and sides[side] != side) or not _may_be([*sides, side], own_sides):
                 continue
             for b, place in enumerate(digits[i][1]):
                 if place in (i, *places) and _may_be([*places, place], own_places):

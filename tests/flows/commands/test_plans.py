@@ -235,7 +235,14 @@ def test_two_outputs_to_one_file_are_refused_before_the_search(run_plan, tmp_pat
     outcome = run_plan(ppo(), "--time-limit", "0", *outputs)
     refused(outcome, "figures.json are the same file", str(Path(other)), "Name two files.")
     outputs = ("--json", str(tmp_path / "figures.json"), "--out", "plan.yaml")
-    refused(run_plan(ppo(), "--time-limit", "0", *outputs), "leaves no time to search")
+    refused(run_plan(ppo(), "--time-limit", "0", *outputs), "--time-limit 0: a search takes more than 0 and")
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "nan", "inf", "1e99"])
+def test_a_time_limit_that_is_none_is_refused_before_any_answer(run_plan, limit):
+    status, out, err = run_plan(ppo(), "--time-limit", limit)
+    refused((status, out, err), f"--time-limit {float(limit):g}: a search takes more than 0 and at most")
+    assert out == ""
 
 
 def test_the_help_says_what_is_done_under_any_time_limit(capsys):
