@@ -6,8 +6,8 @@ are few enough, against the best of all of them.
 Problem number n is the same everywhere: GRPO or PPO, with parts, rounds and staleness, on two to four devices of one
 or two hosts, with fast and slow links, one role or several, ample and scarce memory. The search has the limit, each
 other mode half of it, as in the comparison that `prefect-rlhf plan` prints. The bench prints a row for each kind of
-problem: how often the search was behind, by how much at most, how often it proved its plan, and its seconds. It ends
-with 1 if the search was behind anywhere.
+problem: how often the search was behind, by how much at most, how often it proved its plan, how often the limit came
+before all options were priced, and its seconds. It ends with 1 if the search was behind anywhere.
 """
 
 import argparse
@@ -141,6 +141,7 @@ class Compared(NamedTuple):
 
     found_s    seconds per iteration of the search's plan; infinite where it says that nothing fits
     is_proven  whether the search proved its plan
+    is_late    whether the limit ended it before all options were priced: then it is compared with the modes alone
     seconds    that the search took
     best_s     the least seconds per iteration of any other mode, or of all choices; infinite where none fits
     by         who found it
@@ -149,6 +150,7 @@ class Compared(NamedTuple):
     kind: str
     found_s: float
     is_proven: bool
+    is_late: bool
     seconds: float
     best_s: float
     by: str
@@ -166,13 +168,13 @@ def compared(problem: Problem, limit_s: float) -> Compared:
     for mode in OTHERS:
         with suppress(PlanError, ProblemError):
             seconds[mode] = find_plan(problem, mode, limit_s / 2).iteration_time_s
-    searched: tuple[float, bool, float] = math.inf, False, 0.0
+    searched: tuple[float, bool, bool, float] = math.inf, False, False, 0.0
     with suppress(PlanError, ProblemError):
         found = find_plan(problem, "search", limit_s)
-        searched = found.iteration_time_s, found.proven_optimal, found.seconds
+        searched = found.iteration_time_s, found.proven_optimal, found.late, found.seconds
     with suppress(ProblemError):
         tables = Tables(problem)
-        if math.prod(map(len, tables.options)) <= MOST_CHOICES:
+        if not searched[2] and math.prod(map(len, tables.options)) <= MOST_CHOICES:
             seconds["enumeration"] = enumerated(tables)
     by = min(seconds, key=lambda mode: seconds[mode], default="")
     return Compared(kind_of(problem), *searched, seconds.get(by, math.inf), by)
@@ -180,13 +182,14 @@ def compared(problem: Problem, limit_s: float) -> Compared:
 
 def rows(every: list[Compared]) -> Iterator[str]:
     """The table: a row for each kind, then all together."""
-    yield f"{'problems':40} {'number':>6} {'behind':>6} {'at most':>8} {'proved':>6} {'seconds':>8}"
+    yield f"{'problems':40} {'number':>6} {'behind':>6} {'at most':>8} {'proved':>6} {'late':>4} {'seconds':>8}"
     kinds = sorted({one.kind for one in every})
     for kind in [*kinds, "all"]:
         own = [one for one in every if kind in (one.kind, "all")]
         yield (
             f"{kind:40} {len(own):6} {sum(one.behind > 0 for one in own):6} {max(one.behind for one in own):8.1%} "
-            f"{sum(one.is_proven for one in own):6} {sum(one.seconds for one in own):8.1f}"
+            f"{sum(one.is_proven for one in own):6} {sum(one.is_late for one in own):4} "
+            f"{sum(one.seconds for one in own):8.1f}"
         )
 
 

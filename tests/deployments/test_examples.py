@@ -62,6 +62,7 @@ def test_an_example_to_run_is_of_the_algorithm_in_its_name_and_can_be_drawn(name
 def test_every_example_to_plan_is_known_here():
     found = {path.stem for path in EXAMPLES.glob("plan-*.yaml")} - {
         "plan-cluster",
+        "plan-cluster-eager",
         "plan-cluster-two-classes",
     }
     assert found == set(HOSTS)
