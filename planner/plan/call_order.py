@@ -164,7 +164,8 @@ def _heeding(wishes: Ints, early: Ints, late: Ints) -> Ints:
     follows = np.zeros((n_slots, n_slots), np.int64)
     follows[early, late] = 1
     waits = np.tile(follows.sum(axis=0), (n_orders, 1))  # for so many slots; -1: placed
-    places, every = np.empty_like(wishes), np.arange(n_orders)
+    every = list(range(n_orders))
+    places = np.empty_like(wishes)
     for place in range(n_slots):
         ready = np.where(waits == 0, wishes, wishes.max(initial=0) + 1)
         taken = ready.argmin(axis=1)

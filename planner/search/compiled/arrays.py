@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.call_order import OrderRule, levels, node_order, with_trailing
@@ -110,7 +111,7 @@ class Templates(NamedTuple):
     slots: Rows
     after: Ints
     across: Ints
-    order: Ints
+    order: NDArray[np.int16]
     transfers: Rows
 
 
