@@ -239,7 +239,7 @@ def test_a_plan_that_no_change_of_two_calls_leads_to_is_found_and_proved(far_fro
 @pytest.mark.parametrize(
     "numbers",
     [
-        (0, 2, 4, 6, 8, 14),
+        (2, 6, 14, 87),
         pytest.param(range(200), marks=[pytest.mark.slow, pytest.mark.timeout(7200)], id="200 of them"),
     ],
 )
@@ -438,9 +438,9 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
 
 
 @pytest.mark.parametrize("mode", ["search", "mcmc"])
-@pytest.mark.parametrize("looks", [1, 60, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("looks", [1, 60, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(small_problem, mode, looks):
-    """While few options are priced, which here takes 60 looks and more, that is a plan by rule without a bound."""
+    """While few options are priced and plans laid out, which here takes hundreds of looks, that is a plan by rule without a bound."""
     problem, asked = small_problem(Cluster(2, 4)), [0]
 
     def called_off():
@@ -451,7 +451,7 @@ def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(sma
     assert asked[0] < looks + 20
     assert result.evaluations > 0
     assert 0 < result.gap <= 1
-    assert (result.gap < 1) == (looks == 400)
+    assert (result.gap < 1) == (looks == 4000)
     assert not result.proven_optimal
     if mode == "search":
         assert result.iteration_time_s <= find_plan(problem, "heuristic", TO_THE_END_S).iteration_time_s
