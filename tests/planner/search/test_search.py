@@ -440,7 +440,7 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
 @pytest.mark.parametrize("mode", ["search", "mcmc"])
 @pytest.mark.parametrize("looks", [1, 60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(small_problem, mode, looks):
-    """While few options are priced and plans laid out, for hundreds of looks, that is a plan by rule without a bound."""
+    """While few options are priced and plans laid out, for hundreds of looks, that is a plan by rule, unbounded."""
     problem, asked = small_problem(Cluster(2, 4)), [0]
 
     def called_off():
