@@ -153,9 +153,9 @@ def test_the_cluster_file_is_read_without_warnings():
 
 
 def test_decoding_without_cuda_graphs_is_priced_as_it_was_measured_and_with_them_as_it_is_not():
-    """ReaL (arXiv:2406.14088, table 1): 7B on 8 GPUs, without CUDA graphs, takes 29.8 s under pp=8 and 37.1 s under
-    tp=8. The figures of the file are fitted to these two. The preset is of our engine, which has CUDA graphs: there
-    both take less than half as long, and tp=8 is the faster one."""
+    """ReaL (arXiv:2406.14088, table 1), without CUDA graphs, takes 29.8 s under pipeline parallelism and 37.1 s under
+    tensor parallelism. Two figures of the file are fitted to these two, for sizes that are assumed. The preset is of
+    our engine, which has CUDA graphs: there both take less than half as long, and tp=8 is the faster one."""
     changes = ["sampling.max_completion_length=896", "batch_size=128"]
     config = load_config(EXAMPLES / "plan-ppo-7b-7b.yaml", changes)
 
