@@ -58,7 +58,9 @@ INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
 def main() -> None:
     """Entry point of the process."""
-    if sys.getfilesystemencoding() != "utf-8":  # PYTHONUTF8=0, or an old locale: paths and texts would not be read
+    if (
+        sys.getfilesystemencoding() != "utf-8"
+    ):  # PYTHONUTF8=0, or an old locale: paths and texts would not be read
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
     os.environ.update(direct_to_loopback(os.environ))
     # The terminal shows our own lines; Prefect's logs are in the UI. Workers inherit this.

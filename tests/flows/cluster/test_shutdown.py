@@ -181,7 +181,8 @@ def test_a_flow_whose_signal_was_swallowed_is_cancelled(tmp_path, monkeypatch, p
             with demo.demo_at(tmp_path, seed=0):
                 await lose_a_signal()
 
-    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
+    for variable in ("PREFECT__RUNTIME__FLOW_RUN__ID", "PREFECT__FLOW_RUN_ID"):
+        monkeypatch.setenv(variable, str(uuid4()))
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "1")
     monkeypatch.setattr(runs, "cluster_of", no_cluster)
     monkeypatch.setattr(demo, "local_cluster", no_cluster)
