@@ -43,7 +43,7 @@ PIPELINE = textwrap.dedent("""
 """)
 
 
-async def states_of(name: str) -> list[list[tuple[str, str | None]]]:
+async def states_of(name: str) -> list[list[tuple[str | None, str | None]]]:
     """(name, message) of the states of each flow run that bears that name, the newest last."""
     wanted = FlowRunFilter(name=FlowRunFilterName(like_=name))
     async with get_client() as client:
@@ -63,6 +63,7 @@ def test_a_run_that_a_signal_ends_is_cancelled_at_its_commit_and_so_is_its_pipel
     command = [sys.executable, "-c", PIPELINE, mark]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
         try:
+            assert run.stdout is not None
             assert run.stdout.readline() == "READY\n"
             run.send_signal(number)
             said, _ = run.communicate(timeout=300)
