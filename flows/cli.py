@@ -3,6 +3,7 @@
 import ast
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,17 +52,35 @@ for group, commands in ((app, COMMANDS), (config_app, CONFIG_COMMANDS)):
 app.command(config_app)
 
 USER_ERROR = 2  # exit status after a mistake of the user
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 OUR_PACKAGES = ("flows", "rlhf_tasks", "planner", "blocks", "deployments")
 INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
 
 def main() -> None:
     """Entry point of the process."""
+    if (
+        sys.getfilesystemencoding() != "utf-8"
+    ):  # PYTHONUTF8=0, or an old locale: paths and texts would not be read
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
+    os.environ.update(direct_to_loopback(os.environ))
     # The terminal shows our own lines; Prefect's logs are in the UI. Workers inherit this.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     _refuse_shadowing()
     sys.exit(run_command(sys.argv[1:]))
+
+
+def direct_to_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep requests to this machine from the proxies that `environment` names.
+
+    The Prefect server of a run listens on loopback, where no proxy can reach it. All that this process starts
+    inherits them. Of the two spellings the lower case counts, for those who read both.
+    """
+    stated = environment.get("no_proxy", environment.get("NO_PROXY", ""))
+    hosts = [host.strip() for host in stated.split(",") if host.strip()]
+    joined = ",".join([*hosts, *(host for host in LOOPBACK if host not in hosts)])
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), "*" if "*" in hosts else joined)
 
 
 def run_command(arguments: list[str]) -> int:

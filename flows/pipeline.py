@@ -10,6 +10,7 @@ from prefect.runtime import flow_run
 
 from flows.demo.stages import demo_at, make_models, measure, settle_seed
 from flows.ppo import rlhf_ppo
+from flows.run.interrupted import cancelled_by_signals
 from flows.run.pipeline import carry_out_pipeline
 from rlhf_tasks.algorithms.pipelines import PipelineConfig
 from rlhf_tasks.system.durable import replace_file
@@ -36,8 +37,11 @@ async def rlhf_pipeline(
         seed: Seed of the demo's data, weights and sampling.
         config: The pipeline's configuration, as in a YAML file.
     """
-    if config is not None:
-        return await carry_out_pipeline(config)
+    async with cancelled_by_signals(lambda: "between two stages"):
+        return await (_demo(folder, seed) if config is None else carry_out_pipeline(config))
+
+
+async def _demo(folder: str, seed: int) -> dict[str, Any]:
     place, started_s = Path(folder).resolve(), time.time()
     finished = place / "summary.json"
     if finished.exists():

@@ -7,6 +7,7 @@ from prefect import flow
 from prefect.states import State
 
 from flows.demo.stages import demo_at, make_models
+from flows.run.interrupted import cancelled_by_signals
 from flows.run.runs import carry_out, flow_run_name
 from flows.view.forms import Form
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
@@ -30,6 +31,11 @@ async def rlhf_ppo(
     """
     if config is not None or run_folder is not None:
         return await carry_out("ppo", config, run_folder)
+    async with cancelled_by_signals(lambda: "before PPO"):
+        return await _demo()
+
+
+async def _demo() -> dict[str, Any] | State[Any]:
     with demo_at(RUNS / "demo", seed=None) as demo:
         policy = await make_models(demo)
         fresh = policy.model_copy(update={"name": None, "output_dir": str(RUNS.resolve())})

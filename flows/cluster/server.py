@@ -122,6 +122,8 @@ def refuse_dead_server() -> None:
                 f"PREFECT_API_URL={api_url}: the login was refused there (status {status}). Set "
                 "PREFECT_API_AUTH_STRING or PREFECT_API_KEY to one that the server knows."
             ) from None
+    except ImportError as error:  # httpx wants a package for a SOCKS proxy
+        raise ConfigError(f"PREFECT_API_URL={api_url}: cannot be asked through ALL_PROXY. {error}") from None
     except (HTTPError, InvalidURL, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"PREFECT_API_URL={api_url}: no Prefect server answers there ({error}). Start it, or unset "

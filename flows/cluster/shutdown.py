@@ -55,6 +55,16 @@ def ending_in_time(run: "asyncio.Task[Any] | None" = None, end_s: float = END_S)
             watch.call_off()
 
 
+def signal_received() -> signal.Signals | None:
+    """The signal that has asked this process to end; None where none has.
+
+    Waits a moment for the thread that watches: the task that is cancelled may hear of the signal first.
+    """
+    if _watching and _watching[-1].asked.wait(LOOK_S):
+        return _watching[-1].number
+    return None
+
+
 @contextmanager
 def terminable() -> Iterator[None]:
     """Inside, SIGTERM raises Terminated, so that a process that is told to end before its flow begins cleans up too.
@@ -108,12 +118,14 @@ class _Patience:
 
 
 _patience: list[_Patience] = []
+_watching: "list[Watch]" = []  # the active one, if any
 
 
 class Watch:
     """Waits for a signal that asks this process to end, and makes sure that it ends.
 
     run         the task that a signal cancels
+    asked, number  whether a signal has come, and which
     last_words  written to standard error before the process is killed
     to_exit     after a signal, the deadline holds until the process exits, because it does nothing but this run
     """
@@ -123,7 +135,7 @@ class Watch:
         self.last_words = ""
         self.to_exit = False
         self._end_s = end_s
-        self._asked = False
+        self.asked, self.number = threading.Event(), signal.SIGINT
         self._thread = threading.Thread(target=self._watch, name="ending", daemon=True)
 
     def begin(self) -> bool:
@@ -136,12 +148,14 @@ class Watch:
             self._close()
             return False
         self._thread.start()
+        _watching.append(self)
         return True
 
     def call_off(self) -> None:
         """Stop watching: the run has ended."""
-        if self._asked and self.to_exit:
+        if self.asked.is_set() and self.to_exit:
             return
+        _watching.remove(self)
         signal.set_wakeup_fd(-1)
         self._sent.send(bytes([CALLED_OFF]))
         self._thread.join()
@@ -157,7 +171,8 @@ class Watch:
             number = self._next(None)
             if number == CALLED_OFF:
                 return
-        self._asked = True
+        self.number = signal.Signals(number)
+        self.asked.set()
         if number == signal.SIGTERM and _patience and not self._waited():
             return
         asked_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +19,7 @@ from flows.pipeline import rlhf_pipeline
 from flows.ppo import rlhf_ppo
 from flows.run.algorithm_flow import flow_of
 from flows.run.disk_room import full_disk
+from flows.run.interrupted import Interrupted
 from flows.run.planning import profile_folder
 from flows.run.profiling import rlhf_profile
 from flows.run.run_folder import SUMMARY
@@ -109,6 +111,11 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
         raise
     except (asyncio.CancelledError, TerminationSignal, Terminated):
         console.print(stopped, highlight=False, soft_wrap=True)
+        raise SystemExit(TERMINATED) from None
+    except Interrupted as ended:
+        console.print(stopped, highlight=False, soft_wrap=True)
+        if ended.number == signal.SIGINT:
+            raise KeyboardInterrupt from None
         raise SystemExit(TERMINATED) from None
     except CancelledRun:
         console.print(f"cancelled. To go on: {again}", highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from prefect import flow
 
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
+from flows.run.interrupted import cancelled_by_signals
 from flows.run.planning import (
     grid_of,
     hardware_of,
@@ -41,11 +42,12 @@ PIECE_DEADLINE_S = 900.0  # of one model under one tp degree
 async def rlhf_profile(config: RunConfig) -> list[str]:
     """Measure the models of a configuration on its cluster, in minutes, on each number of ranks that a run of it may
     have. Returns the profiles' files."""
-    return [
-        str(store(profile, profile_folder(config)))
-        for number in rank_counts(config)
-        for profile in await measure_profiles(on_ranks(config, number))
-    ]
+    async with cancelled_by_signals(lambda: "before the last measurement"):
+        return [
+            str(store(profile, profile_folder(config)))
+            for number in rank_counts(config)
+            for profile in await measure_profiles(on_ranks(config, number))
+        ]
 
 
 async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:

@@ -22,6 +22,7 @@ from flows.cluster.shutdown import ending_in_time, patient
 from flows.cluster.this_machine import gpus_here
 from flows.rewards.secret_blocks import secret_blocks
 from flows.run.disk_room import full_disk
+from flows.run.interrupted import cancelled_by_signals
 from flows.run.orders import ENDINGS, Order, Orders, leave_to_prefect, watched_orders
 from flows.run.planned_and_measured import Planned, keep_drift, planned, planned_and_measured
 from flows.run.planning import hardware_of
@@ -90,27 +91,37 @@ async def carry_out(
         ending_in_time(asyncio.current_task()),
         taken(place, ENDS_S if begun > 1 else 0.0),
     ):
-        remember_folder(place, flow_run.id)
-        restarts = Restarts(place, most)
-        rebuilds = restarts.begin(
-            started_again=begun > 1
-        )  # at once: whatever ends the process from here on counts
-        prepared, expected = made or _prepared(config, place)
-        begin_to_load_for(prepared.config.cluster)
-        with prefect_server(place):
-            keep_identity(place, prepared)
-            prepared.keep_rows(place)
-            view = RunView(prepared, place, expected)
-            try:
-                await view.begin()
-                async with watched_orders(place, flow_run.id, view.say) as orders:
-                    attempts = Attempts(prepared, place, blocks, view, orders, restarts)
-                    by_worker = bool(os.environ.get("PREFECT__FLOW_RUN_ID"))
-                    with patient(lambda: patience_s(orders)) if by_worker else nullcontext():
-                        order = await attempts.run(rebuilds)
-                return await _end(order, orders, prepared, place, view)
-            finally:
-                await view.close()
+        async with cancelled_by_signals(lambda: f"at commit {newest_step(place) or 0}"):
+            return await _carry_out_in(place, config, made, blocks, started_again=begun > 1)
+
+
+async def _carry_out_in(
+    place: Path,
+    config: RunConfig,
+    made: tuple[Prepared, dict[int, Planned]] | None,
+    blocks: Mapping[str, str],
+    started_again: bool,
+) -> dict[str, Any] | State[Any]:
+    """The same in a run folder that is taken. made: what `_prepared` gave for a new run."""
+    remember_folder(place, flow_run.id)
+    restarts = Restarts(place, config.runtime.max_restarts)
+    rebuilds = restarts.begin(started_again)  # at once: whatever ends the process from here on counts
+    prepared, expected = made or _prepared(config, place)
+    begin_to_load_for(prepared.config.cluster)
+    with prefect_server(place):
+        keep_identity(place, prepared)
+        prepared.keep_rows(place)
+        view = RunView(prepared, place, expected)
+        try:
+            await view.begin()
+            async with watched_orders(place, flow_run.id, view.say) as orders:
+                attempts = Attempts(prepared, place, blocks, view, orders, restarts)
+                by_worker = bool(os.environ.get("PREFECT__FLOW_RUN_ID"))
+                with patient(lambda: patience_s(orders)) if by_worker else nullcontext():
+                    order = await attempts.run(rebuilds)
+            return await _end(order, orders, prepared, place, view)
+        finally:
+            await view.close()
 
 
 def patience_s(orders: Orders) -> float:

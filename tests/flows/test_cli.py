@@ -6,12 +6,13 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from urllib.request import proxy_bypass
 
 import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.cli import COMMANDS, CONFIG_COMMANDS, run_command
+from flows.cli import COMMANDS, CONFIG_COMMANDS, direct_to_loopback, run_command
 from flows.demo.data import DATA, write_model_folder
 from flows.run.run_folder import new_run_folder, taken
 from rlhf_tasks.algorithms.configurations import make_config
@@ -286,3 +287,27 @@ def test_a_package_that_hides_one_of_ours_is_refused(tmp_path: Path):
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: blocks would be imported from {hiding}, which hides")
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("stated", "hosts"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "firm.example"}, "firm.example,localhost,127.0.0.1,::1"),
+        ({"no_proxy": ".firm, 127.0.0.1", "NO_PROXY": "x"}, ".firm,127.0.0.1,localhost,::1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_no_proxy_stands_between_a_run_and_its_server_and_the_users_own_exceptions_stay(
+    monkeypatch, stated, hosts
+):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    made = direct_to_loopback(stated)
+    assert made == {"no_proxy": hosts, "NO_PROXY": hosts}
+    for name, value in made.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_bypass("127.0.0.1:4200")
+    assert proxy_bypass("localhost")
+    assert bool(proxy_bypass("hub.example")) == (hosts == "*")

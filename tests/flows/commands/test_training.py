@@ -80,3 +80,18 @@ def test_a_run_that_is_told_to_end_while(prefect, tmp_path, moment, number):
         assert f"To go on: prefect-rlhf run ppo --resume {folder}" in run.output
         assert "Traceback" not in run.output
     assert go_on(folder, tmp_path / "again", environment=environment)["iterations"] == ITERATIONS
+
+
+@pytest.mark.whole
+def test_a_run_behind_a_dead_proxy_without_utf_8_in_a_folder_with_an_umlaut_ends_as_usual(tmp_path):
+    command, folder = begin(tmp_path / "wörk dir", total_iterations=1)
+    proxy = "http://127.0.0.1:9"
+    environment = {
+        **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), proxy),
+        **{"LC_ALL": "C", "PYTHONUTF8": "0", "no_proxy": "", "NO_PROXY": ""},
+    }
+    with MarkedCommand(tmp_path / "log", *command, environment=environment) as run:
+        assert run.process.wait(300) == 0, run.output
+        assert "without the Prefect server" not in run.output
+        run.assert_gone()
+    assert json.loads((folder / "summary.json").read_text())["iterations"] == 1
