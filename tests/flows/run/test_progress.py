@@ -38,7 +38,7 @@ class Played:
         monkeypatch.setattr("flows.view.artifacts.start_progress", self.start_progress)
         monkeypatch.setattr("flows.view.artifacts.show_progress", self.show_progress)
         monkeypatch.setattr("flows.view.artifacts.acreate_markdown_artifact", self.show)
-        monkeypatch.setattr(events, "get_client", lambda: self)
+        monkeypatch.setattr(events, "prompt_client", lambda: self)
         monkeypatch.setattr(events, "related_resources_from_run_context", self.related)
 
     async def __aenter__(self):
