@@ -87,9 +87,9 @@ def _peak_flops_per_s(classes: DeviceClasses) -> float:
 def planned_and_measured(
     plan: ExecutionPlan, expected: Planned, lineage: Sequence[JournalRow]
 ) -> dict[str, Any]:
-    """{source, note, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory as
-    pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds most,
-    and at most, by device.
+    """{source, note, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory
+    as pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds
+    most, and at most, by device.
 
     lineage  of the iterations that went by the plan
     drifted  which calls, `iteration`, and which calls' memory, are off by more than the planner's limit

@@ -248,7 +248,9 @@ class RunView:
         metrics = await asyncio.to_thread(read_jsonl, self._folder / METRICS)
         last = metrics[-1]["iteration"] if metrics else -1
         metrics += [row for row in self._uncommitted if row["iteration"] > last]
-        if not isinstance(self._prepared.config, OnePass):  # whose iterations are parts of one answer: `show_scores`
+        if not isinstance(
+            self._prepared.config, OnePass
+        ):  # whose iterations are parts of one answer: `show_scores`
             await self._show_page(lambda: artifacts.curves_page(metrics))
         spans = spans_of(self._shown, self._recent)
         await self._show_page(lambda: artifacts.timeline_page(spans))

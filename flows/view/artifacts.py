@@ -43,7 +43,13 @@ SECONDS = "s per iteration"
 BAR = 20  # characters of a progress bar
 PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that could be markdown syntax
 MOST_ROWS = 100  # of the data, in a table
-ANSWERS = ("answer", "ground_truth", "solution", "target", "label")  # columns that may have a row's right answer
+ANSWERS = (
+    "answer",
+    "ground_truth",
+    "solution",
+    "target",
+    "label",
+)  # columns that may have a row's right answer
 LONGEST = 400  # characters of a sample's prompt or completion that are shown
 WORD = re.compile(r"\S{24}(?=\S)")  # a word may be broken after this many characters
 
@@ -225,7 +231,7 @@ def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
     if not any(drawn_metrics(list(row)) for row in metrics):
         return None
     if len(metrics) == 1:
-        shown = [name for _, names in drawn_metrics(list(metrics[0])) for name in names]
+        shown = drawn_metrics(list(metrics[0]))
         table = markdown_table([{"metric": name, "value": metrics[0][name]} for name in shown])
         return Page("curves", "Rewards, KL and losses.", f"# After 1 iteration\n\n{table}\n")
     markdown = f"# After {len(metrics)} iterations\n\n{picture(curves(metrics), 'curves')}\n"

@@ -63,13 +63,13 @@ async def shown() -> None:
         artifacts.plan_page(plan),
         artifacts.curves_page(RECORDED["metrics"]),
         artifacts.timeline_page(spans_of(plan, RECORDED["lineage"])),
+        artifacts.completions_page(samples),
     )
     for page in pages:
         assert page is not None
         await artifacts.show_page(page)
     progress = await artifacts.start_progress(12)
     await artifacts.show_progress(progress, 8, 5, 12)
-    await artifacts.show_completions(samples)
     await artifacts.show_planned_and_measured(RECORDED["planned_and_measured"])
 
 
