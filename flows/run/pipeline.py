@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -136,7 +137,7 @@ async def show_pipeline(name: str, folder: Path, stages: Sequence[str], heading:
                 "iterations": reached["iterations"],
                 "seconds": round(reached["seconds"], 1),
                 "reached": ", ".join(f"{key} {metrics[key]:.4g}" for key in shown_metrics(metrics)[:REACHED]),
-                "model": reached.get("model", ""),
+                "model": os.path.relpath(reached["model"], folder) if "model" in reached else "",
             }
         )
     told = heading or (f"Mean reward: {', '.join(scores)}" if scores else f"{name}: {len(rows)} stages")

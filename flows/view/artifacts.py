@@ -42,6 +42,9 @@ from rlhf_tasks.spec import ExecutionPlan
 SECONDS = "s per iteration"
 BAR = 20  # characters of a progress bar
 PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that could be markdown syntax
+LINKED = re.compile(
+    r"([\[\]|\\<>`*])"
+)  # the same in a link's text, of which the UI shows other escapes as they are
 MOST_ROWS = 100  # of the data, in a table
 ANSWERS = (
     "answer",
@@ -106,7 +109,8 @@ def _cell(value: Any) -> str:
         case None:
             return ""
         case Link(text, path):
-            return f"[{_plain(text)}]({path})"
+            shown = LINKED.sub(r"\\\1", text)
+            return f"[{shown}]({path})"
         case _:
             return _plain(str(value))
 

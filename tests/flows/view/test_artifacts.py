@@ -97,8 +97,8 @@ def test_one_iteration_makes_a_table_and_no_picture():
 
 
 def test_a_link_leads_to_its_page():
-    assert markdown_table([{"stage": Link("a|b", "/runs/flow-run/1")}]).splitlines()[-1] == (
-        r"| [a\|b](/runs/flow-run/1) |"
+    assert markdown_table([{"stage": Link("a-b|c", "/runs/flow-run/1")}]).splitlines()[-1] == (
+        r"| [a-b\|c](/runs/flow-run/1) |"
     )
 
 
