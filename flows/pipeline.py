@@ -8,10 +8,10 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.demo.stages import demo_at, make_models, measure, settle_seed
+from flows.demo.stages import BEFORE_PPO, demo_at, make_models, measure, settle_seed
 from flows.ppo import rlhf_ppo
 from flows.run.interrupted import cancelled_by_signals
-from flows.run.pipeline import carry_out_pipeline
+from flows.run.pipeline import carry_out_pipeline, show_pipeline
 from rlhf_tasks.algorithms.pipelines import PipelineConfig
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json
@@ -52,6 +52,9 @@ async def _demo(folder: str, seed: int) -> dict[str, Any]:
         before = await measure(demo, policy.roles()["actor"].folder, "before")
         trained = await demo.run(rlhf_ppo, policy)
         after = await measure(demo, trained["model"], "after")
+        stages = [*BEFORE_PPO, "accuracy-before", "ppo", "accuracy-after"]
+        heading = f"Exact-match accuracy on held-out words: {before:.3f} before PPO, {after:.3f} after"
+        await show_pipeline(place.name, place / "stages", stages, heading)
     summary = {
         **trained,
         "ppo_seconds": trained["seconds"],

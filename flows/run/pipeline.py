@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -17,13 +18,19 @@ from flows.cluster.shutdown import ending_in_time
 from flows.run.algorithm_flow import flow_of
 from flows.run.prepare import HandedOver
 from flows.run.ranks import on_ranks, rank_counts
-from flows.run.run_folder import SUMMARY, run_folder_of
+from flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run, run_folder_of
 from flows.run.runs import cluster_of
 from flows.run.stages import begun_folder, check_stages, result_of
-from flows.view.terminal import entering, tell
+from flows.view.artifacts import Link, show_result
+from flows.view.prefect_api import PrefectApi
+from flows.view.terminal import entering, shown_metrics, tell
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of, stages_of
 from rlhf_tasks.system.durable import replace_file
+from rlhf_tasks.system.reading import read_json
+
+EVALUATIONS = ("evaluate",)  # types of stages whose mean reward is a pipeline's result
+REACHED = 2  # metrics of a stage that are shown
 
 
 class PipelineStages:
@@ -96,6 +103,7 @@ async def carry_out_pipeline(config: PipelineConfig) -> dict[str, Any]:
         PipelineStages(configs, checked.prepared) as stages,
     ):
         summaries = {name: await stages.run(name) for name in configs}
+        await show_pipeline(config.name, folder, list(configs))
     summary = {
         "pipeline": config.name,
         "seconds": round(time.time() - started_s, 1),
@@ -106,6 +114,34 @@ async def carry_out_pipeline(config: PipelineConfig) -> dict[str, Any]:
         summary["model"] = models[-1]
     replace_file(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+async def show_pipeline(name: str, folder: Path, stages: Sequence[str], heading: str = "") -> None:
+    """Show in the UI what a pipeline has come to: the scores of its evaluations, and a row for each stage.
+
+    folder   of the stages' run folders
+    heading  in place of the scores
+    """
+    rows, scores = list[dict[str, Any]](), list[str]()
+    for stage in stages:
+        kind, found = read_json(folder / stage / CONFIG)["type"], read_json(folder / stage / SUMMARY)
+        reached = told_of(kind, found)
+        metrics = reached.get("scores") or reached["metrics"]
+        if kind in EVALUATIONS and "reward" in metrics:
+            scores.append(f"{metrics['reward']:.3f} in {stage}")
+        begun = newest_flow_run(folder / stage)
+        rows.append(
+            {
+                "stage": stage if begun is None else Link(stage, f"/runs/flow-run/{begun}"),
+                "type": kind,
+                "iterations": reached["iterations"],
+                "seconds": round(reached["seconds"], 1),
+                "reached": ", ".join(f"{key} {metrics[key]:.4g}" for key in shown_metrics(metrics)[:REACHED]),
+                "model": os.path.relpath(reached["model"], folder) if "model" in reached else "",
+            }
+        )
+    told = heading or (f"Mean reward: {', '.join(scores)}" if scores else f"{name}: {len(rows)} stages")
+    await PrefectApi(name).show(lambda: show_result(told, rows))
 
 
 def told_of(kind: str, summary: Mapping[str, Any]) -> dict[str, Any]:

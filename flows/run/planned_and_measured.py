@@ -15,7 +15,7 @@ from planner.plan.steady_state import steady_state
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
-from planner.pricing.provenance import figures_source
+from planner.pricing.provenance import figures_source, not_measured
 from planner.pricing.run_history import RanCall, drifted, keep_figures
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
@@ -37,6 +37,7 @@ class Planned:
     process_bytes  memory of a rank's process besides; of several classes the largest
     peak_flops_per_s  of all devices of the cluster together
     source         where the figures come from: a profile or a preset, and measured figures of runs
+    note           why what is measured may be far from it, and what to do; "" where something was measured
     figures        the file for what this run finds
     """
 
@@ -46,6 +47,7 @@ class Planned:
     peak_flops_per_s: float
     source: str
     figures: Path
+    note: str = ""
 
     @property
     def needs(self) -> dict[int, float]:
@@ -73,7 +75,8 @@ def planned(config: RunConfig, plan: ExecutionPlan, problem: Problem) -> Planned
     process_bytes = max(profile.process_bytes for profile in classes.profiles)
     peak_flops_per_s = _peak_flops_per_s(model.classes)
     figures = figures_of(config, problem)
-    return Planned(price, active_bytes, process_bytes, peak_flops_per_s, figures_source(model), figures)
+    source = figures_source(model)
+    return Planned(price, active_bytes, process_bytes, peak_flops_per_s, source, figures, not_measured(model))
 
 
 def _peak_flops_per_s(classes: DeviceClasses) -> float:
@@ -84,9 +87,9 @@ def _peak_flops_per_s(classes: DeviceClasses) -> float:
 def planned_and_measured(
     plan: ExecutionPlan, expected: Planned, lineage: Sequence[JournalRow]
 ) -> dict[str, Any]:
-    """{source, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory as
-    pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds most,
-    and at most, by device.
+    """{source, note, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory
+    as pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds
+    most, and at most, by device.
 
     lineage  of the iterations that went by the plan
     drifted  which calls, `iteration`, and which calls' memory, are off by more than the planner's limit
@@ -139,6 +142,7 @@ def planned_and_measured(
     }
     return {
         "source": expected.source,
+        "note": expected.note,
         "iterations": len(ends),
         "drifted": [name for name, pair in judged.items() if drifted(*pair)],
         "iteration": _pair(*iteration),

@@ -32,6 +32,7 @@ from flows.view.terminal import RunProgress, tell
 from rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
 from rlhf_tasks.checkpoint.commits import newest_step
 from rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
+from rlhf_tasks.config.base import OnePass
 from rlhf_tasks.protocol.messages import (
     Aborted,
     Committed,
@@ -79,6 +80,7 @@ class RunView:
         self._first: Mapping[str, float | None] | None = None
         self._warned: set[str] = set()
         self._plan_due: ExecutionPlan | None = None
+        self._pages: dict[str, UUID] = {}  # key -> of the page that Prefect has, which later ones replace
         self._news = asyncio.Event()
         self._ending = False
         self._showing: asyncio.Task[None] | None = None
@@ -260,14 +262,18 @@ class RunView:
         metrics = await asyncio.to_thread(read_jsonl, self._folder / METRICS)
         last = metrics[-1]["iteration"] if metrics else -1
         metrics += [row for row in self._uncommitted if row["iteration"] > last]
-        await self._show_page(lambda: artifacts.curves_page(metrics))
+        if not isinstance(
+            self._prepared.config, OnePass
+        ):  # whose iterations are parts of one answer: `show_scores`
+            await self._show_page(lambda: artifacts.curves_page(metrics))
         spans = spans_of(self._shown, self._recent)
         await self._show_page(lambda: artifacts.timeline_page(spans))
         samples = await asyncio.to_thread(latest_samples, self._folder)
-        await self.api.show(lambda: artifacts.show_completions(samples))
+        await self._show_page(lambda: artifacts.completions_page(samples))
 
     async def _show_page(self, draw: Callable[[], artifacts.Page | None]) -> None:
-        """Draw a page, then show it: what goes wrong with a picture is no fault of the server's."""
+        """Draw a page, then show it in place of the one before: what goes wrong with a picture is no fault of the
+        server's."""
         try:
             page = await asyncio.wait_for(asyncio.to_thread(draw), DRAWN_S)
         except Exception:
@@ -275,7 +281,10 @@ class RunView:
             self.api.skipped += 1
             return
         if page is not None:
-            await self.api.show(lambda: artifacts.show_page(page))
+            known = self._pages.pop(page.key, None)
+            shown = await self.api.show(lambda: artifacts.show_page(page, known))
+            if shown is not None:
+                self._pages[page.key] = shown
 
 
 def by_rank(committed: Committed) -> dict[str, dict[int, NodeResult]]:
@@ -288,7 +297,7 @@ def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
     files = sorted((folder / SAMPLES).glob("*.jsonl"))
     if not files:
         return []
-    shown = ("prompt", "completion", "score", "rewards", "reward_model", "truncated")
+    shown = ("prompt", "completion", "score", "rewards", "reward_model", "truncated", "columns")
     return [{name: row[name] for name in shown} for row in read_jsonl(files[-1])[:count]]
 
 

@@ -189,6 +189,12 @@ def remember_folder(folder: Path, flow_run_id: str) -> None:
     (place / flow_run_id).touch()
 
 
+def newest_flow_run(folder: Path) -> str | None:
+    """The id of the flow run that was the last to run or resume a run folder; None where none has."""
+    begun = max((folder / BEGUN).glob("*"), key=lambda place: place.stat().st_mtime_ns, default=None)
+    return None if begun is None else begun.name
+
+
 def _begun_by(flow_run_id: str | None, config: RunConfig) -> Path | None:
     """The run folder that a flow run has recorded itself in, if it still exists."""
     if flow_run_id is None:

@@ -154,6 +154,8 @@ async def _end(
     view.finishing()
     await view.end()  # first: the summary says what Prefect does not show
     summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning, view.api)
+    if (scores := summary.get("scores")) is not None:
+        await view.api.show(lambda: artifacts.show_scores(scores))
     compared = summary["planned_and_measured"]
     await view.api.show(lambda: artifacts.show_planned_and_measured(compared))
     if missing := view.api.missing():

@@ -154,7 +154,11 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
     folder = config.roles()[role].folder
     if config.exports_adapters:
         header |= {"library_name": "peft", "base_model": folder}
-    reached = "".join(f"| {name} | {json.dumps(value)} |\n" for name, value in metrics.items())
+    reached = "".join(
+        f"| {name} | {'' if value is None else f'{value:.4g}'} |\n"
+        for name, value in metrics.items()
+        if name != "iteration"  # counted from 0: the heading has it as people count
+    )
     versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n",

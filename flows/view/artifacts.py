@@ -17,6 +17,7 @@ from prefect.artifacts import (
     aupdate_progress_artifact,
 )
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.runtime import flow_run
 
 from flows.view.clocks import Span
@@ -41,7 +42,17 @@ from rlhf_tasks.spec import ExecutionPlan
 SECONDS = "s per iteration"
 BAR = 20  # characters of a progress bar
 PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that could be markdown syntax
+LINKED = re.compile(
+    r"([\[\]|\\<>`*])"
+)  # the same in a link's text, of which the UI shows other escapes as they are
 MOST_ROWS = 100  # of the data, in a table
+ANSWERS = (
+    "answer",
+    "ground_truth",
+    "solution",
+    "target",
+    "label",
+)  # columns that may have a row's right answer
 LONGEST = 400  # characters of a sample's prompt or completion that are shown
 WORD = re.compile(r"\S{24}(?=\S)")  # a word may be broken after this many characters
 
@@ -54,9 +65,25 @@ class Page(NamedTuple):
     markdown: str
 
 
-async def show_page(page: Page) -> None:
-    """Write a page, with one request."""
-    await acreate_markdown_artifact(page.markdown, key=page.key, description=page.about)
+class Link(NamedTuple):
+    """A cell of a table that leads to another page of the UI."""
+
+    text: str
+    path: str
+
+
+async def show_page(page: Page, written: UUID | None = None) -> UUID:
+    """Write a page, with one request. Returns its id.
+
+    written  its id where it was written before: it is written anew in its place
+    """
+    if written is None:
+        made = await acreate_markdown_artifact(page.markdown, key=page.key, description=page.about)
+        assert isinstance(made, UUID)
+        return made
+    async with get_client() as client:
+        await client.update_artifact(written, ArtifactUpdate(data=page.markdown, description=page.about))
+    return written
 
 
 def picture(png: bytes, caption: str) -> str:
@@ -81,6 +108,9 @@ def _cell(value: Any) -> str:
             return f"{value:.4g}"
         case None:
             return ""
+        case Link(text, path):
+            shown = LINKED.sub(r"\\\1", text)
+            return f"[{shown}]({path})"
         case _:
             return _plain(str(value))
 
@@ -200,9 +230,14 @@ async def show_comparison(
 
 
 def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
-    """The page of rewards, KL and losses over the complete iterations; None if there is nothing to draw."""
+    """The page of rewards, KL and losses over the complete iterations; None if there is nothing to draw. One
+    iteration alone makes no curve: a table."""
     if not any(drawn_metrics(list(row)) for row in metrics):
         return None
+    if len(metrics) == 1:
+        shown = drawn_metrics(list(metrics[0]))
+        table = markdown_table([{"metric": name, "value": metrics[0][name]} for name in shown])
+        return Page("curves", "Rewards, KL and losses.", f"# After 1 iteration\n\n{table}\n")
     markdown = f"# After {len(metrics)} iterations\n\n{picture(curves(metrics), 'curves')}\n"
     return Page("curves", "Rewards, KL and losses.", markdown)
 
@@ -217,19 +252,38 @@ def timeline_page(spans: Sequence[Span]) -> Page | None:
     return Page("device-timeline", "The nodes that each rank ran, by its own clock.", markdown)
 
 
-async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Show some prompts with the policy's completions: first a table of the scores, then the texts."""
-    if samples:
-        rows = score_rows(samples)
-        texts = [
-            f"### Sample {number}\n\n> {_shown(sample['prompt'])}\n\n{_shown(sample['completion'])}\n"
-            for number, sample in enumerate(samples, 1)
-        ]
-        await acreate_markdown_artifact(
-            "\n".join([markdown_table(rows), *texts]),
-            key="completions",
-            description="Samples of the newest iteration: their scores, then each prompt with its completion.",
-        )
+def completions_page(samples: Sequence[Mapping[str, Any]]) -> Page | None:
+    """The page of some prompts with the policy's completions, each beside the right answer where its row has one:
+    first a table of the scores, then the texts. None if there are no samples."""
+    if not samples:
+        return None
+    texts = [
+        f"### Sample {number}\n\n> {_shown(sample['prompt'])}\n\n{_answered(sample)}\n"
+        for number, sample in enumerate(samples, 1)
+    ]
+    about = "Samples of the newest iteration: their scores, then each prompt with its completion."
+    return Page("completions", about, "\n".join([markdown_table(score_rows(samples)), *texts]))
+
+
+def _answered(sample: Mapping[str, Any]) -> str:
+    """A sample's completion, beside its row's right answer where that has one."""
+    completion, columns = _shown(sample["completion"]), sample.get("columns", {})
+    right = next((columns[name] for name in ANSWERS if columns.get(name) is not None), None)
+    if right is None:
+        return completion
+    return f"| completion | right answer |\n| --- | --- |\n| {completion} | {_shown(str(right))} |\n"
+
+
+async def show_scores(scores: Mapping[str, float]) -> None:
+    """Show what a rollout or an evaluation has found: the number of its samples, and their mean scores."""
+    rows = [{"score": name, "mean": value} for name, value in scores.items() if name != "samples"]
+    await _show_table("scores", rows, f"Means over {scores['samples']} samples.")
+
+
+async def show_result(heading: str, stages: Sequence[Mapping[str, Any]]) -> None:
+    """Show what a pipeline has come to, with a row for each stage."""
+    markdown = f"# {_plain(heading)}\n\n{markdown_table(stages)}\n"
+    await acreate_markdown_artifact(markdown, key="result", description=heading)
 
 
 def score_rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -243,9 +297,9 @@ def _scores_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a sample except its texts, as one flat row; each reward by its name."""
     row: dict[str, Any] = {}
     for name, value in sample.items():
-        if isinstance(value, Mapping):
+        if name == "rewards":
             row.update(value)
-        elif name not in ("prompt", "completion"):
+        elif name not in ("prompt", "completion", "columns"):
             row[name.replace("_", " ")] = value
     return row
 
@@ -272,7 +326,8 @@ async def show_planned_and_measured(figures: Mapping[str, Any]) -> None:
         *(_memory_row(f"memory in {name}", pair) for name, pair in figures["call_memory_bytes"].items()),
         *(_memory_row(f"memory of device {n}", pair) for n, pair in figures["peak_memory_bytes"].items()),
     ]
-    await _show_table("planned-and-measured", rows, f"Planned by a {figures['source']}.")
+    about = f"Planned by a {figures['source']}. {figures.get('note', '')}".rstrip()
+    await _show_table("planned-and-measured", rows, about)
 
 
 def _memory_row(what: str, pair: Mapping[str, float]) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from prefect.client.orchestration import get_client
 from prefect.events import Event, RelatedResource, Resource
 from prefect.events.related import related_resources_from_run_context
 
-from flows.view.prefect_api import Away, PrefectApi, Refused
+from flows.view.prefect_api import Away, PrefectApi, Refused, prompt_client
 
 COMMITTED = "prefect-rlhf.iteration.committed"
 AT_ONCE = 100  # events per request
@@ -69,7 +68,7 @@ class CommitEvents:
         self._due.clear()
 
     async def _request(self, batch: list[Event]) -> None:
-        async with get_client() as client:
+        async with prompt_client() as client:
             if self._related is None:
                 self._related = await related_resources_from_run_context(client)
             events = [event.model_copy(update={"related": self._related}) for event in batch]

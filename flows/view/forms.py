@@ -1,19 +1,22 @@
 """A configuration as the form of a deployment: with groups and titles, required fields first, sections closed.
 
 Prefect draws a flow's parameters from their JSON schema. `Form` annotates a parameter with the schema that both
-versions of the UI draw best. The accepted values stay the same. A section that the user does not open is sent as
-null, for which configurations use the default section.
+versions of the UI draw best. Groups that few need are closed: the form sends what is in them under a name with a
+space, as no field has one, and `Form` puts it where the configuration has it. The accepted values stay the same
+otherwise. A section that the user does not open is sent as null, for which configurations use the default section.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import GetJsonSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 FIRST, LAST = ("", "Batch", "Training", "Score"), ("Run", "Execution", "Fixed")
 """The groups (rlhf_tasks/config/base.py) at a form's beginning and end. An algorithm's own are between them."""
+OPEN = ("", "Batch", "Training")
+"""The groups that are open. Of the others those are closed that have several fields."""
 OTHER = "Further"  # the group of fields that a configuration puts in none
 
 WORDS = {
@@ -53,6 +56,9 @@ class Form:
     def __init__(self, none: str = "") -> None:
         self._none = none
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(_opened, handler(source))
+
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler(core)
         waiting, seen = list(_references(schema)), set()
@@ -64,6 +70,17 @@ class Form:
                 waiting += list(_references(definition))
                 _arrange(definition)
         return _choice(schema, self._none)
+
+
+def _opened(document: Any) -> Any:
+    """A configuration from a form, whose closed groups' fields are put beside the others."""
+    if not isinstance(document, Mapping):
+        return document
+    of_groups = [fields for name, fields in document.items() if " " in name and fields is not None]
+    if not all(isinstance(fields, Mapping) for fields in of_groups):
+        return document
+    opened = {name: value for name, value in document.items() if " " not in name}
+    return opened | {name: value for fields in of_groups for name, value in fields.items()}
 
 
 def _references(schema: Any) -> Iterator[str]:
@@ -93,6 +110,36 @@ def _arrange(definition: dict[str, Any]) -> None:
     for position, (name, group) in enumerate(ordered):
         properties[name] = field = _field(properties[name], name in required)
         field["title"], field["position"] = title_of(name, group), position
+    if groups is not None:
+        _close_groups(definition, ordered)
+
+
+def _close_groups(definition: dict[str, Any], ordered: Sequence[tuple[str, str]]) -> None:
+    """Put the fields of groups that few need into sections of their own, in place.
+
+    Whoever sends a configuration itself has them beside the others: these names are still taken.
+    """
+    properties, required = definition["properties"], definition.get("required", [])
+    groups: dict[str, list[str]] = {}
+    for name, group in ordered:
+        if group not in OPEN and name not in required:
+            groups.setdefault(group, []).append(name)
+    closed = {group: names for group, names in groups.items() if len(names) > 1}
+    for group, names in closed.items():
+        fields = {name: properties.pop(name) for name in names}
+        position = fields[names[0]]["position"]
+        for name, field in fields.items():
+            field["title"] = title_of(name, group).partition(": ")[2]
+            field["title"] = field["title"][0].upper() + field["title"][1:]
+        section = {"type": "object", "title": "Change", "properties": fields, "additionalProperties": False}
+        properties[f"{group} options"] = {
+            "anyOf": [section, {"type": "null", "title": "Default"}],
+            "default": None,
+            "title": group,
+            "position": position,
+        }
+    names = "|".join(name for names in closed.values() for name in names)
+    definition["patternProperties"] = {f"^({names})$": {}}
 
 
 def _grouped(

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from httpx import HTTPError, HTTPStatusError
+from httpx import HTTPError, HTTPStatusError, Response
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
@@ -18,7 +19,8 @@ ANSWER_S = 15.0  # time limit of one request; a server usually needs millisecond
 PAUSE_S = 5.0  # after a failure nothing is sent for this long; twice as long after each further failure
 LONGEST_PAUSE_S = 60.0
 BUSY = {408, 429, 502, 503}  # the server asks to try again, e.g. because SQLite's lock is taken
-BUSY_PAUSE_S = 0.3
+BUSY_PAUSE_S = 0.05  # before it is asked again; twice as long each time
+LONGEST_BUSY_PAUSE_S = 0.4
 NO_LOGIN = {401, 403}  # the login is refused, so every other request would be refused too
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,19 @@ def what_is_wrong(error: Exception) -> str:
     if _status(error) in NO_LOGIN:
         return f"refuses the login ({error})"
     return f"{'refuses what it is asked for' if _is_refusal(error) else 'does not answer'} ({error})"
+
+
+def prompt_client() -> PrefectClient:
+    """A client that hands on what a busy server answers, at once.
+
+    After such an answer Prefect's own client sleeps for two seconds, even where it is not to ask again.
+    """
+    return get_client(httpx_settings={"event_hooks": {"response": [_raise_if_busy]}})
+
+
+async def _raise_if_busy(response: Response) -> None:
+    if response.status_code in BUSY:
+        raise HTTPStatusError("the server is busy", request=response.request, response=response)
 
 
 class PrefectApi:
@@ -153,10 +168,12 @@ def _is_refusal(error: Exception) -> bool:
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
     """Repeat a request to a busy server soon. Prefect's own client would wait for 2, 4, 8, 16 and 32 seconds."""
+    pause_s = BUSY_PAUSE_S
     while True:
         try:
             return await work()
         except HTTPStatusError as error:
             if error.response.status_code not in BUSY:
                 raise
-        await asyncio.sleep(BUSY_PAUSE_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_BUSY_PAUSE_S)

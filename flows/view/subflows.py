@@ -2,9 +2,11 @@
 
 Prefect 3's server takes task runs as its client reports them: as events, one for each state, with the client's own
 time. So nodes have the times of the ranks' clocks. The states of a flow run get the time at which the server receives
-them, so their messages say when the iteration really was.
+them. So a subflow that is opened late is also ended late: its bar is as long as the iteration was by the ranks'
+clocks, and its message says when that was.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -61,8 +63,11 @@ class Subflow:
     entered_s     time.time() at which the first was delivered
     end           its last state and the message; None while it runs. A fault may still replace Completed
     ended_at_s    time.monotonic() at which the first of them ended
+    told          the end that Prefect has confirmed
+    unsent        events that Prefect has not confirmed
     written_at_s  time.monotonic() of the last report
     opening       Prefect may know it already, under its present name
+    opened_at_s   time.monotonic() at which Prefect was asked to open it
     interval      what `interval_text` was before its nodes were forgotten
     id            of its flow run; None until Prefect has confirmed it
     """
@@ -74,9 +79,12 @@ class Subflow:
     entered_s: float
     nodes: dict[str, NodeRun]
     end: tuple[StateType, str] | None = None
+    told: tuple[StateType, str] | None = None
+    unsent: list[dict[str, Any]] = field(default_factory=list)
     ended_at_s: float = 0.0
     written_at_s: float = 0.0
     opening: bool = False
+    opened_at_s: float = 0.0
     interval: str = ""
     id: UUID | None = None
     key: UUID = field(default_factory=uuid4)
@@ -115,13 +123,24 @@ class Subflow:
         """Drop the nodes, of which Prefect has all news: what is left is small."""
         self.interval, self.nodes = self.interval_text(), {}
 
+    @property
+    def ends_at_s(self) -> float:
+        """time.monotonic() at which its end is to be written: then its bar is as long as the iteration was."""
+        span = self._span_s()
+        return self.opened_at_s + (span[1] - span[0] if span else 0.0)
+
     def interval_text(self) -> str:
         """Its seconds, start and end by the ranks' clocks; empty if no node has ended."""
+        span = self._span_s()
+        if span is None:
+            return self.interval
+        return f"{span[1] - span[0]:.3f} s by the ranks' clocks, {_clock(span[0])} to {_clock(span[1])}"
+
+    def _span_s(self) -> tuple[float, float] | None:
+        """From the first node's start to the last node's end, by the ranks' clocks; None if no node has ended."""
         starts = [node.started_s for node in self.nodes.values() if node.started_s is not None]
         ends = [node.ended_s for node in self.nodes.values() if node.ended_s is not None]
-        if not starts or not ends:
-            return self.interval
-        return f"{max(ends) - min(starts):.3f} s by the ranks' clocks, {_clock(min(starts))} to {_clock(max(ends))}"
+        return (min(starts), max(ends)) if starts and ends else None
 
 
 async def open_subflow(client: PrefectClient, subflow: Subflow, flow_id: UUID, parent: UUID | None) -> UUID:
@@ -145,6 +164,7 @@ async def open_subflow(client: PrefectClient, subflow: Subflow, flow_id: UUID, p
         "idempotency_key": str(subflow.key),
         "state": {"type": "RUNNING", "name": "Running"},
     }
+    subflow.opened_at_s = time.monotonic()  # when it is sent, as its end will be: what is between cancels out
     return UUID((await client.request("POST", "/flow_runs/", json=run)).json()["id"])
 
 

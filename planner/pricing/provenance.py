@@ -48,6 +48,17 @@ def figures_source(model: CostModel) -> str:
     return source
 
 
+def not_measured(model: CostModel) -> str:
+    """Why measured seconds may be far from a plan's, and what to do; "" where a profile or earlier runs price it."""
+    profiles = [profile for of_shape in model.measured for profile in of_shape.values()]
+    if model.history or any(profile.computed_from is None for profile in profiles):
+        return ""
+    return (
+        "Its prices are a device's stated figures, which nobody has measured here, so runs may take several times as "
+        "long. prefect-rlhf profile --config FILE measures them."
+    )
+
+
 class LargestPoint(NamedTuple):
     """The largest point of an operation that a call's price looks up; as in `Timed` (decoding: rows as tokens)."""
 

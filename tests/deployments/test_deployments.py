@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from tests.deployments.deployed import PREFECT_FILE, ROOT, deployed
+from tests.deployments.deployed import AUTOMATIONS, PREFECT_FILE, ROOT, deployed
 from tests.tiny_runs import ppo_config
 
 
@@ -24,19 +24,40 @@ def test_every_deployment_names_a_flow_that_is_there():
         assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert set(named) == {
         "rlhf-ppo/local",
-        "rlhf-pipeline/local",
-        "grpo/local",
-        "rloo/local",
-        "remax/local",
-        "reinforce-pp/local",
-        "expert-iteration/local",
-        "sft/local",
-        "reward-model/local",
-        "dpo/local",
-        "kto/local",
-        "distillation/local",
-        "plan/local",
+        "rlhf-pipeline/run-pipeline",
+        "grpo/train-grpo",
+        "rloo/train-rloo",
+        "remax/train-remax",
+        "reinforce-pp/train-reinforce-pp",
+        "expert-iteration/train-expert-iteration",
+        "sft/fine-tune",
+        "reward-model/train-reward-model",
+        "dpo/train-dpo",
+        "kto/train-kto",
+        "distillation/distill",
+        "plan/plan-only",
     }
+    assert len({deployment["name"] for deployment in named.values()}) == len(named), (
+        "lists show these names alone"
+    )
+
+
+def test_every_deployed_run_is_started_again_when_its_process_is_killed():
+    """A plan alone has nothing to go on from; rollouts may be deployed by others."""
+    import importlib
+
+    deployed_flows = set()
+    for deployment in yaml.safe_load(PREFECT_FILE.read_text())["deployments"]:
+        path, _, function = deployment["entrypoint"].partition(":")
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        deployed_flows.add(getattr(module, function).name)
+    (automation,) = yaml.safe_load(AUTOMATIONS.read_text())["automations"]
+    (named,) = [
+        related["prefect.resource.name"]
+        for related in automation["trigger"]["match_related"]
+        if related["prefect.resource.role"] == "flow"
+    ]
+    assert set(named) == deployed_flows - {"plan"} | {"rollout"}
 
 
 def test_no_module_of_flows_hides_one_of_the_standard_library():

@@ -20,6 +20,7 @@ import yaml
 from prefect import flow
 from prefect.client.orchestration import get_client
 
+from flows.ppo import rlhf_ppo
 from flows.view import artifacts
 from flows.view.clocks import spans_of
 from rlhf_tasks.algorithms.configurations import make_config
@@ -63,13 +64,13 @@ async def shown() -> None:
         artifacts.plan_page(plan),
         artifacts.curves_page(RECORDED["metrics"]),
         artifacts.timeline_page(spans_of(plan, RECORDED["lineage"])),
+        artifacts.completions_page(samples),
     )
     for page in pages:
         assert page is not None
         await artifacts.show_page(page)
     progress = await artifacts.start_progress(12)
     await artifacts.show_progress(progress, 8, 5, 12)
-    await artifacts.show_completions(samples)
     await artifacts.show_planned_and_measured(RECORDED["planned_and_measured"])
 
 
@@ -275,7 +276,8 @@ def test_a_form_with_its_required_fields_only_makes_a_run(visit, addresses, ui):
         fill(page, label, value)
     config = submitted(page)["config"]
     rewards = [{"function": f"{length_reward.__module__}:length_reward"}]
-    made = make_config({**config, "rewards": rewards})
+    checked = rlhf_ppo.validate_parameters({"config": {**config, "rewards": rewards}})  # as the flow gets it
+    made = checked["config"]
     assert made.models.actor == "runs/sft/model"
     assert made.sampling.max_completion_length == 32
     assert made.total_iterations == 3

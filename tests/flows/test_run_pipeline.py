@@ -4,6 +4,8 @@ import asyncio
 import json
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from transformers import AutoModelForCausalLM
 
 from flows.pipeline import rlhf_pipeline
@@ -59,6 +61,19 @@ def run(document):
     return asyncio.run(rlhf_pipeline(config=make_pipeline(document)))
 
 
+async def artifacts_of(flow_run):
+    """Key -> texts of the artifacts of the newest flow run of a name, in the order in which they were made."""
+    async with get_client() as client:
+        named = FlowRunFilter(name=FlowRunFilterName(any_=[flow_run]))
+        runs = await client.read_flow_runs(flow_run_filter=named)
+        newest = max(runs, key=lambda run: run.created)
+        found = [one for one in await client.read_artifacts(limit=200) if one.flow_run_id == newest.id]
+    made: dict[str, list[str]] = {}
+    for one in sorted(found, key=lambda one: one.created):
+        made.setdefault(one.key, []).append(one.data)
+    return made
+
+
 @pytest.fixture
 def tokenised(monkeypatch):
     """The folders of the runs whose rows are tokenised, one entry for each time."""
@@ -95,6 +110,18 @@ def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypa
     found = summary["stages"]["score"]["scores"]
     assert found["samples"] == 10, "the last batch begins the rows again, which counts nothing"
     assert found["reward"] == pytest.approx(scores[best]), "the exported model is the one that was evaluated"
+
+    (page,) = asyncio.run(artifacts_of("pipeline/mine"))["result"]
+    assert page.startswith(f"# Mean reward\\: {found['reward']:.3f} in score".replace(".", "\\."))
+    (begun,) = (folder / "score" / "flow-runs").iterdir()
+    assert f"| [score](/runs/flow-run/{begun.name}) | evaluate |" in page
+    told = asyncio.run(artifacts_of("evaluate/score"))
+    assert {key: len(texts) for key, texts in told.items()} == dict.fromkeys(told, 1), "each once"
+    order = ["execution-plan", "progress", "device-timeline", "completions", "scores", "planned-and-measured"]
+    assert list(told) == order
+    assert "| reward |" in told["scores"][0]
+    trained = asyncio.run(artifacts_of("sft/sft"))
+    assert {key: len(texts) for key, texts in trained.items()} == dict.fromkeys(trained, 1), "each once"
 
     def start(*arguments, **options):
         raise AssertionError("a finished stage was started again")

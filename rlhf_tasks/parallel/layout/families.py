@@ -188,6 +188,7 @@ _PACKED = {
 }
 _KNOWN = f"Use a decoder of one of the families {TESTED}, or another dense one with layers like theirs."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_ROPE_OF_THE_BATCH = ("dynamic", "longrope")  # as in transformers' modeling_rope_utils.py
 """Kinds of rotary embedding whose angles depend only on the token's position."""
 
 
@@ -274,9 +275,14 @@ def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
     for rope in by_layer_type or [whole]:
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in _STATIC_ROPE:
+            why = (
+                "the angles that it gives a token depend on the longest sequence of its batch"
+                if kind in _ROPE_OF_THE_BATCH
+                else "the engine has not been tested with it"
+            )
             raise ConfigError(
-                f"Model {source!r} has rope_type {shown(kind)}: the angles that it gives a token depend on the other "
-                f"sequences of a batch. Use a model with one of {', '.join(_STATIC_ROPE)}."
+                f"Model {source!r} has rope_type {shown(kind)}: {why}. "
+                f"Use a model with one of {', '.join(_STATIC_ROPE)}."
             )
     if config.get("quantization_config"):
         raise ConfigError(

@@ -14,12 +14,14 @@ def test_the_card_tells_where_the_weights_come_from(tmp_path):
         "kwargs": {"bearer": "hunter2", "scale": 2},
     }
     prepared = prepare(ppo_config(tmp_path, rewards=[reward]))
-    card = model_card(prepared, "mine", "actor", {"iteration": 2, "reward": 0.25})
+    card = model_card(prepared, "mine", "actor", {"iteration": 2, "reward": 0.2512345, "kl": None})
     _, header, text = card.split("---\n", 2)
     assert yaml.safe_load(header) == {"library_name": "transformers", "tags": ["prefect-rlhf", "ppo"]}
     assert "# mine" in text
     assert f"started from `{tmp_path / 'actor'}`" in text
-    assert "| reward | 0.25 |" in text
+    assert "## Metrics of iteration 3\n" in text
+    assert "| reward | 0.2512 |\n| kl |  |\n" in text
+    assert "| iteration |" not in text
     assert prepared.rows.digest in text
     assert len(prepared.rows.digest) == len(hashlib.sha256().hexdigest())
     assert plan_table(prepared.plan) in text

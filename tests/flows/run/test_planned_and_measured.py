@@ -242,6 +242,7 @@ def test_a_run_is_priced_before_it_starts(tmp_path):
     plan = prepared.plan
     expectation = planned(config, plan, prepared.problem)
     assert expectation.source == "preset of cpu-slot"
+    assert "prefect-rlhf profile" in expectation.note
     assert expectation.price.duration_s.keys() == {node.name for node in plan.nodes}
     assert expectation.process_bytes > 0
 

@@ -13,6 +13,7 @@ from flows.run import progress as run_view
 from flows.run.prepare import prepare
 from flows.run.progress import RunView
 from flows.view import events
+from flows.view.artifacts import Page
 from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, IterationRan
 from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config
@@ -24,6 +25,7 @@ class Played:
     """A server: what it is told, each request once it `answers`; away where `away` says so.
 
     told      the keys of pages, and how many iterations a bar stands at
+    pages     key -> in which page's place it was written, each time
     bars      how many iterations were complete, and committed, at each update of the bar
     commits   iterations of the events
     requests  how many there were of events
@@ -33,12 +35,12 @@ class Played:
         self.answers, self.away, self.requests = asyncio.Event(), False, 0
         self.answers.set()
         self.told, self.commits, self.bars = [], [], []
-        for name in ("tag_flow_run", "show_completions"):
-            monkeypatch.setattr(f"flows.view.artifacts.{name}", self.nothing)
+        self.pages = {}
+        monkeypatch.setattr("flows.view.artifacts.tag_flow_run", self.nothing)
         monkeypatch.setattr("flows.view.artifacts.start_progress", self.start_progress)
         monkeypatch.setattr("flows.view.artifacts.show_progress", self.show_progress)
-        monkeypatch.setattr("flows.view.artifacts.acreate_markdown_artifact", self.show)
-        monkeypatch.setattr(events, "get_client", lambda: self)
+        monkeypatch.setattr("flows.view.artifacts.show_page", self.show)
+        monkeypatch.setattr(events, "prompt_client", lambda: self)
         monkeypatch.setattr(events, "related_resources_from_run_context", self.related)
 
     async def __aenter__(self):
@@ -68,9 +70,11 @@ class Played:
         self.told.append(complete)
         self.bars.append((complete, committed))
 
-    async def show(self, markdown, *, key, description):
+    async def show(self, page, written=None):
         await self.answer()
-        self.told.append(key)
+        self.told.append(page.key)
+        self.pages.setdefault(page.key, []).append(written)
+        return written or uuid4()
 
     async def request(self, method, path, json):
         await self.answer()
@@ -227,6 +231,28 @@ def test_what_cannot_be_drawn_is_left_out_and_no_outage_of_the_server(server, vi
     with caplog.at_level(logging.ERROR):
         asyncio.run(scene())
     assert "No space left on device" in caplog.text
+
+
+def test_each_page_is_made_once_and_then_written_anew_in_its_place(server, view, monkeypatch):
+    monkeypatch.setattr(run_view, "REFRESH_S", 0.0)
+    monkeypatch.setattr(run_view, "REST", 0)
+    monkeypatch.setattr(run_view.artifacts, "curves_page", lambda rows: Page("curves", "", str(len(rows))))
+
+    async def scene():
+        await view.begin()
+        for iteration in range(3):
+            view.on_event(ran(iteration))
+            async with asyncio.timeout(20):
+                while len(server.pages.get("curves", ())) <= iteration:
+                    await asyncio.sleep(0.01)
+        await view.end()
+        await view.close()
+
+    asyncio.run(scene())
+    first, *later = server.pages["curves"]
+    assert first is None
+    assert None not in later
+    assert len(set(later)) == 1
 
 
 def test_after_a_slow_drawing_the_next_one_waits_in_proportion(server, view, monkeypatch):

@@ -8,7 +8,16 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 from flows.run.progress import run_tags
-from flows.view.artifacts import markdown_table, measured_against, progress_bar, score_rows, tag_flow_run
+from flows.view.artifacts import (
+    Link,
+    completions_page,
+    curves_page,
+    markdown_table,
+    measured_against,
+    progress_bar,
+    score_rows,
+    tag_flow_run,
+)
 from rlhf_tasks.algorithms.configurations import make_config
 from tests.tiny_runs import ppo_config
 
@@ -66,6 +75,31 @@ def test_a_table_has_numbers_that_can_be_read_and_text_that_is_only_text():
         r"| \!\[x\]\(http\:\/\/a\.b\/c\) \<b\>\|\` | 0.9564 | yes |  |",
         "| two ↵ lines\ufffd | 12 |  |  |",
     ]
+
+
+def test_a_completion_stands_beside_the_right_answer_of_its_row():
+    sample = {"prompt": "3+4=", "completion": "8", "score": 0.0, "rewards": {"exact": 0.0}}
+    page = completions_page(
+        [{**sample, "columns": {"answer": 7, "level": "easy"}}, {**sample, "columns": {}}]
+    )
+    assert "| completion | right answer |\n| --- | --- |\n| 8 | 7 |" in page.markdown
+    assert page.markdown.count("right answer") == 1
+    assert "level" not in page.markdown.partition("### Sample 1")[0], "the table has scores alone"
+    assert completions_page([]) is None
+
+
+def test_one_iteration_makes_a_table_and_no_picture():
+    row = {"iteration": 0, "reward": 0.44123, "kl": None}
+    assert "| reward | 0.4412 |" in curves_page([row]).markdown
+    assert "data:image" not in curves_page([row]).markdown
+    assert "data:image" in curves_page([row, {**row, "iteration": 1}]).markdown
+    assert curves_page([{"iteration": 0}]) is None
+
+
+def test_a_link_leads_to_its_page():
+    assert markdown_table([{"stage": Link("a-b|c", "/runs/flow-run/1")}]).splitlines()[-1] == (
+        r"| [a-b\|c](/runs/flow-run/1) |"
+    )
 
 
 def test_a_word_that_no_line_holds_may_be_broken():

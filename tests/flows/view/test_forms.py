@@ -4,8 +4,10 @@ import json
 from typing import Annotated, ClassVar, Literal
 
 import pytest
+from jsonschema import Draft202012Validator
 from pydantic import Field, TypeAdapter, ValidationError
 
+from flows.grpo import grpo
 from flows.plan import plan
 from flows.ppo import rlhf_ppo
 from flows.reward_model import reward_model
@@ -18,7 +20,7 @@ from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.config.base import Groups, TrainingConfig
 from rlhf_tasks.config.models import ActorOnly
 
-FLOWS = [rlhf_ppo, sft, reward_model, rollout, plan]
+FLOWS = [rlhf_ppo, grpo, sft, reward_model, rollout, plan]
 SFT = {"models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}
 
 
@@ -58,11 +60,12 @@ def test_a_foreign_algorithm_has_groups_of_its_own():
         groups: ClassVar[Groups] = {"Margin": ("beta",)}
 
     schema = TypeAdapter(Annotated[ForeignConfig, Form()]).json_schema()["properties"]
+    assert schema["Run options"]["title"] == "Run"
     titles = {name: schema[name]["title"] for name in ("beta", "spare", "needed")}
     assert titles == {"beta": "Margin: beta", "spare": "Further: spare", "needed": "Needed"}
     by_place = sorted(schema, key=lambda name: schema[name]["position"])
     assert by_place[:4] == ["models", "data", "total_iterations", "needed"]
-    asked = [by_place.index(name) for name in ("optimizer", "beta", "spare", "name", "type")]
+    asked = [by_place.index(name) for name in ("optimizer", "beta", "spare", "Run options", "type")]
     assert asked == sorted(asked)
 
 
@@ -84,8 +87,40 @@ def test_sections_are_closed_and_optional_figures_are_boxes():
     fields = fields_of(rlhf_ppo, "PPOConfig")
     assert [option.get("title") for option in fields["optimizer"]["anyOf"]] == ["Change", "Default"]
     assert fields["optimizer"]["default"] is None
-    assert fields["kl_target"]["type"] == "number"
-    assert "default" not in fields["kl_target"]
+    group = fields["KL options"]["anyOf"]
+    assert [option["title"] for option in group] == ["Change", "Default"]
+    assert group[0]["properties"]["kl_target"]["type"] == "number"
+    assert "default" not in group[0]["properties"]["kl_target"]
+
+
+def test_a_form_asks_for_few_things_at_once_and_what_is_in_closed_groups_reaches_the_configuration():
+    for flow, definition in ((rlhf_ppo, "PPOConfig"), (grpo, "GRPOConfig")):
+        assert len(fields_of(flow, definition)) < 30
+    form = TypeAdapter(Annotated[SFTConfig, Form()])
+    flat = SFTConfig.model_validate({**SFT, "name": "mine", "seed": 3})
+    assert (
+        form.validate_python({**SFT, "Run options": {"name": "mine", "seed": 3}, "Execution options": None})
+        == flat
+    )
+    assert form.validate_python({**SFT, "name": "mine", "seed": 3}) == flat
+    with pytest.raises(ValidationError, match="sead"):
+        form.validate_python({**SFT, "Run options": {"sead": 3}})
+
+
+def test_a_server_takes_a_configuration_with_and_without_groups_and_no_unknown_key():
+    schema = grpo.parameters.model_dump()
+    checked = Draft202012Validator({**schema, "$defs": schema["definitions"]})
+    config = {
+        "models": {"actor": "m"},
+        "data": {"train": "d"},
+        "total_iterations": 1,
+        "rewards": [{"function": "m:f"}],
+    }
+    config["sampling"] = {"max_completion_length": 8}
+    assert checked.is_valid({"config": {**config, "epsilon": 0.1}})
+    assert checked.is_valid({"config": {**config, "Loss options": {"epsilon": 0.1}}})
+    assert not checked.is_valid({"config": {**config, "epsilom": 0.1}})
+    assert not checked.is_valid({"config": {**config, "Loss options": {"epsilom": 0.1}}})
 
 
 def test_a_closed_section_is_the_default_one_and_an_empty_figure_none():

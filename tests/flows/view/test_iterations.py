@@ -23,7 +23,7 @@ from rlhf_tasks.protocol.messages import (
     RunSpec,
 )
 from rlhf_tasks.spec import SaveNode
-from tests.flows.run.test_training import assert_at, wait_runs
+from tests.flows.run.test_training import assert_at, read_runs, wait_runs
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import limits
 
@@ -62,17 +62,17 @@ def spec(run_folder):
     )
 
 
-def times(iteration, node):
-    """Start and end of a node by the ranks' clocks: an iteration takes a tenth of a second."""
+def times(iteration, node, slower=1):
+    """Start and end of a node by the ranks' clocks: an iteration takes a tenth of a second, or is so much slower."""
     position = [n.name for n in PLAN.nodes].index(node)
-    start = BEGAN_S + 0.1 * iteration + 0.02 * position
-    return start, start + 0.02
+    start = BEGAN_S + slower * (0.1 * iteration + 0.02 * position)
+    return start, start + slower * 0.02
 
 
-def run_nodes(view, iteration, generation=0, last=None):
+def run_nodes(view, iteration, generation=0, last=None, slower=1):
     """The nodes of an iteration begin and end, up to one that does not end."""
     for node in PLAN.nodes:
-        start, end = times(iteration, node.name)
+        start, end = times(iteration, node.name, slower)
         place = {"iteration": iteration, "generation": generation, "node": node.name, "started_s": start}
         view.node(NodeBegun(**place))
         if node.name == last:
@@ -80,10 +80,10 @@ def run_nodes(view, iteration, generation=0, last=None):
         view.node(NodeEnded(**place, ended_s=end))
 
 
-def ran(view, iteration, generation=0):
+def ran(view, iteration, generation=0, slower=1):
     """An iteration is complete; a commit is far."""
     view.entered(iteration, generation)
-    run_nodes(view, iteration, generation)
+    run_nodes(view, iteration, generation, slower=slower)
     view.ended(IterationRan(iteration=iteration, generation=generation, metrics={}))
 
 
@@ -139,6 +139,31 @@ def test_a_slow_server_gets_all_iterations_in_order_and_merged(prefect, tmp_path
         assert_at(task.start_time, times(1, node.name)[0])
         assert_at(task.end_time, times(8, node.name)[1])
         assert task.state.message == "8 iterations, 0.160 s by the ranks' clocks"
+
+
+def test_bars_are_as_long_as_the_iterations_were_however_late_they_are_told_and_merged(
+    prefect, tmp_path, whole_view, monkeypatch
+):
+    async def scene(view):
+        ran(view, 0, slower=20)
+        await asyncio.sleep(0.2)  # the first is being written
+        monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 0.0)
+        for iteration in (1, 2):
+            ran(view, iteration, slower=20)
+        monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 300.0)
+        ran(view, 3, slower=20)
+        view.committed(3)
+        view._api.opened.set()
+        await view.complete()
+
+    parent, _ = viewed(tmp_path, scene, Gate)
+    runs = {name: run for name, (run, _) in asyncio.run(read_runs(parent)).items()}
+    first, last = PLAN.nodes[0].name, PLAN.nodes[-1].name
+    for name, (low, high) in {"it-00001": (0, 0), "it-00002..00003": (1, 2), "it-00004": (3, 3)}.items():
+        true_s = times(high, last, 20)[1] - times(low, first, 20)[0]
+        run = runs[name]
+        assert run.total_run_time == run.end_time - run.start_time
+        assert run.total_run_time.total_seconds() == pytest.approx(true_s, abs=1.0), "2 s, 4 s and 2 s"
 
 
 def test_a_node_is_running_while_it_runs_and_ends_at_its_own_time(prefect, tmp_path, whole_view, monkeypatch):
@@ -317,7 +342,7 @@ class Deleting:
 
 def test_a_subflow_that_a_user_has_deleted_is_named_and_holds_up_no_other(tmp_path, monkeypatch):
     server = Deleting("it-00001", "it-00002")
-    monkeypatch.setattr("flows.view.iterations.get_client", lambda: server)
+    monkeypatch.setattr("flows.view.iterations.prompt_client", lambda: server)
     monkeypatch.setattr("flows.view.iterations.PACE_S", 0.01)
 
     async def scene():
@@ -337,7 +362,7 @@ def test_a_subflow_that_a_user_has_deleted_is_named_and_holds_up_no_other(tmp_pa
 
 def test_the_memory_of_a_view_does_not_grow_with_the_iterations_that_no_commit_covers(tmp_path, monkeypatch):
     server = Deleting()
-    monkeypatch.setattr("flows.view.iterations.get_client", lambda: server)
+    monkeypatch.setattr("flows.view.iterations.prompt_client", lambda: server)
     monkeypatch.setattr("flows.view.iterations.PACE_S", 0.01)
     monkeypatch.setattr("flows.view.iterations.KEPT", 5)
 

@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from httpx import ConnectError, HTTPStatusError, Request, Response
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.view import prefect_api
-from flows.view.prefect_api import Away, PrefectApi, Refused
+from flows.view.prefect_api import Away, PrefectApi, Refused, prompt_client
 
 
 async def fails():
@@ -78,6 +81,34 @@ def test_a_busy_server_is_asked_again_at_once(monkeypatch):
     api = PrefectApi("mine")
     assert asyncio.run(api.ask(answering(503, 200))) == "done"
     assert api.missing() == {}
+
+
+def test_a_busy_answer_is_handed_on_before_prefects_client_sleeps(monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(503)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    async def scene(address):
+        with temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}):
+            async with prompt_client() as client:
+                with pytest.raises(HTTPStatusError, match="busy"):
+                    await client.request("GET", "/flows/count")
+
+    monkeypatch.setattr("prefect.client.base.anyio.sleep", sleep)
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asyncio.run(scene(f"http://127.0.0.1:{server.server_port}/api"))
+        server.shutdown()
+    assert slept == []
 
 
 def test_what_is_refused_is_left_out_and_no_outage():

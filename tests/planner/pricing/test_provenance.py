@@ -9,7 +9,7 @@ from planner.pricing.analytic import computed_profile
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.measured import ProfileTables
-from planner.pricing.provenance import STRETCH, asked_of, extrapolation, figures_source
+from planner.pricing.provenance import STRETCH, asked_of, extrapolation, figures_source, not_measured
 from planner.pricing.run_history import RanCall
 from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.spec import CallNode
@@ -51,6 +51,13 @@ def test_measured_figures_of_all_models_of_some_and_of_runs(cost_of, sampled, ll
     ran = RanCall(call="actor_train", assignment=assign([0]), seconds=1.0)
     corrected = figures_source(cost_of(ran=[ran]))
     assert corrected == "preset of cpu-slot, corrected by measured figures of actor_train"
+
+
+def test_that_nothing_was_measured_is_said_with_the_command_that_measures(cost_of, sampled, assign):
+    assert "prefect-rlhf profile --config FILE" in not_measured(cost_of())
+    assert not_measured(cost_of(sampled())) == ""
+    ran = RanCall(call="actor_train", assignment=assign([0]), seconds=1.0)
+    assert not_measured(cost_of(ran=[ran])) == ""
 
 
 def test_computed_figures_are_never_called_measured(cost_of, sampled, tiny, llama):
