@@ -210,7 +210,6 @@ def reward_model(work, clock):
         **common(work, work["batch_size"]),
         max_steps=work["iterations"],
         max_length=work["length"],
-        center_rewards_coefficient=1e-3,
     )
     return RewardTrainer(
         model=scalar(work),

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cyclopts import App, CycloptsError
-from rich.console import Console
 from rich.markup import escape
+
+from flows.view.consoles import Console
 
 app = App(
     name="prefect-rlhf",
@@ -76,7 +77,7 @@ def run_command(arguments: list[str]) -> int:
     except CycloptsError:  # its message is already printed
         return USER_ERROR
     except ConfigError as error:
-        message = escape(str(error)).replace("\n", " ")
+        message = escape(str(error)).replace("\n", "\n       ")  # a line for each of several faults
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {message}", soft_wrap=True)
         return USER_ERROR
     except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from planner.report.alternatives import rejected_alternatives
 from planner.report.report import plan_document, result_document
 from planner.search.search import SearchResult
 from rlhf_tasks.algorithms.configurations import OfAnyAlgorithm, RunConfig, resolve_paths
+from rlhf_tasks.config.settings import MOST_SECONDS
 
 
 def _run_name() -> str:
@@ -31,7 +32,7 @@ async def plan(
     cluster: str | None = None,
     profile: str | None = None,
     mode: str = "search",
-    time_limit_s: float | None = None,
+    time_limit_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None = None,
     block: str | None = None,
     comparison: bool = True,
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None,

@@ -25,6 +25,7 @@ from rlhf_tasks.algorithms.pipelines import (
 )
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig, Scores
+from rlhf_tasks.system.reading import printable
 
 
 def schema(type_: str = "ppo", /) -> None:
@@ -101,6 +102,6 @@ def _try_rewards(settings: RunConfig) -> None:
         if tried.fault:
             faults.append(tried.fault)
             continue
-        print(f"{tried.name}: {tried.gave} for {tried.where} ({tried.seconds:.2f} s)")
+        print(printable(f"{tried.name}: {tried.gave} for {tried.where} ({tried.seconds:.2f} s)"))
     if faults:
         raise ConfigError(" ".join(faults))

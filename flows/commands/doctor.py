@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
 from flows.run.examination import Patient, default_strategies, examined, keep_verdict, strategy_of
+from flows.view.consoles import Console
 
 console = Console(highlight=False, soft_wrap=True)
 

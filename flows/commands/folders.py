@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
+from rich.markup import escape
 
 from flows.cluster.server import own_server
-from flows.run.run_folder import CONFIG, existing_run_folder
+from flows.run.run_folder import CONFIG, existing_run_folder, refuse_foreign
+from flows.view.consoles import Console
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.checkpoint.commits import commit_to_export
 
@@ -27,6 +28,7 @@ def ui(run: Path, /) -> None:
         raise ConfigError(f"{run} is not the folder of a run. Name the folder of a run or of a demo.")
     if not (run / "prefect").is_dir():
         raise ConfigError(f"{run} has no Prefect server of its own: the run reported to PREFECT_API_URL.")
+    refuse_foreign(run)
     with own_server(run) as server:
         console.print(f"{server.ui_line}   (Ctrl-C ends it)", highlight=False, soft_wrap=True)
         while True:
@@ -58,7 +60,7 @@ def export(
     run_folder, config = existing_run_folder(run)
     commit, refused = commit_to_export(run_folder, config)
     for error in refused:
-        console.print(f"refused: {error}")
+        console.print(f"refused: {escape(str(error))}", highlight=False, soft_wrap=True)
     if commit is None:
         raise ConfigError(f"{run} has no commit that can be used.")
     from rlhf_tasks.rank.export import export_commit  # torch takes seconds to import

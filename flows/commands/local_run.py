@@ -28,6 +28,8 @@ from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
 from planner.pricing.profile_cache import read_profiles, write_profiles
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of
+from rlhf_tasks.system.durable import replace_file
+from rlhf_tasks.system.reading import printable
 
 TRACEBACK = "error.log"  # in the run folder
 OWN_FLOWS: dict[str, Flow[..., Any]] = {"ppo": rlhf_ppo}
@@ -62,7 +64,7 @@ def demo_here(folder: Path, seed: int) -> None:
 def pipeline_here(config: PipelineConfig, file: Path) -> None:
     """Run a pipeline in this process, and print what each stage has reached. file: with its configuration."""
     folder = folder_of(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     summary = _watched(
         folder, f"prefect-rlhf run pipeline --config {file}", lambda: rlhf_pipeline(config=config)
     )
@@ -154,9 +156,9 @@ def _tell_end(cause: str, again: str) -> None:
 
 def _keep_traceback(error: Exception, folder: Path) -> None:
     """Write an unexpected error with its traceback to a file; if that fails, to the terminal."""
-    text = "".join(traceback.format_exception(error))
+    text = printable("".join(traceback.format_exception(error)))
     try:
-        (folder / TRACEBACK).write_text(text, encoding="utf-8")
+        replace_file(folder / TRACEBACK, text)
     except OSError:
         tell(f"\n{text}")
     else:

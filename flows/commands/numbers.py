@@ -1,4 +1,6 @@
-"""Whole numbers on the command line. Commands take them as text, because cyclopts would round 1.5 to 2."""
+"""Numbers on the command line. Commands take whole ones as text, because cyclopts would round 1.5 to 2."""
+
+from math import isfinite
 
 from rlhf_tasks.algorithms.configurations import ConfigError
 
@@ -17,6 +19,15 @@ def whole(option: str, text: str, least: int, what: str, most: float = float("in
     if given is None or not least <= given <= most:
         raise ConfigError(f"{option} {text}: {what}.")
     return given
+
+
+def check_range(option: str, value: float, above: float, most: float, what: str) -> None:
+    """Raises ConfigError for a number that is not finite, not above `above`, or more than `most`.
+
+    what  the end of the error's sentence: which numbers are allowed
+    """
+    if not (isfinite(value) and above < value <= most):
+        raise ConfigError(f"{option} {value:g}: {what}.")
 
 
 def whole_seed(text: str) -> int:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from flows.run.run_folder import existing_run_folder, leave_order
+from flows.view.consoles import Console
 from rlhf_tasks.algorithms.configurations import ConfigError
 
 TAKEN_S = 60.0  # the run's process looks twice a second

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 
 import yaml
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
 from flows.cluster.shutdown import run_in_thread
-from flows.commands.numbers import whole, whole_seed
+from flows.commands.numbers import check_range, whole, whole_seed
 from flows.run.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
 from flows.run.ranks import Ranks, decided, fastest, rank_choices
+from flows.view.consoles import Console
 from flows.view.plan_view import (
     show_alternatives,
     show_calls,
@@ -36,6 +36,7 @@ from planner.report.report import plan_document, result_document, told_limits
 from planner.search.baselines import heuristic_plan
 from planner.search.search import SearchResult
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config, read_assignments
+from rlhf_tasks.config.settings import MOST_SECONDS
 
 COMPILING = "the first time, compilation adds about a minute"
 
@@ -94,6 +95,9 @@ def plan(
     counted = None if iterations is None else whole("--iterations", iterations, 1, hours)
     stated_seed = None if seed is None else whole_seed(seed)
     check_writable(json_file, out)
+    if time_limit is not None:
+        seconds = f"a search takes more than 0 and at most {MOST_SECONDS:g} seconds"
+        check_range("--time-limit", time_limit, 0.0, MOST_SECONDS, seconds)
     settings = load_config(config, overrides)
     if cluster is None and evaluate is None and mode == "search":
         choices = rank_choices(settings, profile=profile)

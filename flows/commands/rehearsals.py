@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
-from flows.commands.numbers import whole_seed
+from flows.commands.numbers import check_range, whole_seed
 from flows.commands.plans import check_writable, show_warnings
 from flows.run.rehearsal import rehearsable, rehearsed
+from flows.view.consoles import Console
 from flows.view.rehearsal_view import rehearsal_document, show_rehearsal
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config
 from rlhf_tasks.rehearsal.costs import Machines
@@ -67,9 +67,9 @@ def rehearse(
     json_file
         File to write all figures to.
     """
-    _check("--hours", hours, 0.0, MOST_HOURS, "the hours are above 0 and at most a year's")
-    _check("--noise", noise, -math.ulp(0.0), 1.0, "the noise is from 0 to 1; 0.05 is about 5%")
-    _check("--disk-bytes-per-s", disk_bytes_per_s, *DISKS, "a disk moves 1e6 to 1e13 bytes per second")
+    check_range("--hours", hours, 0.0, MOST_HOURS, "the hours are above 0 and at most a year's")
+    check_range("--noise", noise, -math.ulp(0.0), 1.0, "the noise is from 0 to 1; 0.05 is about 5%")
+    check_range("--disk-bytes-per-s", disk_bytes_per_s, *DISKS, "a disk moves 1e6 to 1e13 bytes per second")
     check_writable(json_file)
     used_seed = None if seed is None else whole_seed(seed)
     settings = load_config(config, overrides)
@@ -94,12 +94,6 @@ def rehearse(
     show_rehearsal(console, *shown)
     if not found.finished or found.false_faults:
         raise SystemExit(1)
-
-
-def _check(option: str, value: float, above: float, most: float, what: str) -> None:
-    """Raises ConfigError for a number that is not finite, not above `above`, or more than `most`."""
-    if not (math.isfinite(value) and above < value <= most):
-        raise ConfigError(f"{option} {value:g}: {what}.")
 
 
 def _write(path: Path | None, text: str) -> None:

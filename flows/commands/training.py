@@ -14,6 +14,7 @@ from flows.run.prepare import HandedOver, handed_over, prepare
 from flows.run.run_folder import (
     existing_run_folder,
     open_run,
+    refuse_foreign,
     refuse_taken,
     refuse_unwritable,
     refuse_used_name,
@@ -71,6 +72,7 @@ def run(
         raise ConfigError("Give either --config FILE for a new run or --resume FOLDER to resume one.")
     if resume is not None:
         folder, settings = existing_run_folder(resume)
+        refuse_foreign(folder)
         foreign = [change for change in overrides if not change.startswith(("cluster.", "runtime."))]
         if foreign and not accept_changes:
             raise ConfigError(

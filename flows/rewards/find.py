@@ -6,10 +6,12 @@ an import that fails, is found by `config validate --rewards` or by the rewards'
 
 import ast
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.config.base import RunConfig, Scores, rewards_of
 from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardFunction, RewardService
 from rlhf_tasks.environments import builtin as environments
 from rlhf_tasks.rewards import builtin
@@ -17,7 +19,19 @@ from rlhf_tasks.rewards.forms import BUILTIN, Parameters, RewardError
 from rlhf_tasks.rewards.user_code import secret_named
 from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound
 
-_SECRETS = ("key", "token", "password", "secret", "authorization")
+_SECRETS = (
+    "key",
+    "token",
+    "password",
+    "passwd",
+    "pwd",
+    "secret",
+    "auth",
+    "authorization",
+    "bearer",
+    "credentials",
+)
+"""Ends of names of arguments whose literal values are warned of. Where a value goes does not depend on its name."""
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bool) -> list[str]:
@@ -28,7 +42,7 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bo
     """
     for reward in rewards:
         if is_here:
-            _refuse_unset(reward)
+            _refuse_unset(f"reward {reward.location}", reward.arguments)
         if isinstance(reward, RewardService):
             continue
         if reward.function.startswith(f"{BUILTIN}:"):
@@ -37,12 +51,26 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bo
         function = _find(reward)
         if function is not None:
             _check_parameters(reward, function, columns)
-    return [warning for number, reward in enumerate(rewards) for warning in _literals(number, reward)]
+    return [
+        warning
+        for number, reward in enumerate(rewards)
+        for warning in _literals(
+            f"rewards.{number}.{'headers' if isinstance(reward, RewardService) else 'kwargs'}",
+            reward.arguments,
+        )
+    ]
 
 
-def check_environment(environment: EnvironmentConfig) -> None:
-    """Raises ConfigError for an environment that its source shows not to be there, or a class of it without the
-    methods `reset` and `step`."""
+def check_environment(environment: EnvironmentConfig, is_here: bool) -> list[str]:
+    """Warnings about an environment. Raises ConfigError for one that its source shows not to be there, or a class of
+    it without the methods `reset` and `step`. is_here: as in `check_rewards`"""
+    if is_here:
+        _refuse_unset(f"environment {environment.factory}", environment.kwargs)
+    _refuse_unfit(environment)
+    return list(_literals("environment.kwargs", environment.kwargs))
+
+
+def _refuse_unfit(environment: EnvironmentConfig) -> None:
     place, _, name = environment.factory.rpartition(":")
     if place == BUILTIN:
         if name not in environments.__all__:
@@ -72,9 +100,11 @@ def check_environment(environment: EnvironmentConfig) -> None:
             )
 
 
-def blocks_named(rewards: Sequence[Reward]) -> list[str]:
-    """The Prefect Secret blocks that rewards' arguments name."""
-    named = {secret_named(value) for reward in rewards for value in reward.arguments.values()}
+def blocks_named(config: RunConfig) -> list[str]:
+    """The Prefect Secret blocks that the arguments of a run's rewards and environment name."""
+    environment = config.environment if isinstance(config, Scores) else None
+    users = (*rewards_of(config), *([environment] if environment else []))
+    named = {secret_named(value) for each in users for value in each.arguments.values()}
     return sorted(name for kind, name in filter(None, named) if kind == "block")
 
 
@@ -151,22 +181,21 @@ def _check_parameters(
         raise ConfigError(str(error)) from None
 
 
-def _refuse_unset(reward: Reward) -> None:
-    for argument, value in reward.arguments.items():
+def _refuse_unset(who: str, arguments: Mapping[str, Any]) -> None:
+    for argument, value in arguments.items():
         named = secret_named(value)
         if named is not None and named[0] == "env" and named[1] not in os.environ:
             raise ConfigError(
-                f"reward {reward.location}: its arguments name the environment variable {named[1]!r} for {argument}, "
-                "which is not set. Set it where the command or the worker runs."
+                f"{who}: its arguments name the environment variable {named[1]!r} for {argument}, which is not set. "
+                "Set it where the command or the worker runs."
             )
 
 
-def _literals(number: int, reward: Reward) -> Iterator[str]:
+def _literals(key: str, arguments: Mapping[str, Any]) -> Iterator[str]:
     """A warning for each argument whose name suggests a secret and whose value is in the configuration."""
-    key = "headers" if isinstance(reward, RewardService) else "kwargs"
-    for argument, value in reward.arguments.items():
+    for argument, value in arguments.items():
         if argument.lower().endswith(_SECRETS) and isinstance(value, str):
             yield (
-                f"rewards.{number}.{key}.{argument} is given in the configuration, which runs write to disk. "
-                f"If it is a secret, name it: {argument}: {{env: VARIABLE}} or {argument}: {{block: PREFECT_SECRET}}."
+                f"{key}.{argument} is given in the configuration, which runs write to disk. If it is a secret, name "
+                f"it: {argument}: {{env: VARIABLE}} or {argument}: {{block: PREFECT_SECRET}}."
             )

@@ -41,11 +41,7 @@ def try_rewards(config: Scores) -> Iterator[Tried]:
 
     Raises ConfigError for a Prefect block that does not exist, or where no server is configured.
     """
-    blocks = {}
-    if blocks_named(config.rewards):  # only then: Prefect takes seconds to import
-        from flows.rewards.secret_blocks import secret_blocks
-
-        blocks = asyncio.run(secret_blocks(config))
+    blocks = _blocks(config)
     answers, where = _answers(config)
     for reward in config.rewards:
         tried = config.model_copy(update={"rewards": (reward,), "on_reward_error": "stop"})
@@ -70,7 +66,7 @@ def try_environment(config: Scores) -> Iterator[Tried]:
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     placed, example = first_example(config, prompt_example, tokenizer)
     ids, row = example.prompt_ids[-COMPLETION_TOKENS:], json.loads(example.columns)
-    process = EnvironmentProcess(config.model_copy(update={"on_reward_error": "stop"}))
+    process = EnvironmentProcess(config.model_copy(update={"on_reward_error": "stop"}), _blocks(config))
     started_s = time.monotonic()
     gave, fault = "", ""
     try:
@@ -86,6 +82,14 @@ def try_environment(config: Scores) -> Iterator[Tried]:
         process.close()
     name = f"environment {config.environment.name}"
     yield Tried(name, gave, time.monotonic() - started_s, placed.where, fault)
+
+
+def _blocks(config: Scores) -> dict[str, str]:
+    if not blocks_named(config):  # Prefect takes seconds to import
+        return {}
+    from flows.rewards.secret_blocks import secret_blocks
+
+    return asyncio.run(secret_blocks(config))
 
 
 def _answers(config: Scores) -> tuple[Answers, str]:

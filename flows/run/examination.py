@@ -17,6 +17,7 @@ import psutil
 from flows.cluster.this_machine import memory_bytes
 from flows.run.planning import ITEMSIZES
 from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.parallel.layout.adapter_folder import base_of
 from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.slices import Layout
@@ -156,7 +157,7 @@ def keep_verdict(
     """
     if patient.shape.family in FAMILIES:
         return ""
-    file, wanted = patient.folder / VERDICT, default_strategies(patient)
+    file, wanted = base_of(patient.folder) / VERDICT, default_strategies(patient)
     axes = [axis for axis in ("dp", "tp", "pp") if any(getattr(s, axis) > 1 for s in wanted)]
     missing = [axis for axis in axes if all(getattr(s, axis) == 1 for s in strategies)]
     if missing or patient.dtype == "bfloat16":
@@ -179,7 +180,7 @@ def refuse_unexamined(folder: str | Path, shape: ModelShape) -> None:
     """Raises ConfigError for a model of an untested family that the doctor has not passed in this form."""
     if shape.family in FAMILIES:
         return
-    file = Path(folder) / VERDICT
+    file = base_of(folder) / VERDICT
     found = read_json(file) if file.is_file() else {}
     subject = _subject(Path(folder))
     if {key: found.get(key) for key in subject} != subject:

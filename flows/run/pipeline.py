@@ -89,7 +89,7 @@ async def carry_out_pipeline(config: PipelineConfig) -> dict[str, Any]:
     checked = await asyncio.to_thread(check_stages, configs)
     for warning in checked.warnings:
         get_run_logger().warning(warning)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
         ending_in_time(asyncio.current_task()),
         prefect_server(folder),

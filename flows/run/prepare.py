@@ -25,7 +25,7 @@ from planner.search.balance import balanced
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
-from rlhf_tasks.algorithms.examples import prepared_rows
+from rlhf_tasks.algorithms.examples import endless, prepared_rows
 from rlhf_tasks.algorithms.held_out import (
     HELD_OUT,
     evaluation_of,
@@ -34,13 +34,14 @@ from rlhf_tasks.algorithms.held_out import (
 )
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
-from rlhf_tasks.config.base import RunConfig, Samples, Scores
+from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.config.models import InlineModel
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.parallel.layout.adapter_folder import adapter_of
 from rlhf_tasks.parallel.layout.shape import parameters
-from rlhf_tasks.parallel.layout.weight_files import check_weights
+from rlhf_tasks.parallel.layout.weight_files import beside_weights, check_weights
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
@@ -133,9 +134,11 @@ def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
 def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     _refuse_what_cannot_run(config)
     config = typed(config, hardware_of(config).classes)
+    config, of_export = _exports_what_loads(config)
     shapes = shapes_of(config)
     for name, role in config.roles().items():
         refuse_unexamined(role.folder, shapes[name])
+        beside_weights(Path(role.folder))
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             check_weights(Path(role.folder), specs, needs_head)
@@ -160,12 +163,12 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     for role in config.roles().values():
         tokenizer.refuse_other(role.folder)
     rows = prepared_rows(config, folder)
-    of_rewards: list[str] = []
+    of_rewards, is_here = list[str](), config.cluster.address is None
     if isinstance(config, Scores):
         if config.environment is not None:
-            check_environment(config.environment)
+            of_rewards += check_environment(config.environment, is_here)
         columns = [name for name in rows.columns if name != "prompt"]
-        of_rewards = check_rewards(config.rewards, columns, config.cluster.address is None)
+        of_rewards += check_rewards(config.rewards, columns, is_here)
     held_out, of_evaluation = _held_out(config, folder)
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
@@ -183,6 +186,8 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         extrapolation(plan, problem.model),
         crowding(config),
         config.warning,
+        of_export,
+        endless(config, tokenizer),
     )
     return Prepared(
         config=config,
@@ -194,6 +199,22 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         warnings=(*_skipped(rows), *of_rewards, *of_evaluation, *filter(None, of_plan)),
         disk=need,
         held_out=held_out,
+    )
+
+
+def _exports_what_loads(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """The configuration, which exports a whole model where its adapters would belong to no whole one; then a warning.
+
+    peft and transformers take no adapter whose base is an adapter itself.
+    """
+    began = [role.folder for role in config.roles().values() if role.optimizer and adapter_of(role.folder)]
+    if not isinstance(config, TrainingConfig) or not config.exports_adapters or not began:
+        return config, None
+    assert config.lora is not None
+    whole = config.lora.model_copy(update={"export": "merged"})
+    return config.model_copy(update={"lora": whole}), (
+        f"lora.export: {began[0]} is an adapter itself, and peft loads no adapter of an adapter, so the run exports "
+        "the whole model, merged."
     )
 
 

@@ -17,6 +17,7 @@ from uuid import UUID
 
 from prefect.logging import get_run_logger
 
+from flows.run.learning_warnings import IN_A_ROW, learning_warnings
 from flows.run.planned_and_measured import Planned
 from flows.run.prepare import Prepared
 from flows.run.replanning import Replanning
@@ -74,6 +75,9 @@ class RunView:
         self._committed = newest_step(folder) or 0
         self._complete = self._committed
         self._uncommitted: deque[dict[str, Any]] = deque(maxlen=KEPT)  # rows as the journal will have them
+        self._newest: deque[Mapping[str, float | None]] = deque(maxlen=IN_A_ROW)
+        self._first: Mapping[str, float | None] | None = None
+        self._warned: set[str] = set()
         self._plan_due: ExecutionPlan | None = None
         self._news = asyncio.Event()
         self._ending = False
@@ -100,6 +104,7 @@ class RunView:
                 self._terminal.begin_phase("first iteration")
             case IterationRan(iteration=iteration, metrics=metrics):
                 self._terminal.iteration_ended(iteration, metrics[ITERATION_S] or 0.0, metrics)
+                self._warn(metrics)
                 self._uncommitted.append({**metrics, "iteration": iteration})
                 self._reached(iteration + 1)
             case Aborted(iteration=iteration):
@@ -110,6 +115,15 @@ class RunView:
                 self._reached(max(self._complete, iteration + 1))
             case Faulted(cause=cause, generation=generation):
                 self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
+
+    def _warn(self, metrics: Mapping[str, float | None]) -> None:
+        """Say once what the metrics so far tell of a run that cannot learn."""
+        self._first = self._first or metrics
+        self._newest.append(metrics)
+        for what, said in learning_warnings(self._first, list(self._newest)).items():
+            if what not in self._warned:
+                self._warned.add(what)
+                self.say(f"warning: {said}")
 
     def _reached(self, complete: int) -> None:
         """So many iterations are complete. Rows of those that were undone, or are in the journal, are dropped."""

@@ -27,6 +27,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           restarts.json    count of restarts since the last commit
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -114,6 +115,23 @@ def existing_run_folder(path: str | Path) -> tuple[Path, RunConfig]:
     return folder.resolve(), make_config(read_json(folder / CONFIG))
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Raises ConfigError for a run folder of another account.
+
+    A run that is resumed executes the rewards and environments that its folder names, and `ui` opens a server with
+    the login in it. Where a file system gives all files one owner, as some that containers mount do, that is ours.
+    """
+    ours = {os.geteuid()}
+    with suppress(OSError), TemporaryDirectory(dir=folder) as made:
+        ours.add(os.stat(made).st_uid)
+    owners = {path.stat().st_uid for path in (folder, folder / CONFIG) if path.exists()}
+    if foreign := owners - ours:
+        raise ConfigError(
+            f"{folder} belongs to another account (user id {min(foreign)}), and a run folder names code that runs "
+            "with your rights. Read its config.json; if you trust it, copy the folder (cp -r) and name the copy."
+        )
+
+
 def open_run(
     config: RunConfig | None, run_folder: str | None = None, flow_run_id: str | None = None
 ) -> tuple[Path | None, RunConfig]:
@@ -126,13 +144,16 @@ def open_run(
     """
     if config is None:
         assert run_folder is not None, "a run has a configuration or a folder to resume"
-        return existing_run_folder(run_folder)
+        folder, begun = existing_run_folder(run_folder)
+        refuse_foreign(folder)
+        return folder, begun
     config = resolve_paths(config, Path.cwd())
     begun_in = run_folder or _begun_by(flow_run_id, config) or _begun_in(config)
     if begun_in is None:
         refuse_unwritable(Path(config.output_dir), "output_dir")
         return None, config
     folder, begun = existing_run_folder(begun_in)
+    refuse_foreign(folder)
     return folder, begun.model_copy(update={"cluster": config.cluster, "runtime": config.runtime})
 
 

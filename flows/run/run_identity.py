@@ -35,6 +35,7 @@ from rlhf_tasks.checkpoint.journals import (
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from rlhf_tasks.checkpoint.plan_log import PLAN
 from rlhf_tasks.data.token_file import TokenFile
+from rlhf_tasks.parallel.layout.adapter_folder import base_of
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.system.durable import replace_file, sync, write_file
 from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
@@ -263,6 +264,7 @@ def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
     retrained model, but not a few altered bytes. Copying a file does not change its digest.
     """
     folders = {parts.folder for parts in config.roles().values()} | {config.models.tokenizer}
+    folders |= {str(base_of(folder)) for folder in folders}
     return {
         folder: {
             path.name: _digest(path)

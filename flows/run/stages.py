@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.run.prepare import HandedOver, Prepared, check_without_models, prepare
-from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder
+from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
 from flows.run.run_identity import compared, refuse_changes
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import newest_step
+from rlhf_tasks.parallel.layout.adapter_folder import is_model_folder
 from rlhf_tasks.system.reading import read_json
 
 
@@ -31,7 +32,7 @@ def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
     checked = CheckedStages([], {})
     for name, config in configs.items():
         try:
-            if all(Path(role.folder, "config.json").exists() for role in config.roles().values()):
+            if all(is_model_folder(role.folder) for role in config.roles().values()):
                 folder = begun_folder(config)
                 prepared = prepare(config) if folder is None else _unchanged(config, folder)
                 checked.prepared[name] = HandedOver(config, folder, prepared)
@@ -67,6 +68,7 @@ def result_of(config: RunConfig) -> dict[str, Any] | None:
 def _unchanged(config: RunConfig, folder: Path) -> Prepared:
     """A stage that was begun. Raises ConfigError for what has changed since its last commit, or before the first."""
     folder, before = existing_run_folder(folder)
+    refuse_foreign(folder)
     prepared = prepare(config, folder)
     refuse_changes(folder, prepared)
     if newest_step(folder) is None and compared(before) != compared(config):

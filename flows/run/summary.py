@@ -15,6 +15,7 @@ from flows.run.planned_and_measured import JournalRow
 from flows.run.prepare import Prepared
 from flows.view.clocks import idle_while_ready_s, overlapping_s, predecessors_of, running_s, spans_of
 from planner.report.text import plan_table
+from rlhf_tasks.config.public import public_document
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan
 
@@ -140,7 +141,6 @@ def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[JournalRow], kind: str) -
 
 
 PACKAGES = ("prefect-rlhf", "torch", "transformers", "prefect", "distributed")
-SECRET_WORDS = ("secret", "token", "password", "api_key", "apikey", "credential", "authorization")
 
 
 def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, Any]) -> str:
@@ -168,36 +168,9 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         f"`{prepared.rows.digest}`.\n",
         f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
         "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions.items()),
-        "## Configuration\n\n```yaml\n"
-        f"{yaml.safe_dump(without_secrets(config.model_dump(mode='json')), sort_keys=False)}```\n",
+        f"## Configuration\n\n```yaml\n{yaml.safe_dump(public_document(config), sort_keys=False)}```\n",
     ]
     return "\n".join(part for part in parts if part)
-
-
-def without_secrets(value: Any) -> Any:
-    """The same document with `***` for values whose key suggests a secret, for headers, and for passwords in
-    addresses."""
-    if isinstance(value, Mapping):
-        blotted = {
-            key: "***" if item is not None and _is_secret(str(key), item) else without_secrets(item)
-            for key, item in value.items()
-        }
-        headers = value.get("headers")
-        if isinstance(headers, Mapping):  # whatever they are called; {env: VARIABLE} is no secret
-            shown = {name: "***" if isinstance(item, str) else item for name, item in headers.items()}
-            blotted["headers"] = shown
-        return blotted
-    if isinstance(value, list):
-        return [without_secrets(item) for item in value]
-    if isinstance(value, str) and "://" in value and "@" in value:
-        scheme, _, rest = value.partition("://")
-        return f"{scheme}://***@{rest.rpartition('@')[2]}"
-    return value
-
-
-def _is_secret(key: str, value: Any) -> bool:
-    """Only texts are secrets: the number max_prompt_tokens also has the word `token` in its key."""
-    return isinstance(value, str) and any(word in key.lower() for word in SECRET_WORDS)
 
 
 def _version(package: str) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from flows.trackers.process import TRACKERS
 from rlhf_tasks.config.base import RunConfig, TrackerName
+from rlhf_tasks.config.public import public_document
+from rlhf_tasks.system.child_output import ChildOutput
 from rlhf_tasks.system.child_processes import kept_call, users_environment
 
 ANSWER_S = 120.0  # that a tracker may take for its rows; its server may be slow
@@ -30,9 +32,7 @@ class Trackers:
     """
 
     def __init__(self, config: RunConfig, folder: Path, say: Callable[[str], None]) -> None:
-        # A literal secret in a reward's arguments stays in the run folder.
-        literals = {"rewards": {"__all__": {"kwargs", "headers"}}}
-        document = config.model_dump(mode="json", exclude={**literals, "evaluation": literals})
+        document = public_document(config)
         self._all = [_Tracker(name, folder, document, say) for name in config.report_to]
 
     async def tell(self, committed: int) -> None:
@@ -96,12 +96,12 @@ class _Tracker:
     async def _begin(self) -> None:
         place = self._folder / TRACKERS
         place.mkdir(exist_ok=True)
-        with open(place / f"{self._name}.log", "ab") as log:
+        with ChildOutput(f"the process of {self._name}", place / f"{self._name}.log") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *kept_call("flows.trackers.process:serve"),
                 stdin=PIPE,
                 stdout=PIPE,
-                stderr=log,
+                stderr=output,
                 env=users_environment(),
                 start_new_session=True,  # Ctrl-C is the run's to handle
             )

@@ -10,7 +10,6 @@ from statistics import median
 from typing import TypeVar
 
 import psutil
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
@@ -21,6 +20,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.text import Text
+
+from flows.view.consoles import Console
 
 T = TypeVar("T")
 

@@ -109,8 +109,8 @@ class OrderRule:
         places = np.stack(wishes, axis=1) * len(names) + np.arange(len(names))
         edges = [(number[before], i) for name, i in number.items() for before in template.after[name]]
         early, late = np.array(edges).T
-        for unheeded in np.flatnonzero((places[:, early] > places[:, late]).any(axis=1)):
-            places[unheeded] = _heeding(places[unheeded].tolist(), edges)
+        unheeded = (places[:, early] > places[:, late]).any(axis=1)
+        places[unheeded] = _heeding(places[unheeded], early, late)
         return places
 
     def _wish(self, template: PlanTemplate, slot: Slot) -> Ints:
@@ -153,16 +153,26 @@ class OrderRule:
                 return (4 * at + 3) * n
 
 
-def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """The topological order that always takes the smallest wish among the slots whose predecessors are placed.
+def _heeding(wishes: Ints, early: Ints, late: Ints) -> Ints:
+    """The topological orders that always take the smallest wish among the slots whose predecessors are placed.
 
-    wishes: of each slot; edges: (earlier slot, later slot). Returns the place of each slot.
+    wishes       [orders, slots] of each slot, in orders that are all made at once
+    early, late  [edges] the earlier and the later slot of each edge
+    Returns the places of all slots, [orders, slots].
     """
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(len(wishes)))
-    graph.add_edges_from(edges)
-    order = list(nx.lexicographical_topological_sort(graph, key=wishes.__getitem__))
-    return [order.index(i) for i in range(len(wishes))]
+    n_orders, n_slots = wishes.shape
+    follows = np.zeros((n_slots, n_slots), np.int64)
+    follows[early, late] = 1
+    waits = np.tile(follows.sum(axis=0), (n_orders, 1))  # for so many slots; -1: placed
+    every = list(range(n_orders))
+    places = np.empty_like(wishes)
+    for place in range(n_slots):
+        ready = np.where(waits == 0, wishes, wishes.max(initial=0) + 1)
+        taken = ready.argmin(axis=1)
+        places[every, taken] = place
+        waits -= follows[taken]
+        waits[every, taken] = -1
+    return places
 
 
 def with_trailing(template: PlanTemplate, places: Ints) -> Ints:

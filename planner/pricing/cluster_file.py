@@ -13,7 +13,7 @@ from planner.plan.mesh import Cluster, MeshError
 from planner.pricing.device_classes import DeviceClassError, DeviceClasses
 from planner.pricing.devices import PRESETS, DeviceProfile, preset
 from rlhf_tasks.algorithms.configurations import FIGURES
-from rlhf_tasks.config.files import first_fault, read_yaml
+from rlhf_tasks.config.files import faults_of, read_yaml
 from rlhf_tasks.parallel.layout.topology import MAX_DEVICES
 from rlhf_tasks.spec import Frozen
 from rlhf_tasks.system.reading import ConfigError, shown
@@ -83,7 +83,7 @@ def read_cluster(path: Path) -> Hardware:
     try:
         stated = ClusterFile.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_fault(error, ClusterFile, 'figures')}") from None
+        raise ConfigError(f"{path}: {faults_of(error, ClusterFile, 'figures')}") from None
     cluster = cluster_of(stated.n_hosts, stated.devices_per_host, str(path))
     links = {"inside_host": stated.inside_host, "between_hosts": stated.between_hosts}
     changed = {link: changes for link, changes in links.items() if changes}
@@ -158,7 +158,7 @@ def _profile(figures: Mapping[str, Any], where: str) -> DeviceProfile:
     try:
         return DeviceProfile.model_validate(figures)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {first_fault(error, DeviceProfile)}") from None
+        raise ConfigError(f"{where}: {faults_of(error, DeviceProfile)}") from None
 
 
 def _merged(known: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The figures of a device and its links: peaks, efficiencies, overheads and memory.
 
 Peaks come from data sheets (planner/pricing/data_sheets.py). Efficiencies and host overheads, which no data sheet
-has, are given here with their source, so that the cost model has no constants of its own.
+has, are given here with their source, so that the cost model has no constants of its own. A preset is a device with
+our engine, which decodes by CUDA graphs. Another engine's figures belong in a cluster file: that of
+deployments/examples/plan-cluster-eager.yaml is fitted to a system without them.
 """
 
 import math
@@ -64,7 +66,8 @@ class DeviceProfile(Frozen):
     exchange_overlap    share of a backward pass that hides the reduction of gradients; 0 where the cores that compute
                         also send
     layer_overhead_s    host time per layer and forward or backward pass
-    decode_overhead_s   host time per layer and decoding step
+    decode_overhead_s   host time per layer and decoding step; small on GPUs, where our engine captures a step as a
+                        CUDA graph
     expert_overhead_s   host time per expert and pass, where experts are launched one by one
     optimizer_overhead_s  host time per optimizer step
     reallocation_overhead_s  time per layer of a reallocated model besides its messages: copies and checks of each

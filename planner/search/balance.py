@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.steady_state import steady_state
 from planner.plan.workload import Lengths
 from planner.pricing.plans import shortfall
@@ -23,7 +24,7 @@ from rlhf_tasks.parallel.layout.transfers import partition
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 
 DRAWS, MOST_DRAWN = 32, 1 << 15
-"""Batches that are drawn at most, and sequences of all of them together (but always one batch)."""
+"""Batches that are drawn at most, and sequences of all of them together."""
 
 
 Points = tuple[tuple[int, float], ...]
@@ -46,9 +47,12 @@ def imbalance(prompts: Lengths, answers: Lengths, n_groups: int, group_size: int
 
     prompts, answers  distributions of the tokens of a prompt, and of an answer to it
     n_groups          groups of a mini-batch; each has one prompt and `group_size` answers
-    The draws are the same in every process.
+    The draws are the same in every process. Of a larger mini-batch than MOST_DRAWN sequences, so many are drawn: what
+    the fullest rank has over its share falls with the root of the groups that it gets.
     """
-    return _drawn_imbalance(prompts.points, answers.points, n_groups, group_size, dp)
+    drawn = min(n_groups, dp * max(1, MOST_DRAWN // (dp * group_size)))
+    found = _drawn_imbalance(prompts.points, answers.points, drawn, group_size, dp)
+    return Imbalance(*(1 + (of - 1) * math.sqrt(drawn / n_groups) for of in found))
 
 
 @cache
@@ -76,9 +80,9 @@ WORTH = 0.005
 """The share of an iteration's expected time that dealing by tokens must save: less is within the noise of a draw."""
 
 
-def balanced(priced: Priced, problem: Problem) -> Priced:
+def balanced(priced: Priced, problem: Problem, deadline: Deadline = NO_DEADLINE) -> Priced:
     """The plan, with `balance: tokens` for the calls where that makes the iteration faster, as is to be expected of
-    the workload's lengths.
+    the workload's lengths. After the deadline, no further choice is tried.
 
     Generation always deals by count: how long its answers will be, nobody knows. The price is still that of sequences
     of the mean length, now with the transfers that the choice costs.
@@ -111,11 +115,12 @@ def balanced(priced: Priced, problem: Problem) -> Priced:
 
     none, every = frozenset[str](), frozenset(uneven)
     chosen = every if is_faster(every, none) else none
-    while True:
+    while not deadline.is_past():
         other = min((chosen ^ {name} for name in uneven), key=seconds_of)
         if not is_faster(other, chosen):
-            return plans[chosen]
+            break
         chosen = other
+    return plans[chosen]
 
 
 def expected(call: ModelFunctionCall, given: CallAssignment, problem: Problem) -> Imbalance | None:

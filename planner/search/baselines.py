@@ -428,8 +428,8 @@ def side_by_side(tables: Tables) -> list[int] | None:
     return _Disjoint(tables).largest()
 
 
-def disjoint_choice(tables: Tables) -> tuple[list[int], int]:
-    """(choice, evaluations): every role on its own devices.
+def disjoint_choice(tables: Tables, deadline: Deadline = NO_DEADLINE) -> tuple[list[int], int]:
+    """(choice, evaluations): every role on its own devices; after the deadline, the best so far.
 
     Raises PlanError when the cluster has fewer devices than roles need, or memory does not suffice.
     """
@@ -441,10 +441,13 @@ def disjoint_choice(tables: Tables) -> tuple[list[int], int]:
                 "devices of their own have to. Enlarge the cluster, or let roles share devices."
             )
     best = sizes = search.smallest()
-    while fitting := [grown for grown in search.grown(sizes) if search.rank(grown)[0] < float("inf")]:
+    while not deadline.is_past():
+        fitting = [grown for grown in search.grown(sizes) if search.rank(grown)[0] < float("inf")]
+        if not fitting:
+            break
         sizes = min(fitting, key=search.rank)
         best = min(best, sizes, key=search.rank)
-    while True:
+    while not deadline.is_past():
         better = min(search.exchanged(best), key=search.rank, default=best)
         if search.rank(better) >= search.rank(best):
             break

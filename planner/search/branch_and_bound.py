@@ -5,7 +5,7 @@ has a bound. The first thresholds are tested with the sizes of meshes alone, whi
 (planner/search/bounds/tree_search.py). `proof_class` says in words for which plans bounds and proofs hold.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
 from planner.pricing.problem import Problem
-from planner.search.annealing import Neighbours, PricedChoice, annealing, better, polishing
+from planner.search.annealing import Neighbours, PricedChoice, annealing, better, metropolis, polishing
 from planner.search.bounds.relaxation import Relaxation, relaxation
 from planner.search.bounds.root_bound import Cycles
 from planner.search.bounds.tree_order import Tree, search_tree
@@ -42,6 +42,7 @@ PROVED = 5e-10  # relative; thresholds stay this far below the best plan's time
 LAST_STEP = 5e-3  # relative; with a smaller gap, the threshold is the best plan's time itself
 GROUP_STEP = 1e-3  # relative; precision of the bisection by groups
 PATIENCE = 0.25  # share of the time left after which a search is abandoned for one with a lower threshold
+WALK = 0.7  # share of the time left that the random walk then has, where calls are cut into parts
 
 
 class Proofs(NamedTuple):
@@ -90,6 +91,7 @@ def branching(
     near: Neighbours,
     cycles: Cycles,
     p: Proofs,
+    starts: Sequence[Sequence[int]],
     state: PricedChoice,
     lower_bound_s: float,
     seed: int,
@@ -97,16 +99,20 @@ def branching(
 ) -> Iterator[tuple[PricedChoice, float, int]]:
     """Yields after each search: (best state, lower bound in seconds, number of choices priced since the last yield).
 
+    starts         choices from which annealing starts again, besides the best one
     state          the plan to beat
     lower_bound_s  a proved lower bound, in seconds
     deadline       ends the search early
 
     A threshold that a search proves becomes the lower bound. The next threshold is halfway between it and the best
     plan's time; when they are close, just below that time. If a search takes too long, the next threshold is halfway
-    between the lower bound and the abandoned one, after another annealing. If a search finds a better plan, annealing
-    polishes the plan, and the same search continues with a lower threshold: branches that were cut stay cut.
+    between the lower bound and the abandoned one, after another annealing. Where calls are cut into parts, bounds say
+    little: then the random walk of mode mcmc goes on before (WALK), so that mcmc with half the time limit is hardly
+    ahead. If a search finds a better plan, annealing polishes the plan, and the same search continues with a lower
+    threshold: branches that were cut stay cut.
     """
     polishings = restarts = 0
+    walk = metropolis(tables, near, cycles, seed) if tables.problem.graph.chunks > 1 else iter(())
     anything = ANYTHING * sum(max(o.seconds for o in options) for options in tables.options)
     tedious = np.inf  # the threshold of the last search that took too long
     search: SearchState | None = None  # the search to continue
@@ -130,10 +136,12 @@ def branching(
             n_priced, polishings = n_priced + more, polishings + 1
         else:
             tedious, search = threshold, None
+            until = deadline._replace(at_s=monotonic() + WALK * (deadline.at_s - monotonic()))
+            state, walked = _until(until, state, walk)
             purpose = f"annealing again {restarts}"
-            again = annealing(tables, near, cycles, [state.choice.tolist()], seed, purpose)
+            again = annealing(tables, near, cycles, [state.choice.tolist(), *starts], seed, purpose)
             state, more = _until(deadline, state, again)
-            n_priced, restarts = n_priced + more, restarts + 1
+            n_priced, restarts = n_priced + more + walked, restarts + 1
         yield state, lower_bound_s, n_priced
 
 

@@ -44,8 +44,9 @@ from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 ROUNDING = 1e-9  # relative; a smaller gap counts as zero
 BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
 ANNEALING = 0.75  # share of the time limit at which annealing ends
+DISJOINT = 0.1  # share of the time limit that the search for roles on devices of their own may take
 TABLES = 0.7  # share of the time limit after which no further options are priced
-RULES_S = 1.0  # seconds that the plans by rule have under any time limit
+RULES_S = 1.0  # seconds that the plans by rule, and the choice of `balance`, have under any time limit
 FIRST = 80  # parts of annealing among few options, for good plans in the first second
 
 
@@ -150,6 +151,10 @@ class Progress:
         until_s = self._request.started + share * self._request.time_limit_s
         return Deadline(until_s, self._request.called_off)
 
+    def deadline_in(self, share: float) -> Deadline:
+        """The deadline of a step that may take this share of the time limit from now on."""
+        return Deadline(time.monotonic() + share * self._request.time_limit_s, self._request.called_off)
+
     def note(self, state: PricedChoice, n_priced: int, lower_bound_s: float = 0.0) -> None:
         """Notes the best state, the number of choices priced since the last call, and a lower bound in seconds."""
         self._evaluations += n_priced
@@ -239,7 +244,8 @@ def find_plan(
     found = asked(
         Request(problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off)
     )
-    priced = found.priced if mode == "manual" else balanced(found.priced, problem)
+    ending = Deadline(max(started + time_limit_s, time.monotonic() + RULES_S), called_off)
+    priced = found.priced if mode == "manual" else balanced(found.priced, problem, ending)
     time_s = priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
     lower_bound_s = min(found.lower_bound_s, time_s)
@@ -316,7 +322,8 @@ def _symmetric(request: Request) -> Found:
 
 
 def _disjoint(request: Request) -> Found:
-    choice, evaluations = disjoint_choice(request.tables)
+    deadline = Deadline(request.started + request.time_limit_s, request.called_off)
+    choice, evaluations = disjoint_choice(request.tables, deadline)
     return Found(priced_choice(request.tables, choice), request.lower_bound_s, evaluations)
 
 
@@ -330,9 +337,11 @@ def _manual(request: Request) -> Found:
 def _search(request: Request) -> Found:
     """Mode search: anneal among few options; then, among all, polish, bound by groups, anneal, branch and bound.
 
-    Pricing few options takes a fraction of the time, and annealing finds good plans among them sooner. Where calls
-    are cut into parts, the bounds of groups and branches do not hold: they take a call for one node. What is proved
-    then is the root bound.
+    Pricing few options takes a fraction of the time, and annealing finds good plans among them sooner.
+
+    No other mode is to find a better plan in this time. So all plans by rule are among the starts, and a search
+    without a proof uses all its time: rounds that agree may agree on a plan that no change of one or two calls
+    improves, but one of all calls would.
     """
     few, seed, graph = request.tables, request.seed, request.problem.graph
     starts, cycles = _starts(few, request.rules), call_cycles(graph)
@@ -345,12 +354,13 @@ def _search(request: Request) -> Found:
         progress.follow(parts)
         return progress.found()._replace(late=True)
     progress.go_on_among(tables)
-    near, starts = neighbours(tables), [progress.state.choice.tolist(), *_starts(tables, request.rules)]
+    near, others = neighbours(tables), _starts(tables, request.rules)
     progress.follow(polishing(tables, near, cycles, progress.state, seed, 0))
-    parts = annealing(tables, near, cycles, starts, seed)
-    if graph.chunks > 1:
-        progress.follow(parts)
-        return progress.found()
+    with suppress(PlanError):
+        choice, evaluations = disjoint_choice(tables, progress.deadline_in(DISJOINT))
+        progress.note(better(progress.state, start_state(tables, choice)), evaluations)
+        others = [choice, *others]
+    parts = annealing(tables, near, cycles, [progress.state.choice.tolist(), *others], seed)
     found = proofs(tables, cycles)
     for lower_bound_s in bounds_by_groups(
         found, progress.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
@@ -358,7 +368,7 @@ def _search(request: Request) -> Found:
         progress.note(progress.state, 0, lower_bound_s)
     progress.follow(parts)
     state, proved_s, deadline = progress.state, progress.lower_bound_s, progress.deadline_of()
-    for step in branching(tables, near, cycles, found, state, proved_s, seed, deadline):
+    for step in branching(tables, near, cycles, found, others, state, proved_s, seed, deadline):
         state, lower_bound_s, n_priced = step
         progress.note(state, n_priced, lower_bound_s)
     return progress.found()

@@ -1,7 +1,8 @@
 """Run configuration: one YAML file, whose `type` names the algorithm.
 
 Torch-free and fast to import. Every configuration is frozen and refuses unknown keys. Field names are TRL's where
-TRL has the same setting. `load_config` reads a file with overrides and reports every fault in one sentence.
+TRL has the same setting; `bench.trl_names` lists what differs. `load_config` reads a file with overrides and reports
+every fault in a sentence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pydantic_core import CoreSchema
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.config.cluster import ManualAssignments
-from rlhf_tasks.config.files import MOST_PLAN_BYTES, first_fault, parse_yaml, read_yaml
+from rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
 from rlhf_tasks.spec import CallAssignment
 from rlhf_tasks.system.reading import ConfigError, reading, shown
 
@@ -53,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
 
 
 def make_config(document: Mapping[str, Any]) -> RunConfig:
-    """Validate a parsed configuration. Raises ConfigError with one sentence for the first fault."""
+    """Validate a parsed configuration. Raises ConfigError with a sentence for each fault."""
     kind = document.get("type")
     names = algorithm_names()
     if not isinstance(kind, str) or kind not in names:
@@ -68,7 +69,7 @@ def make_config(document: Mapping[str, Any]) -> RunConfig:
     try:
         return model.model_validate(dict(document))
     except ValidationError as error:
-        raise ConfigError(first_fault(error, model)) from None
+        raise ConfigError(faults_of(error, model)) from None
 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -98,7 +99,7 @@ def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignm
     try:
         plan = ASSIGNMENTS.validate_python(read_yaml(path, MOST_PLAN_BYTES))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_fault(error)}") from None
+        raise ConfigError(f"{path}: {faults_of(error)}") from None
     assignments = {}
     for call, manual in plan.items():
         try:

@@ -12,21 +12,25 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from rlhf_tasks.config.base import RunConfig, Samples
-from rlhf_tasks.data import chat_template, rows, tokenizer
+from rlhf_tasks.data import chat_template, conversations, dataset, row_files, rows, tokenizer
 from rlhf_tasks.data.chat_template import Conversation
+from rlhf_tasks.data.conversations import messages, tools_of
 from rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_set, refuse
-from rlhf_tasks.data.rows import Reader, Reading, tools_of
+from rlhf_tasks.data.rows import Reader, Reading
 from rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
+from rlhf_tasks.parallel.layout.adapter_folder import own_or_base
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.system.reading import shown
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256
-FORMAT = 3  # of token files
+FORMAT = 4  # of token files
 MOST_MALFORMED, MOST_MALFORMED_SHARE = 10, 0.01
 """So many malformed rows are skipped at most, or this share of all; too long ones do not count."""
 PROBE = "an-answer"
+CONVERSATIONS = ("prompt", "messages", "conversations", "completion", "chosen")  # columns
+LABEL = "desirable"  # the stored key of `LabelledExample`
 
 
 def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROWS) -> TokenFile:
@@ -45,12 +49,13 @@ def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROW
         files = [str(file.path) for file in data.files]
         skipped = _Skipped()
         told = (skipped.malformed_row, skipped.long_row) if _skips(config) else (refuse, refuse)
-        rows = _token_rows(config, record, data, limit, *told)
-        made = new_token_file(
-            Path(config.output_dir), key, data.digest, files, rows, skipped.rows, data.sources
-        )
+        tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+        rows = _token_rows(config, tokenizer, record, data, limit, *told)
+        place, given = Path(config.output_dir), (skipped.rows, data.sources, tokenizer.size)
+        made = new_token_file(place, key, data.digest, files, rows, *given)
         skipped.refuse_many(len(made))
         _refuse_empty(made, config)
+        _refuse_one_label(made, config)
         return made
     longer = kept.first_longer(limit.most)
     if longer is not None:
@@ -149,16 +154,25 @@ def _skips(config: RunConfig) -> bool:
 def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -> str:
     """A digest of all that the tokens of a data set depend on."""
     digest = hashlib.sha256(f"{FORMAT} {record.name} {version('tokenizers')} {data.digest}".encode())
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
-        digest.update(_content(Path(config.models.tokenizer, name)))
-    digest.update(_content(Path(config.models.tokenizer, "chat_template.jinja")))
+    names = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
+    for name in (*names, "chat_template.jinja"):
+        digest.update(_content(own_or_base(config.models.tokenizer, name)))
     digest.update(repr([sorted(data.column_map.items()), [str(file.path) for file in data.files]]).encode())
     if config.data.max_rows is not None or _skips(config):
         digest.update(repr([config.data.max_rows, _skips(config) and limit.most]).encode())
     if len(config.data.sources) > 1:
         digest.update(repr(data.sources).encode())
     digest.update(repr(record.options(config)).encode())
-    for code in (record.read_row, record.fetch, rows, tokenizer, chat_template):
+    for code in (
+        record.read_row,
+        record.fetch,
+        rows,
+        conversations,
+        dataset,
+        row_files,
+        tokenizer,
+        chat_template,
+    ):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
     return digest.hexdigest()
 
@@ -172,9 +186,14 @@ def _content(path: Path) -> bytes:
 
 
 def _token_rows(
-    config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit", bad: BadRow, long: BadRow
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    record: Algorithm,
+    data: DataSet,
+    limit: "_Limit",
+    bad: BadRow,
+    long: BadRow,
 ) -> Iterator[TokenRow]:
-    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     if isinstance(config, Samples):
         _refuse_silent_template(data, tokenizer)
     most, taken, last = config.data.max_rows, Counter[int](), ""
@@ -201,6 +220,18 @@ def _refuse_empty(rows: TokenFile, config: RunConfig) -> None:
     for source, count in zip(config.data.sources, chain(rows.sources, repeat(0)), strict=False):
         if not count:
             raise DataError(f"{source.path}: has no row that can be used. Mend or remove that source.")
+
+
+def _refuse_one_label(rows: TokenFile, config: RunConfig) -> None:
+    """Raises DataError where an algorithm learns from labels, and all rows have the same one."""
+    if LABEL not in rows.keys:
+        return
+    labels = rows.distinct(LABEL, 2)
+    if len(labels) == 1:
+        raise DataError(
+            f"{config.data.name}: all {len(rows)} rows have the label {str(bool(labels[0])).lower()}, but "
+            f"{config.type} learns from both. Add rows of the other kind{', or train by sft' if labels[0] else ''}."
+        )
 
 
 class _Skipped:
@@ -237,12 +268,13 @@ def _refuse_silent_template(data: DataSet, tokenizer: Tokenizer) -> None:
     prompt = None if placed is None else placed.row.get("prompt")
     if placed is None or not isinstance(prompt, list):
         return
-    tools, answer = tools_of(placed.row), {"role": "assistant", "content": PROBE}
+    answer = {"role": "assistant", "content": PROBE}
     try:
+        prompt, tools = messages(prompt, "prompt"), tools_of(placed.row)
         opened, closed, whole = tokenizer.render(
             [(prompt, True, tools), (prompt, False, tools), ([*prompt, answer], False, tools)]
         )
-    except TokenizerError:  # the row's own fault, which its reader names
+    except (DataError, TokenizerError):  # the row's own fault, which its reader names
         return
     header = whole.removeprefix(closed).partition(PROBE)[0]
     if opened == closed and whole.startswith(closed) and header.strip():
@@ -251,6 +283,33 @@ def _refuse_silent_template(data: DataSet, tokenizer: Tokenizer) -> None:
             f"{shown(header)}, behind a prompt nothing. Add that to the template, within "
             "{% if add_generation_prompt %} ... {% endif %}."
         )
+
+
+def endless(config: RunConfig, tokenizer: Tokenizer) -> str:
+    """A warning where the rows are conversations and the chat template ends an answer with no token that stops the
+    model; else empty."""
+    if all(role.head == "scalar" for role in config.roles().values()):
+        return ""
+    placed = data_set(config.data).first()
+    if placed is None or not any(isinstance(placed.row.get(name), list) for name in CONVERSATIONS):
+        return ""
+    told = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
+    try:
+        (text,) = tokenizer.render([(told, False)])
+    except TokenizerError:  # it wants other conversations
+        return ""
+    end = text.rpartition(PROBE)[2]
+    stops, strings = set(tokenizer.stop_ids), tuple[str, ...]()
+    if isinstance(config, Samples):
+        stops, strings = stops | set(config.sampling.stop_token_ids), config.sampling.stop_strings
+    if PROBE not in text or stops & set(tokenizer.encode(end)) or any(string in end for string in strings):
+        return ""
+    stop = tokenizer.decode([tokenizer.eos_id], special_tokens=True)
+    return (
+        f"nothing will stop the model: behind an answer its chat template writes {shown(end)}, and no end token "
+        f"({shown(stop)}). Write that token there in the template, or name the one that is there in eos_token_id of "
+        f"{Path(config.models.tokenizer, 'generation_config.json')}."
+    )
 
 
 def _ids(example: tuple) -> list[list[int]]:

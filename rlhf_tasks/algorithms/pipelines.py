@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from rlhf_tasks.algorithms.configurations import PIPELINE, apply_override, make_config, resolve_paths
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.config.cluster import ClusterConfig
-from rlhf_tasks.config.files import first_fault, read_yaml
+from rlhf_tasks.config.files import faults_of, read_yaml
 from rlhf_tasks.config.settings import Settings
 from rlhf_tasks.system.reading import ConfigError, shown
 
@@ -61,11 +61,11 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> PipelineCo
 
 
 def make_pipeline(document: Mapping[str, Any]) -> PipelineConfig:
-    """Validate a parsed configuration. Raises ConfigError with one sentence for the first fault."""
+    """Validate a parsed configuration. Raises ConfigError with a sentence for each fault."""
     try:
         return PipelineConfig.model_validate(dict(document))
     except ValidationError as error:
-        raise ConfigError(first_fault(error, PipelineConfig)) from None
+        raise ConfigError(faults_of(error, PipelineConfig)) from None
 
 
 def is_pipeline(path: Path) -> bool:
@@ -145,8 +145,7 @@ def _settled(
 
 
 def _trained(taken: str, name: str, names: Sequence[str], earlier: Mapping[str, RunConfig]) -> str:
-    """The name of a stage whose model another one takes. Raises ConfigError where there is no such model before, and
-    where it is no model but an adapter."""
+    """The name of a stage whose model another one takes. Raises ConfigError where there is no such model before."""
     if taken not in names:
         raise ConfigError(
             f"stage {name!r} takes the model of {taken!r}, but the stages are {', '.join(names)}. Name one of them."
@@ -158,11 +157,6 @@ def _trained(taken: str, name: str, names: Sequence[str], earlier: Mapping[str, 
         raise ConfigError(
             f"stage {name!r} takes the model of {taken!r}, but a run of type {earlier[taken].type!r} trains none. "
             "Name a stage that trains."
-        )
-    if earlier[taken].exports_adapters:
-        raise ConfigError(
-            f"stage {name!r} takes the model of {taken!r}, which exports its adapters alone. Set lora.export: merged "
-            f"in stage {taken!r}."
         )
     return taken
 

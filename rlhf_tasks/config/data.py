@@ -14,7 +14,9 @@ from rlhf_tasks.config.settings import MOST_TOKENS, Settings
 class DataSource(Settings):
     """One of several sources of rows."""
 
-    path: str = Field(min_length=1, description="JSONL (.gz) or Parquet: a file, a glob or a folder.")
+    path: str = Field(
+        min_length=1, description="JSONL (.gz), JSON, CSV or Parquet: a file, a glob or a folder."
+    )
     weight: float = Field(
         default=1.0, gt=0, le=1e9, description="Its share of the samples, relative to the other sources'."
     )
@@ -35,7 +37,7 @@ class DataConfig(Settings):
     """Where the rows come from."""
 
     train: DataFiles = Field(
-        description="JSONL (.gz) or Parquet: a file, a glob or a folder; or several: [{path, weight}].",
+        description="JSONL (.gz), JSON, CSV or Parquet: a file, a glob or a folder; or several: [{path, weight}].",
     )
     column_map: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: {name in the file: expected name}."

@@ -1,15 +1,16 @@
 """Reads YAML and JSON files. Every fault in them becomes an error of one sentence."""
 
-import difflib
 import re
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
+from rlhf_tasks.config.key_names import example, suggestion
 from rlhf_tasks.config.rewards import FUNCTION_REWARD, SERVICE_REWARD
 from rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, reading, shown
 
@@ -21,6 +22,7 @@ MAX_KEYS = 20_000  # of one YAML mapping: a measured distribution of lengths has
 MOST_YAML_BYTES = 1 << 20  # takes about 10 s to parse
 MOST_PLAN_BYTES = 8 << 20  # of a plan in YAML: with 100,000 devices, each call lists them all
 MOST_KEPT_BYTES = 1 << 30  # of JSON files that we wrote: a plan of 100,000 devices takes 50 MB
+MOST_FAULTS = 12  # of a file that are told at once
 
 _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
 """The YAML types that are known: those of JSON. A date stays text, because no setting is a date."""
@@ -119,13 +121,25 @@ def read_document(
             raise error(f"{path}: {predicate}: {first_fault(fault)} {remedy}".rstrip()) from None
 
 
-def first_fault(error: ValidationError, model: type[BaseModel] | None = None, *kinds: str) -> str:
-    """One sentence for the first of pydantic's errors.
+def first_fault(error: ValidationError) -> str:
+    """One sentence for the first of pydantic's errors, in a file that we wrote."""
+    return _sentence(error.errors(include_url=False)[0], None, ())
+
+
+def faults_of(error: ValidationError, model: type[BaseModel] | None = None, *kinds: str) -> str:
+    """A line for each of pydantic's errors in what a user wrote, with one sentence.
 
     model  what was validated; its keys are suggested for an unknown one
     kinds  the model's tag, where it is a member of a discriminated union, and those of such members of it
     """
-    fault = error.errors(include_url=False)[0]
+    found = dict.fromkeys(_sentence(fault, model, kinds) for fault in error.errors(include_url=False))
+    lines = list(found)[:MOST_FAULTS]
+    return "\n".join(
+        [*lines, *([f"There are {len(found) - len(lines)} more."] if len(found) > len(lines) else [])]
+    )
+
+
+def _sentence(fault: ErrorDetails, model: type[BaseModel] | None, kinds: Sequence[str]) -> str:
     *above, last = ("", *fault["loc"])
     tags = (*kinds, "inline", "path", FUNCTION_REWARD, SERVICE_REWARD)
     keyed = fault["type"] in (
@@ -138,33 +152,12 @@ def first_fault(error: ValidationError, model: type[BaseModel] | None = None, *k
     message = one_line(fault["msg"].removeprefix("Value error, "), most=2000)
     match fault["type"]:
         case "extra_forbidden":
-            return f"{field or repr('')}: unknown key{_suggestion(path, model)}"
+            return f"{field or repr('')}: unknown key{suggestion(path, model)}"
         case "missing":
-            return f"{field}: required, but not given."
+            return f"{field}: required, but not given.{example(path, model)}"
         case "value_error":
             return f"{field}: {message}." if field else f"{message}."
     return f"{field}: {message[0].lower()}{message[1:]}, found {shown(fault['input'])}."
-
-
-def _suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:
-    """The end of the sentence about an unknown key: the most similar known key, or else all known keys."""
-    models = [] if model is None else [model]
-    for key in path[:-1]:
-        fields = [m.model_fields[key] for m in models if key in m.model_fields]
-        if fields or not key.isdecimal():
-            models = [found for field in fields for found in _submodels(field.annotation)]
-    known = list(dict.fromkeys(name for m in models for name in m.model_fields))
-    if not known:
-        return "."
-    near = difflib.get_close_matches(path[-1], known, n=1)
-    return f", did you mean {near[0]!r}?" if near else f" (known here: {', '.join(known)})."
-
-
-def _submodels(annotation: Any) -> list[type[BaseModel]]:
-    """The models inside `Model`, `Model | None`, `tuple[Model, ...]` or a tagged union of models."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _submodels(part)]
 
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")

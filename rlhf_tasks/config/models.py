@@ -11,9 +11,8 @@ from pydantic import (
 )
 
 from rlhf_tasks.config.settings import MOST_ITERATIONS, Settings, form
+from rlhf_tasks.parallel.layout.adapter_folder import MOST_RANK
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
-
-MOST_RANK = 2**20  # of an adapter; no dimension of a model is larger
 
 
 class InlineModel(Settings):

@@ -134,7 +134,10 @@ class EnvironmentConfig(Settings):
         pattern=r"^[^:]+:[A-Za-z_]\w*$",
         description="The class or function that makes one: `module:name`, `file.py:name` or `builtin:NAME`.",
     )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Its keyword arguments; name a secret as {env: VARIABLE} or {block: PREFECT_SECRET}.",
+    )
     max_turns: int = Field(
         default=8,
         gt=0,
@@ -166,6 +169,11 @@ class EnvironmentConfig(Settings):
     def name(self) -> str:
         """Its name in metrics: `rewards/<name>/mean`."""
         return self.factory.rpartition(":")[2]
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What it is given, which may name secrets."""
+        return self.kwargs
 
     def turns_of(self, tokens: float) -> int:
         """The turns of a response of so many tokens, as the planner counts them: as many as these fill, or, where a

@@ -82,7 +82,8 @@ class EvaluationConfig(Settings):
     """
 
     data: str = Field(
-        min_length=1, description="Held-out rows: JSONL (.gz) or Parquet, read as those of data.train are."
+        min_length=1,
+        description="Held-out rows: JSONL (.gz), JSON, CSV or Parquet, read as those of data.train are.",
     )
     every: int = Field(
         default=1,

@@ -172,14 +172,14 @@ def render_all(requests: BinaryIO, answers: BinaryIO) -> None:
     """Read a template, then render conversations until there are no more."""
     text, file, whole, special_tokens = json.loads(requests.readline())
     source = Source(text, Path(file), whole)
-    _limit(resource.RLIMIT_AS, MOST_MEMORY_BYTES)
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_FSIZE, 0)
+    limit(resource.RLIMIT_AS, MOST_MEMORY_BYTES)
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_FSIZE, 0)
     template: Template | None = None
     numbers = count()
     for line in requests:
         for messages, generation_prompt, *offered in json.loads(line):
-            _limit(resource.RLIMIT_CPU, math.ceil(FIRST_CPU_S + EACH_CPU_S * next(numbers)))
+            limit(resource.RLIMIT_CPU, math.ceil(FIRST_CPU_S + EACH_CPU_S * next(numbers)))
             tools = offered[0] if offered and offered[0] else None
             variables = {"add_generation_prompt": generation_prompt, "tools": tools, **special_tokens}
             try:
@@ -196,7 +196,7 @@ def render_all(requests: BinaryIO, answers: BinaryIO) -> None:
                 break
 
 
-def _limit(kind: int, most: int) -> None:
+def limit(kind: int, most: int) -> None:
     """Set a limit of this process; a lower one that it has already stays."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

@@ -1,15 +1,17 @@
 """What algorithms read of a row: text or conversations as token ids. Torch-free and fast to import.
 
-Rows have the columns of TRL's data set types, standard (text) or conversational (messages), or those of
-verl's Parquet files. Everything an algorithm does not read itself is a further column, handed to the rewards.
+Rows have the columns of TRL's data set types, standard (text) or conversational (messages), those of verl's Parquet
+files, or ShareGPT's. Everything an algorithm does not read itself is a further column, handed to the rewards.
 """
 
 import json
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from rlhf_tasks.system.reading import DataError, one_line
+from rlhf_tasks.data.conversations import GIVEN_ROLES, Messages, conversation_of, messages, parted
+from rlhf_tasks.system.reading import DataError, one_line, shown
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.chat_template import Conversation
@@ -91,14 +93,24 @@ class LabelledExample(NamedTuple):
 
 
 def prompt_example(row: "Row", tokenizer: "Tokenizer") -> Reading[PromptExample]:
-    """`prompt` (text or messages) and any further columns. Raises DataError, without its place."""
-    prompt = _column(row, "prompt")
+    """`prompt` (text or messages) and any further columns. Where there is no `prompt`, it is the row's conversation
+    up to the assistant's last message. Raises DataError, without its place."""
+    told = conversation_of(row) if row.get("prompt") is None else None
+    prompt: Any = _before_answer(told) if told else _text_or_messages(row, "prompt")
     is_text = isinstance(prompt, str)
-    texts = yield [] if is_text else [(_messages(prompt, "prompt"), True)]
+    texts = yield [] if is_text else [(prompt, True)]
     ids = tokenizer.encode(prompt if is_text else texts[0], special_tokens=is_text)
     if not ids:
         raise DataError("has an empty prompt.")
-    return PromptExample(ids, json.dumps(dict(row), ensure_ascii=False, default=str))
+    return PromptExample(ids, json.dumps({**row, "prompt": prompt}, ensure_ascii=False, default=str))
+
+
+def _before_answer(told: Messages) -> Messages:
+    said = [place for place, message in enumerate(told) if message["role"] == "assistant"]
+    before = told[: said[-1]] if said and said[-1] == len(told) - 1 else told
+    if not before:
+        raise DataError("has an empty prompt: its conversation begins with the answer.")
+    return before
 
 
 def completion_example(
@@ -107,7 +119,7 @@ def completion_example(
     completion_only_loss: bool = True,
     assistant_only_loss: bool = False,
 ) -> Reading[CompletionExample]:
-    """`prompt` + `completion`, `messages` (the last one is the completion), or `text` (all of it is the completion).
+    """A conversation (the last message is the completion), `text` (all of it is), or `prompt` + `completion`.
 
     completion_only_loss  learn the completion only; else all tokens
     assistant_only_loss   learn every message of the assistant, and nothing else
@@ -115,15 +127,15 @@ def completion_example(
     """
     if assistant_only_loss:
         return (yield from _assistant_turns(_conversation(row), tokenizer))
-    if "messages" in row:
-        messages = _messages(row["messages"], "messages")
-        prompt, (completion,) = yield from _turn_ids(messages[:-1], [messages[-1:]], tokenizer)
-    elif "text" in row:
+    told = conversation_of(row)
+    if told is not None:
+        prompt, (completion,) = yield from _turn_ids(told[:-1], [told[-1:]], tokenizer)
+    elif row.get("text") is not None:
         yield []
         ids = _ended(tokenizer.encode(_text(row["text"], "text"), special_tokens=True), tokenizer)
         prompt, completion = [], ids
     else:
-        answers = [_column(row, "completion")]
+        answers = [_text_or_messages(row, "completion")]
         prompt, (completion,) = yield from _answer_ids(_column(row, "prompt"), answers, tokenizer)
     given, ids = _given(prompt, completion), prompt + completion
     return CompletionExample(ids, (range(given if completion_only_loss else 1, len(ids)),))
@@ -132,40 +144,53 @@ def completion_example(
 def pair_example(row: "Row", tokenizer: "Tokenizer") -> Reading[PairExample]:
     """`prompt`, `chosen`, `rejected` and `margin` (0 where it is missing).
 
-    Without `prompt` it is what the two answers begin with in common. Raises DataError, without its place.
+    Without `prompt` it is what the two answers begin with in common: messages, or of text tokens, so that both texts
+    have the tokens that they have as wholes. Raises DataError, without its place.
     """
-    chosen, rejected = _column(row, "chosen"), _column(row, "rejected")
-    margin = row.get("margin")
-    if margin is None:
-        margin = 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(f"column 'margin' must be a finite number, found {one_line(repr(margin))}.")
-    if chosen == rejected:
-        raise DataError(EQUAL_ANSWERS)
-    prompt = row.get("prompt")
-    if prompt is None:
-        common = 0
-        if not isinstance(chosen, str):
-            pairs = zip(_messages(chosen, "chosen"), _messages(rejected, "rejected"), strict=False)
-            common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
-        elif not isinstance(rejected, str):
-            raise DataError("chosen is text, but rejected is not. Give both as text or both as messages.")
-        prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
-        if not chosen or not rejected:
-            raise DataError(NOTHING_TO_LEARN)
-    first, answers = yield from _answer_ids(prompt, [chosen, rejected], tokenizer)
+    answers = [_text_or_messages(row, name) for name in ("chosen", "rejected")]
+    margin = _margin(row.get("margin"))
     if answers[0] == answers[1]:
         raise DataError(EQUAL_ANSWERS)
-    given = max(_given(first, answer) for answer in answers)
-    return PairExample(first + answers[0], first + answers[1], given, float(margin))
+    prompt = row.get("prompt") or _asked(row)
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if prompt or len(texts) < len(answers):
+        first, (chosen, rejected) = yield from _answer_ids(prompt, answers, tokenizer)
+    else:
+        yield []
+        chosen, rejected = (_ended(tokenizer.encode(each, special_tokens=True), tokenizer) for each in texts)
+        common = _shared(chosen, rejected)
+        first, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+    if chosen == rejected:
+        raise DataError(EQUAL_ANSWERS)
+    given = max(_given(first, answer) for answer in (chosen, rejected))
+    return PairExample(first + chosen, first + rejected, given, margin)
+
+
+def _asked(row: "Row") -> Messages | str:
+    """The conversation that the answers of a pair follow, where the row has one beside them; else nothing."""
+    told = conversation_of(row)
+    return "" if told is None or told[-1]["role"] == "assistant" else told
+
+
+def _margin(value: Any) -> float:
+    """A margin; text too, as CSV has it."""
+    if value is None or value == "":
+        return 0.0
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise DataError(f"column 'margin' must be a finite number, found {one_line(repr(value))}.")
+    return margin
 
 
 EQUAL_ANSWERS = "has equal answers: neither is preferred. Remove the row or correct chosen or rejected."
 
 
 def labelled_examples(row: "Row", tokenizer: "Tokenizer") -> Reading[list[LabelledExample]]:
-    """`prompt`, `completion` and `label` (true where the completion is desirable), or a pair as `pair_example` reads
-    it: its chosen answer is desirable, its rejected one is not.
+    """`prompt` and `completion` or a conversation, and `label` (true where the answer is desirable), or a pair
+    as `pair_example` reads it: its chosen answer is desirable, its rejected one is not.
 
     Raises DataError, without its place.
     """
@@ -176,26 +201,19 @@ def labelled_examples(row: "Row", tokenizer: "Tokenizer") -> Reading[list[Labell
             LabelledExample(pair.rejected_ids, pair.prompt_tokens, False),
         ]
     label = _column(row, "label")
+    label = TRUTHS.get(label.strip().lower(), label) if isinstance(label, str) else label
     if not isinstance(label, bool):
         raise DataError(f"column 'label' must be true or false, found {one_line(repr(label))}.")
-    prompt, answers = _column(row, "prompt"), [_column(row, "completion")]
-    first, (answer,) = yield from _answer_ids(prompt, answers, tokenizer)
+    told = conversation_of(row) if row.get("completion") is None else None
+    if told is not None:
+        first, (answer,) = yield from _turn_ids(told[:-1], [told[-1:]], tokenizer)
+    else:
+        prompt, answers = _column(row, "prompt"), [_text_or_messages(row, "completion")]
+        first, (answer,) = yield from _answer_ids(prompt, answers, tokenizer)
     return [LabelledExample(first + answer, _given(first, answer), label)]
 
 
-def tools_of(row: "Row") -> list[Any]:
-    """The tools that a row offers: column `tools`, a list of JSON schemas, or JSON of one. Raises DataError."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            tools = {}
-    if tools is None:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError("column 'tools' must be a list of JSON schemas, or JSON of one.")
-    return tools
+TRUTHS = {"true": True, "false": False}  # as CSV has them
 
 
 def _column(row: "Row", name: str) -> Any:
@@ -213,14 +231,9 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _messages(value: Any, name: str) -> list[dict[str, Any]]:
-    """A conversation: a non-empty list of {role, content}."""
-    well_formed = isinstance(value, list) and all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value
-    )
-    if not well_formed or not value:
-        raise DataError(f"column {name!r} must be text or a list of messages with `role` and `content`.")
-    return value
+def _text_or_messages(row: "Row", name: str) -> str | Messages:
+    value = _column(row, name)
+    return value if isinstance(value, str) else messages(value, name)
 
 
 PromptAndAnswers = tuple[list[int], list[list[int]]]
@@ -240,15 +253,8 @@ NOTHING_TO_LEARN = "has nothing to learn: an answer is empty. Remove the row or 
 
 
 def _answer_ids(prompt: Any, answers: list[Any], tokenizer: "Tokenizer") -> Reading[PromptAndAnswers]:
-    if not isinstance(prompt, str):
-        before = _messages(prompt, "prompt") if prompt else []
-        turns = [
-            [{"role": "assistant", "content": a}] if isinstance(a, str) else _messages(a, "answer")
-            for a in answers
-        ]
-        return (yield from _turn_ids(before, turns, tokenizer))
-    if not all(isinstance(answer, str) for answer in answers):
-        raise DataError("prompt is text, but its answer is not. Give both as text or both as messages.")
+    if not all(isinstance(part, str) for part in (prompt, *answers)):
+        return (yield from _turn_ids(*parted(prompt, answers), tokenizer))
     if not all(answers):
         raise DataError(NOTHING_TO_LEARN)
     yield []
@@ -256,45 +262,73 @@ def _answer_ids(prompt: Any, answers: list[Any], tokenizer: "Tokenizer") -> Read
     return tokenizer.encode(prompt, special_tokens=True), ended
 
 
-def _turn_ids(before: list, turns: list[list], tokenizer: "Tokenizer") -> Reading[PromptAndAnswers]:
+def _turn_ids(before: Messages, turns: list[Messages], tokenizer: "Tokenizer") -> Reading[PromptAndAnswers]:
     """Token ids of a conversation and of each turn that may follow it."""
     if not all(any(message["content"] or message.get("tool_calls") for message in turn) for turn in turns):
         raise DataError(NOTHING_TO_LEARN)
+    last = next((turn[-1]["role"] for turn in turns if turn[-1]["role"] in GIVEN_ROLES), None)
+    if last is not None:
+        raise DataError(
+            f"ends with a message of the role {last!r}, but the last message is the one that is learned. End it with "
+            "the assistant's (SFT: or set assistant_only_loss)."
+        )
     asked: list[Conversation] = [(before, True)] if before else []
     texts = yield [*asked, *(([*before, *turn], False) for turn in turns)]
     opening, wholes = (texts[0], texts[1:]) if before else ("", texts)
-    if not all(whole.startswith(opening) for whole in wholes):
-        raise DataError(
-            "the chat template changes earlier turns when one is added, so answers cannot be told apart."
-        )
+    for whole in wholes:
+        if not whole.startswith(opening):
+            raise DataError(_why_not_begun(opening, whole, before))
     return tokenizer.encode(opening), [tokenizer.encode(whole[len(opening) :]) for whole in wholes]
 
 
-def _conversation(row: "Row") -> list[dict[str, Any]]:
-    """The messages of a row whose assistant's turns are learned: `messages`, or `prompt` + `completion`."""
-    if "messages" in row:
-        return _messages(row["messages"], "messages")
-    if "text" in row or isinstance(row.get("prompt"), str):
+def _why_not_begun(opening: str, whole: str, before: Messages) -> str:
+    """Why a conversation does not begin with its opening, in which the assistant's turn is open: a sentence."""
+    same = _shared(opening, whole)
+    said = str(before[-1]["content"]).strip()
+    if said and opening[:same].count(said) >= sum(said in str(message["content"]) for message in before):
+        return (
+            f"the chat template opens the assistant's turn with {shown(opening[same:])}, which it does not write "
+            "before this answer. Begin answers with it, or let the template write nothing of the kind where "
+            "add_generation_prompt is set."
+        )
+    return (
+        "the chat template changes earlier turns when one is added, so answers cannot be told apart: first it writes "
+        f"{shown(opening[same : same + 80])}, with the answer {shown(whole[same : same + 80])} there."
+    )
+
+
+def _conversation(row: "Row") -> Messages:
+    """The messages of a row whose assistant's turns are learned: its conversation, or `prompt` + `completion`."""
+    told = conversation_of(row)
+    if told is not None:
+        return told
+    if row.get("text") is not None or isinstance(row.get("prompt"), str):
         raise DataError("is text, but assistant_only_loss is set. Give the row as messages or unset it.")
-    return [m for name in ("prompt", "completion") for m in _messages(_column(row, name), name)]
+    return [m for name in ("prompt", "completion") for m in messages(_column(row, name), name)]
 
 
-def _assistant_turns(messages: list[dict[str, Any]], tokenizer: "Tokenizer") -> Reading[CompletionExample]:
+def _assistant_turns(told: Messages, tokenizer: "Tokenizer") -> Reading[CompletionExample]:
     """A conversation of which each message of the assistant is learned, with what the template ends it by."""
-    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [place for place, message in enumerate(told) if message["role"] == "assistant"]
     if not turns:
         raise DataError(
             "has nothing to learn: no message is the assistant's, but assistant_only_loss is set."
         )
-    before: list[Conversation] = [(messages[:place], True) for place in turns if place]
-    after: list[Conversation] = [(messages[: place + 1], False) for place in turns]
-    *texts, whole = yield [*before, *after, (messages, False)]
+    before: list[Conversation] = [(told[:place], True) for place in turns if place]
+    after: list[Conversation] = [(told[: place + 1], False) for place in turns]
+    *texts, whole = yield [*before, *after, (told, False)]
     openings = [""] * (len(turns) - len(before)) + texts[: len(before)]  # nothing opens a first message
+    for place, opening, closed in zip(turns, openings, texts[len(before) :], strict=True):
+        if not closed.startswith(opening):
+            raise DataError(_why_not_begun(opening, closed, told[:place]))
     borders = [text for pair in zip(openings, texts[len(before) :], strict=True) for text in pair]
-    if not all(whole.startswith(text) for text in borders):
-        raise DataError(
-            "the chat template changes earlier turns when one is added, so the assistant's cannot be told apart."
-        )
+    for text in borders:
+        if not whole.startswith(text):
+            same = _shared(text, whole)
+            raise DataError(
+                "the chat template changes earlier turns when one is added, so the assistant's cannot be told apart: "
+                f"first it writes {shown(text[same : same + 80])}, then {shown(whole[same : same + 80])} there."
+            )
     ids, learned, read = list[int](), list[range](), 0
     for number, text in enumerate([*borders, whole]):
         part = tokenizer.encode(whole[read : len(text)])
@@ -309,3 +343,8 @@ def _assistant_turns(messages: list[dict[str, Any]], tokenizer: "Tokenizer") -> 
 def _ended(ids: list[int], tokenizer: "Tokenizer") -> list[int]:
     """The ids with an end token at their end."""
     return ids if ids and ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.eos_id]
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many of the first entries are the same."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))

@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, chain, islice
@@ -68,6 +68,7 @@ class TokenFile:
     digest       of the data: `DataSet.digest`
     columns      names of all columns of the data, in the order in which they first appear
     sources      number of rows of each source; rows of one source follow one another
+    vocabulary   tokens of the tokenizer, from 0
     skipped      (place, reason) of each row that was left out
     tokens       of a row's lists of ids together, of at most SAMPLED rows at even distances
     """
@@ -83,6 +84,7 @@ class TokenFile:
             self.digest: str = facts["digest"]
             self.columns: tuple[str, ...] = tuple(facts["columns"])
             self.tokens: tuple[int, ...] = tuple(facts["tokens"])
+            self.vocabulary: int = facts["vocabulary"]
             self._rows: int = facts["rows"]
             self.sources: tuple[int, ...] = tuple(facts["sources"])
             self.skipped: tuple[tuple[str, str], ...] = tuple((w, why) for w, why in facts["skipped"])
@@ -143,6 +145,11 @@ class TokenFile:
         return f"{self._files[batch.column('#file')[place].as_py()]}:{batch.column('#line')[place].as_py()}"
 
     @property
+    def keys(self) -> Collection[str]:
+        """The keys of the data set."""
+        return self._kinds.keys()
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest list of ids of all rows."""
         return max(self._longest)
@@ -155,6 +162,15 @@ class TokenFile:
                 place = int(np.argmax(lengths > tokens))
                 return number * BATCH + place, int(lengths[place])
         return None
+
+    def distinct(self, key: str, most: int) -> list[Any]:
+        """The different numbers that rows have under a key, no more than about `most`: reading ends with so many."""
+        found: dict[Any, None] = {}
+        for number in range(len(self._longest)):
+            found.update(dict.fromkeys(self._batch(number).column(key).values.unique().to_pylist()))
+            if len(found) >= most:
+                break
+        return list(found)
 
     def row_of(self, sample_id: int, seed: int, weights: Sequence[float] = (1.0,)) -> int:
         """The row that a global sample id means: position in the epoch's own random order of all rows of its source.
@@ -189,6 +205,7 @@ def new_token_file(
     rows: Iterable[TokenRow],
     skipped: Sequence[tuple[str, str]] = (),
     sources: Sequence[int] = (),
+    vocabulary: int = 0,
 ) -> TokenFile:
     """A token file of rows that has no name: it goes with the process, unless a run keeps it.
 
@@ -199,6 +216,7 @@ def new_token_file(
     files          the names of the data set's files
     skipped        as in TokenFile; read when the rows have been
     sources        number of the source of each file; default: they are of one
+    vocabulary     as in TokenFile
     Raises DataError where the values of a key are of several kinds or no 32-bit integers, and where the disk is full.
     """
     rows = iter(rows)
@@ -207,7 +225,7 @@ def new_token_file(
         raise DataError(
             "the data have no row that can be used" + (f": {' '.join(skipped[0])}" if skipped else ".")
         )
-    facts = _Facts(key, digest, files, first)
+    facts = _Facts(key, digest, files, first, vocabulary)
     while not place.is_dir():
         place = place.parent
     try:
@@ -227,8 +245,10 @@ def new_token_file(
 class _Facts:
     """What a token file's last batch says, gathered while the others are made."""
 
-    def __init__(self, key: str, digest: str, files: Sequence[str], first: Sequence[TokenRow]) -> None:
-        self.key, self.digest, self.files = key, digest, list(files)
+    def __init__(
+        self, key: str, digest: str, files: Sequence[str], first: Sequence[TokenRow], vocabulary: int
+    ) -> None:
+        self.key, self.digest, self.files, self.vocabulary = key, digest, list(files), vocabulary
         self.kinds = {key: _kind([row.values[key] for row in first]) or "ids" for key in first[0].values}
         self.columns: dict[str, None] = {}
         self.checksums, self.longest = list[int](), list[int]()
@@ -276,6 +296,7 @@ class _Facts:
             "rows": len(self.tokens),
             "skipped": list(skipped),
             "sources": by_source,
+            "vocabulary": self.vocabulary,
             "tokens": sampled.tolist(),
         }
         return {_FACTS: json.dumps(said).encode()}

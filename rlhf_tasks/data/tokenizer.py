@@ -4,6 +4,7 @@ Reads `tokenizer.json` (through the `tokenizers` package), `tokenizer_config.jso
 `config.json` and `chat_template.jinja`, as far as they are there.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import tokenizers
 
 from rlhf_tasks.data.chat_template import ChatTemplate, Conversation, Source, TokenizerError
+from rlhf_tasks.data.tokenizer_trial import MOST_TOKENIZER_BYTES, TokenizerFile, why_refused
+from rlhf_tasks.parallel.layout.adapter_folder import own_or_base
 from rlhf_tasks.system.reading import read_bytes, read_json, reading, shown
 
-MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
 MOST_TEMPLATE_BYTES = 1 << 20
 
 NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
@@ -58,7 +60,7 @@ class Tokenizer:
         Raises TokenizerError when there is no tokenizer.json, it is malformed, or no end token is declared.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
+        path = own_or_base(folder, "tokenizer.json")
         if not path.is_file():
             raise TokenizerError(
                 f"{folder}: has no tokenizer.json. Save the model's fast tokenizer there with "
@@ -68,7 +70,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         names = ("tokenizer_config.json", "config.json", "generation_config.json")
-        settings, model, generation = (_Declared.of(folder / name) for name in names)
+        settings, model, generation = (_Declared.of(own_or_base(folder, name)) for name in names)
         special = {name: settings.token(name) for name in ("bos_token", "eos_token", "pad_token")}
         own = backend.token_to_id(special["eos_token"])
         declared = generation.ids("eos_token_id") or model.ids("eos_token_id")
@@ -80,9 +82,9 @@ class Tokenizer:
             )
         pad = backend.token_to_id(special["pad_token"])
         pad_id = next(i for i in (pad, *model.ids("pad_token_id"), stop_ids[0]) if i is not None)
-        source = _chat_template(folder, settings)
+        source = _chat_template(path.parent, settings)
         template = None if source is None else ChatTemplate(source, special)
-        return Tokenizer(folder, backend, stop_ids, pad_id, template)
+        return Tokenizer(path.parent, backend, stop_ids, pad_id, template)
 
     @property
     def eos_id(self) -> int:
@@ -96,7 +98,7 @@ class Tokenizer:
 
     def refuse_other(self, folder: str | Path) -> None:
         """Raises TokenizerError unless each token has the same id in another folder's tokenizer, if that has one."""
-        path = Path(folder) / "tokenizer.json"
+        path = own_or_base(Path(folder), "tokenizer.json")
         if not path.is_file() or path.read_bytes() == self._file.read_bytes():
             return
         theirs = _backend(path).get_vocab(with_added_tokens=True)
@@ -108,12 +110,20 @@ class Tokenizer:
                 )
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; with `special_tokens`, those too that the tokenizer puts around it (BOS).
+        """Token ids of a text; with `special_tokens`, behind those that the tokenizer puts before a text (BOS),
+        unless it begins with them already. None are put behind it: a prompt has no end.
 
         Raises TokenizerError where it has no token for a part of the text.
         """
         with reading(str(self._file), "it does not take the text", TokenizerError):
-            return self._backend.encode(text, add_special_tokens=special_tokens).ids
+            encoded = self._backend.encode(text, add_special_tokens=special_tokens)
+        if not special_tokens:
+            return encoded.ids
+        # The mask is 1 where the tokenizer has put one, and 0 where the text itself has it.
+        own = [place for place, put in enumerate(encoded.special_tokens_mask) if not put]
+        first, stop = (own[0], own[-1] + 1) if own else (1, 1)
+        before, of_text = encoded.ids[:first], encoded.ids[first:stop]
+        return of_text if of_text[: len(before)] == before else before + of_text
 
     def decode(self, ids: Sequence[int], special_tokens: bool = False) -> str:
         """Text of token ids; special tokens are left out unless asked for."""
@@ -164,9 +174,13 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json. Raises TokenizerError where it is none."""
+    """A tokenizer.json. Raises TokenizerError where it is none, or is one that takes too much of the machine."""
     with reading(path, "cannot be read as a tokenizer", TokenizerError):
-        return tokenizers.Tokenizer.from_buffer(read_bytes(path, MOST_TOKENIZER_BYTES))
+        content = read_bytes(path, MOST_TOKENIZER_BYTES)
+        refused = why_refused(TokenizerFile(hashlib.sha256(content).digest(), len(content), path))
+        if refused:
+            raise ValueError(refused)
+        return tokenizers.Tokenizer.from_buffer(content)
 
 
 class _Declared:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+
+from rlhf_tasks.parallel.layout.adapter_folder import ADAPTER, WRAPPED, adapter_of, base_of
 
 LOGITS, GRADIENTS, GREEDY = "logits.safetensors", "gradients.safetensors", "greedy.safetensors"
 
@@ -122,7 +124,7 @@ def write_answers(case: Case, device: torch.device) -> Tolerances:
 
 def _plain_model(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
+        base_of(folder),
         dtype=dtype,
         attn_implementation="eager",  # the plain formula, which every family has
         experts_implementation="eager",
@@ -130,6 +132,16 @@ def _plain_model(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
         trust_remote_code=False,
         use_safetensors=True,
     )
+    adapter = adapter_of(folder)
+    if adapter is not None:  # peft, which would merge it, need not be installed
+        halves = load_file(adapter.folder / ADAPTER)
+        for name, a in halves.items():
+            layer, half, _ = name.removeprefix(WRAPPED).rpartition(".lora_A.")
+            if half:
+                b = halves[name.replace(".lora_A.", ".lora_B.")]
+                added = adapter.scale * (b.to(dtype) @ a.to(dtype))
+                weight = model.get_submodule(layer).weight
+                weight.data += added if isinstance(model.get_submodule(layer), nn.Linear) else added.T
     return model.to(device).eval()
 
 

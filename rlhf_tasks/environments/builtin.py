@@ -9,8 +9,9 @@ import operator
 import random
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal, InvalidOperation
 from typing import Any
+
+from rlhf_tasks.rewards.builtin.numbers import number_in
 
 __all__ = ["Calculator", "GuessingGame"]
 
@@ -34,14 +35,15 @@ _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.p
 class Calculator:
     """A turn that ends with `<calc>EXPRESSION</calc>` is answered with the value; any other turn is the answer.
 
-    The reward is that of the answer: 1 where its last number equals the row's column `answer`, else 0. A row may lack
-    that column where a reward of the run judges answers. A fault of the expression is answered in words.
+    The reward is that of the answer: 1 where its number, read as the reward numeric_answer does, equals the row's
+    column `answer`, else 0. A row may lack that column where a reward of the run judges answers. A fault of the
+    expression is answered in words.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
         """Begin with a row. Raises ValueError where its `answer` is no number."""
         answer = row.get("answer")
-        self._answer = None if answer is None else _number(str(answer))
+        self._answer = None if answer is None else number_in(str(answer))
         if answer is not None and self._answer is None:
             raise ValueError(f"the row's answer {answer!r} is no number.")
 
@@ -50,8 +52,8 @@ class Calculator:
         _, opened, asked = text.rstrip().rpartition(OPEN)
         if opened and asked.endswith(CLOSE):
             return f" = {value_of(asked.removesuffix(CLOSE))} ", 0.0, False
-        numbers = re.findall(r"-?[0-9][0-9,]*(?:\.[0-9]+)?", text)
-        right = self._answer is not None and bool(numbers) and _number(numbers[-1]) == self._answer
+        said = number_in(text)
+        right = self._answer is not None and said is not None and said.equals(self._answer)
         return "", float(right), True
 
 
@@ -99,14 +101,6 @@ def _bounded(value: Any) -> float:
     if not abs(value) <= MOST_VALUE:
         raise _OutOfRange
     return value
-
-
-def _number(text: str) -> Decimal | None:
-    try:
-        found = Decimal(text.replace(",", "").strip())
-    except InvalidOperation:
-        return None
-    return found if found.is_finite() else None
 
 
 class GuessingGame:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.chat_template import TokenizerError
 from rlhf_tasks.data.observations import Observations
-from rlhf_tasks.rewards.forms import RewardError, module_at, shortened
+from rlhf_tasks.rewards.forms import RewardError, as_float, module_at, shortened, unwrapped
 
 METHODS = ("reset", "step")
 
@@ -122,15 +122,13 @@ class Played:
             raise RewardError(
                 f"{self._name('step')} returned the observation {shown(observation)}: not a text."
             )
-        try:
-            number = math.nan if isinstance(reward, str | bytes) else float(reward)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
+        number = as_float(unwrapped(reward))
         if not math.isfinite(number):
             raise RewardError(
                 f"{self._name('step')} returned the reward {shown(reward)}: not a finite number."
             )
-        if not isinstance(done, bool | int) and not hasattr(done, "item"):
+        done = unwrapped(done)
+        if not isinstance(done, bool | int):
             raise RewardError(f"{self._name('step')} returned done={shown(done)}: neither True nor False.")
         return Answer(observation, number, bool(done))
 

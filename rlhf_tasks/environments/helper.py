@@ -1,10 +1,10 @@
 """The main loop of the process that runs a user's environments: read turns, call environments, reply.
 
-Requests and replies are lines of JSON, as in rewards/helper.py. The first request has the factory and its
-arguments; its reply is `{"pid": ...}`. The replies to a further request are `{"at": [sample, method, open]}`
-before each call; `open` episodes wait for their answers then, this one among them. Then comes `{"answers": [...]}`,
-each the fields of an Answer, or of a FailedAnswer where failed samples are skipped; or `{"fault": ...,
-"traceback": ..., "sample": ...}`, after which the process ends.
+Requests and replies are lines of JSON, as in rewards/helper.py. The first request has the factory, its arguments, and
+the values of the Prefect blocks that these name; its reply is `{"pid": ...}`. The replies to a further request are
+`{"at": [sample, method, open]}` before each call; `open` episodes wait for their answers then, this one among them.
+Then comes `{"answers": [...]}`, each the fields of an Answer, or of a FailedAnswer where samples are skipped; or
+`{"fault": ..., "traceback": ..., "sample": ...}`, after which the process ends.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_tasks.environments.episodes import Answer, Episode, FailedAnswer, Played
 from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.rewards.helper import MARGIN_S, MOST_TRACEBACK, connected, late_message, raised
+from rlhf_tasks.rewards.secret_arguments import SecretArguments
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
 
 TIMEOUT_KEY = "environment.turn_timeout_s"
@@ -33,10 +34,10 @@ def serve(stacks: str) -> None:
 
     start = json.loads(requests.readline())
     tell({"pid": os.getpid()})
-    name = f"environment {start['factory']}"
+    name, secrets = f"environment {start['factory']}", SecretArguments(start["blocks"])
     try:
         try:
-            played = Played(start["factory"], start["kwargs"])
+            played = Played(start["factory"], secrets.resolved(name, start["kwargs"]))
         except RewardError:
             raise
         except BaseException as error:  # noqa: BLE001  the user's module may raise anything
@@ -49,9 +50,15 @@ def serve(stacks: str) -> None:
                 episodes = [Episode(*each) for each in asked["episodes"]]
                 until_s = asked["until_s"] - MARGIN_S
                 turns = _Turns(played, name, tell, until_s, asked["timeout_s"], start["skips"])
-                tell({"answers": loop.run(turns.answers(episodes))})
+                answers = loop.run(turns.answers(episodes))
+                tell({"answers": [_scrubbed(answer, secrets) for answer in answers]})
     except RewardError as error:
-        tell({"fault": str(error), "traceback": error.traceback[-MOST_TRACEBACK:], "sample": error.place})
+        trace = secrets.scrubbed(error.traceback)[-MOST_TRACEBACK:]
+        tell({"fault": secrets.scrubbed(str(error)), "traceback": trace, "sample": error.place})
+
+
+def _scrubbed(answer: Answer | FailedAnswer, secrets: SecretArguments) -> Answer | FailedAnswer:
+    return FailedAnswer(secrets.scrubbed(answer.reason)) if isinstance(answer, FailedAnswer) else answer
 
 
 class _Turns:

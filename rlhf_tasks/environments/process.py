@@ -43,13 +43,14 @@ class EnvironmentProcess:
     """One rank's helper processes: `reward_processes` of them, which share out the episodes.
 
     What is answered depends neither on the number of processes nor on which of them answers first.
+    blocks  name of a Prefect Secret block -> its value
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, blocks: Mapping[str, str] | None = None) -> None:
         self._parts: list[_EpisodePart] = []
         if isinstance(config, Scores) and config.environment is not None:
             of_part = (config.environment, config.reward_memory_bytes, config.on_reward_error == "skip")
-            self._parts = [_EpisodePart(*of_part) for _ in range(config.reward_processes)]
+            self._parts = [_EpisodePart(*of_part, dict(blocks or {})) for _ in range(config.reward_processes)]
         self._threads = ThreadPoolExecutor(max(len(self._parts), 1), thread_name_prefix="environments")
 
     def answers(self, episodes: Sequence[Episode]) -> list[Answer | FailedAnswer]:
@@ -92,9 +93,12 @@ class _EpisodePart(HelperOwner[HelperProcess]):
     skips  whether the answer of an episode in which the environment fails is a FailedAnswer, and the others go on
     """
 
-    def __init__(self, environment: EnvironmentConfig, most_bytes: int, skips: bool) -> None:
+    def __init__(
+        self, environment: EnvironmentConfig, most_bytes: int, skips: bool, blocks: Mapping[str, str]
+    ) -> None:
         super().__init__()
         self._environment, self._most_bytes, self._skips = environment, most_bytes, skips
+        self._blocks = blocks
         # Of the batch:
         self._n_lost = 0  # samples over which a process was lost
         self._replays_s = 0.0  # seconds that are left for replays
@@ -175,12 +179,12 @@ class _EpisodePart(HelperOwner[HelperProcess]):
         timeout_s = self._environment.turn_timeout_s
         asked_s = since_s = time.monotonic()
         until_s = asked_s + timeout_s
-        helper = self.helper = self.helper or HelperProcess(SERVE)
+        helper = self.helper = self.helper or HelperProcess(SERVE, self._name)
         at: tuple[int | None, str, int] = (None, "", 0)
         try:
             if not helper.started:
                 of_user = self._environment.model_dump(include={"factory", "kwargs"})
-                helper.start({**of_user, "skips": self._skips}, until_s)
+                helper.start({**of_user, "skips": self._skips, "blocks": self._blocks}, until_s)
             request = {
                 "begins": begins,
                 "episodes": episodes,

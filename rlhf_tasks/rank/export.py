@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, RoleRecord, verify
+from rlhf_tasks.parallel.layout.adapter_folder import adapter_of
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.weight_files import weight_files
@@ -29,7 +30,8 @@ def export_commit(
     commit  a `step-NNNNNNNN` folder; it is verified first
     config  the run's; it names the model folder whose config, tokenizer and chat template are copied
     merged  whether adapters are added to the model's weights; False: they become a folder for peft; None: as the
-            run's `lora.export` says. It does not matter for a role without adapters
+            run's `lora.export` says. It does not matter for a role without adapters, and those of a role that
+            began from an adapter's folder are always added
     Raises CheckpointError when the commit is incomplete or has no such role, FileExistsError when `folder` exists.
     """
     manifest = verify(commit)
@@ -41,6 +43,7 @@ def export_commit(
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # of master weights
     arriving = _masters(commit, manifest, role, trained, stored)
     merge = not config.exports_adapters if merged is None else merged
+    merge = merge or adapter_of(source) is not None  # peft takes no adapter of an adapter
     if merge and record.lora is not None:
         trained, arriving = trained.whole, _merged(record, source, arriving, stored)
     writer = FolderWriter(folder, source, trained, dtype)

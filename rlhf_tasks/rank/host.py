@@ -43,6 +43,7 @@ from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, at, reach
+from rlhf_tasks.system.reading import printable
 from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -366,5 +367,6 @@ class EngineHost:
 def _failure(key: NodeKey, rank: int, error: Exception) -> NodeFailure:
     if isinstance(error, UserCodeError):
         return NodeFailure(key=key, rank=rank, error=str(error), traceback=error.traceback, lasting=True)
-    text = "".join(traceback.format_exception(error))
-    return NodeFailure(key=key, rank=rank, error=f"{type(error).__name__}: {error}", traceback=text)
+    text = printable("".join(traceback.format_exception(error)))
+    said = printable(f"{type(error).__name__}: {error}")
+    return NodeFailure(key=key, rank=rank, error=said, traceback=text)

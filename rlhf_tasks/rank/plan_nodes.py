@@ -92,7 +92,7 @@ class RankRun:
         reach(Point.JOINED)
         kept = Path(spec.run_folder) / KEPT_VALUES
         self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks, kept, spec.rank)
-        self._environment = EnvironmentProcess(self._config)
+        self._environment = EnvironmentProcess(self._config, spec.blocks)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()
@@ -101,7 +101,7 @@ class RankRun:
         self._tallies: dict[tuple[str, int], list[Any]] = {}
         # call -> iteration -> metrics of its samples, until its last part of that iteration tells them
         self._untold: dict[str, dict[int, dict[str, float]]] = {}
-        self._engines = RoleEngines(spec.plan, self._config, self._groups, moved)
+        self._engines = RoleEngines(spec.plan, self._config, self._groups, moved, self._rows.vocabulary)
         self._writer = SnapshotWriter(spec, on_saved, moved)
         self._at_step: dict[str, int] = {}  # role -> the step it was saved as; removed when it changes again
         self._nodes_per_iteration = len(spec.plan.on(spec.rank))
@@ -113,7 +113,6 @@ class RankRun:
 
     @cached_property
     def _rows(self) -> TokenFile:
-        """Opened by the ranks that read samples, and by no other."""
         return TokenFile.open(Path(self._spec.run_folder, ROWS))
 
     @cached_property

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.base import Samples, TrainingConfig
 from rlhf_tasks.config.models import OptimizerConfig, Role
 from rlhf_tasks.parallel.comm.copier import copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
@@ -41,7 +41,9 @@ class RoleEngines:
     copied and released. Roles that begin from one folder share such weights where they are on one placement, so a
     reference is the actor without its adapters.
 
-    moved  counts the bytes of the weights that are read or drawn
+    moved   counts the bytes of the weights that are read or drawn
+    tokens  of the tokenizer: a model's further ones are never drawn. A run that learns from what it draws does not
+            count them in log-probabilities either
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class RoleEngines:
         config: RunConfig,
         groups: ProcessGroups,
         moved: ByteCount | None = None,
+        tokens: int | None = None,
     ) -> None:
+        self._drawn = {"tokens": tokens, "counts_drawn": isinstance(config, Samples)}
         self._bytes_filled = moved
         self._plan, self._groups = plan, groups
         self._roles = config.roles()
@@ -92,6 +96,7 @@ class RoleEngines:
                     blended=blended,
                     micro_batch_tokens=self._most_tokens,
                     copies=self._copier if planned.trained and placement in planned.offloaded else None,
+                    **self._drawn,
                 )
                 if copy:
                     self._drop(role, placement)
@@ -214,7 +219,9 @@ class RoleEngines:
         if key not in self._engines:
             layout = self._layout(role, placement)
             stage = self._stage(self._roles[role], layout)
-            self._engines[key] = Engine(stage, layout, self._groups, micro_batch_tokens=self._most_tokens)
+            self._engines[key] = Engine(
+                stage, layout, self._groups, micro_batch_tokens=self._most_tokens, **self._drawn
+            )
         engine = self._engines[key]
         _replace(engine.stage, moved.slices)
         engine.version, engine.state = moved.version, moved.state

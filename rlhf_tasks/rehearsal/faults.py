@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from rlhf_tasks.config.files import first_fault, read_yaml
+from rlhf_tasks.config.files import faults_of, read_yaml
 from rlhf_tasks.config.settings import MOST_SECONDS, Settings
 from rlhf_tasks.system.reading import ConfigError
 
@@ -110,7 +110,7 @@ def read_faults(path: Path) -> FaultFile:
     try:
         return FaultFile.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_fault(error, FaultFile, *TAGS)}") from None
+        raise ConfigError(f"{path}: {faults_of(error, FaultFile, *TAGS)}") from None
 
 
 def scheduled(

@@ -312,8 +312,7 @@ class FoundReward:
                     f"reward {self.name!r} returned a dict without 'rewards' (keys: {_keys(returned)})."
                 )
             returned = returned[key]
-        if hasattr(returned, "tolist"):  # a tensor or an array
-            returned = returned.tolist()
+        returned = plain(returned)
         if not isinstance(returned, list | tuple):
             kind = type(returned).__name__ if returned is not None else "None"
             raise RewardError(f"reward {self.name!r} returned {kind} instead of a list of numbers.")
@@ -335,8 +334,7 @@ class FoundReward:
             return self._number(place, value)
         if isinstance(value, Mapping):  # verl's
             value = value.get("score", value)
-        if hasattr(value, "tolist"):
-            value = value.tolist()
+        value = plain(value)
         if value is None:
             return None
         shown = shortened(repr(value), 80)
@@ -355,7 +353,10 @@ class FoundReward:
             return [self._finite(place, each) for each in value]
         tokens = [0.0] * n_tokens
         for step in value:
-            token = step[0] if isinstance(step, list | tuple) and len(step) == 2 else None
+            step = plain(step)
+            token = plain(step[0]) if isinstance(step, list | tuple) and len(step) == 2 else None
+            if type(token) is float and token.is_integer():  # an array of steps has one dtype for all
+                token = int(token)
             if type(token) is not int or not 0 <= token < n_tokens:
                 raise RewardError(
                     f"reward {self.name!r} returned {shown} for an answer of {n_tokens} tokens: with per: step each "
@@ -379,18 +380,37 @@ class FoundReward:
                     place=place,
                 )
             value = value["score"]
+        value = unwrapped(value)
         if value is None:
             return None
-        try:
-            number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
+        number = as_float(value)
         if math.isfinite(number):
             return number
         kind = "finite number" if isinstance(value, float | int) else "number"
         raise RewardError(
             f"reward {self.name!r} returned {shortened(repr(value), 80)}: not a {kind}.", place=place
         )
+
+
+def plain(value: Any) -> Any:
+    """A value, or the list or number that an array or a tensor holds."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def unwrapped(value: Any) -> Any:
+    """What a list, an array or a tensor of one value holds, however deep; else the value."""
+    value = plain(value)
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = plain(value[0])
+    return value
+
+
+def as_float(value: Any) -> float:
+    """A number of any kind (Python's, NumPy's, a Decimal, a Fraction, a bool) as a float; NaN for anything else."""
+    try:
+        return math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _keys(mapping: Mapping[Any, Any]) -> str:

@@ -37,7 +37,8 @@ from rlhf_tasks.rewards.forms import (
 )
 from rlhf_tasks.rewards.kept_values import KeptValues, code_digest, key_of
 from rlhf_tasks.rewards.remote import RequestError, Service
-from rlhf_tasks.rewards.user_code import at_line, secret_named, traced, users_frames
+from rlhf_tasks.rewards.secret_arguments import SecretArguments
+from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
 
 STACK_SIGNAL = signal.SIGRTMAX  # makes this process dump its stack, whatever it is doing
 MARGIN_S = 0.5  # async rewards time out this much before the process does, so that the late one can be named
@@ -170,33 +171,15 @@ class Helper:
     ) -> None:
         self._replies, self._settings, self._kept, self._skips = replies, settings, kept, skips
         self._pid = os.getpid()
-        self._kwargs = [
-            {name: _resolved(value, blocks) for name, value in entry.kwargs.items()} for entry in settings
-        ]
-        self._secrets = {
-            shown
-            for entry, kwargs in zip(settings, self._kwargs, strict=True)
-            for name, value in kwargs.items()
-            if value and secret_named(entry.kwargs[name])
-            for shown in _shown(str(value))
-        }
+        self._secrets = SecretArguments(blocks)
         self._rewards: list[FoundReward] = []
         self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection open
-        if self._secrets:
-            sys.stdout, sys.stderr = (_Scrubbed(s, self.scrubbed) for s in (sys.stdout, sys.stderr))
-
-    def scrubbed(self, text: str) -> str:
-        """A text with `***` in place of the secrets' values."""
-        for secret in sorted(self._secrets, key=len, reverse=True):
-            text = text.replace(secret, "***")
-        return text
 
     def load(self) -> None:
         """Find every reward. Raises RewardError."""
         self._tell({"pid": self._pid})
-        for entry, kwargs in zip(self._settings, self._kwargs, strict=True):
-            for name, value in kwargs.items():
-                _refuse_unknown(entry, name, value)
+        for entry in self._settings:
+            kwargs = self._secrets.resolved(f"reward {entry.name!r}", entry.kwargs)
             if entry.service is not None:
                 service = Service(entry.name, entry.location, kwargs, per=entry.per, **entry.service)
                 self._rewards.append(service.reward())
@@ -365,14 +348,14 @@ class Helper:
         return [found.get(place) for place in task.places]
 
     def _sentence(self, error: RewardError) -> str:
-        return shortened(self.scrubbed(str(error)), MOST_MESSAGE + MOST_MESSAGE)
+        return shortened(self._secrets.scrubbed(str(error)), MOST_MESSAGE + MOST_MESSAGE)
 
     def tell_fault(self, error: RewardError, searching: bool = False) -> None:
         """Report that a reward has failed.
 
         searching  a reply with the `place` follows
         """
-        trace = self.scrubbed(error.traceback)[-MOST_TRACEBACK:]
+        trace = self._secrets.scrubbed(error.traceback)[-MOST_TRACEBACK:]
         self._tell(
             {"fault": self._sentence(error), "traceback": trace, "place": error.place, "searching": searching}
         )
@@ -537,40 +520,3 @@ def _fault(call: _Call, error: BaseException, timeout_s: float) -> RewardError:
 def late_message(who: str, timeout_s: float, where: str, key: str = "reward_timeout_s") -> str:
     """The message about the user's code that has not ended within `timeout_s` seconds, which `key` sets."""
     return f"{who} gave no answer in {timeout_s:g} s{where}. Mend it or raise {key}."
-
-
-def _resolved(value: Any, blocks: Mapping[str, str]) -> Any:
-    """The value of a kwarg: itself, or the secret that it names; None where that is not set."""
-    named = secret_named(value)
-    if named is None:
-        return value
-    kind, name = named
-    return os.environ.get(name) if kind == "env" else blocks.get(name)
-
-
-def _shown(secret: str) -> set[str]:
-    """How messages may show a secret: as it is, without what is around it (a line break at its end), and as `repr`
-    does."""
-    return {secret, secret.strip(), repr(secret.strip())[1:-1]} - {""}
-
-
-def _refuse_unknown(entry: _Entry, argument: str, value: Any) -> None:
-    named = secret_named(entry.kwargs[argument])
-    if value is None and named is not None:
-        kind = "environment variable" if named[0] == "env" else "Prefect Secret block"
-        raise RewardError(
-            f"reward {entry.name!r}: its kwargs name the {kind} {named[1]!r} for {argument}, which is not set here."
-        )
-
-
-class _Scrubbed:
-    """A text stream that replaces secrets by `***`."""
-
-    def __init__(self, stream: Any, scrubbed: Any) -> None:
-        self._stream, self._scrubbed = stream, scrubbed
-
-    def write(self, text: str) -> int:
-        return self._stream.write(self._scrubbed(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

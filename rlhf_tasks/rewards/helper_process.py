@@ -22,6 +22,7 @@ import psutil
 from rlhf_tasks.rewards.helper import STACK_SIGNAL
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
 from rlhf_tasks.system.child_lines import LOOK_EVERY_S, Lines
+from rlhf_tasks.system.child_output import ChildOutput
 from rlhf_tasks.system.child_processes import kept_call, users_environment
 
 STACK_S = 1.0  # that the process may take to dump its stack
@@ -41,20 +42,24 @@ class HelperProcess:
     """A running process of the user's code and its keeper.
 
     serve    `module:function` that it runs, with the descriptor of the file to dump stacks to
+    what     it runs, for a line where it prints too much
     started  whether it has been sent what it begins with
     """
 
-    def __init__(self, serve: str) -> None:
+    def __init__(self, serve: str, what: str) -> None:
         self.started = False
         self._stacks = os.memfd_create("stacks")
-        self._keeper = subprocess.Popen(
-            kept_call(serve, str(self._stacks)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._stacks],
-            env=users_environment(),
-            start_new_session=True,
-        )
+        self._output = ChildOutput(f"the process of {what}")
+        with self._output as output:
+            self._keeper = subprocess.Popen(
+                kept_call(serve, str(self._stacks)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                pass_fds=[self._stacks],
+                env=users_environment(),
+                start_new_session=True,
+            )
         self.lines = Lines(self._keeper)
         self._pid: int | None = None
         self._looked_s = 0.0
@@ -108,6 +113,7 @@ class HelperProcess:
         self._keeper.kill()
         self._keeper.wait()
         self._keeper.stdout.close()
+        self._output.close()
         os.close(self._stacks)
 
     def _written(self) -> str:

@@ -192,7 +192,7 @@ class _RewardPart(HelperOwner["_RewardHelper"]):
         """Raises RewardError, and _Killed when the helper was killed from outside."""
         if self.closed:
             raise RewardError("the rank's reward process is closed.")
-        helper = self.helper = self.helper or _RewardHelper()
+        helper = self.helper = self.helper or _RewardHelper(_names(config))
         with _naming(helper, config):
             if not helper.started:
                 helper.start({**self._start, "rewards": [_entry(r) for r in config.rewards]}, until_s)
@@ -258,8 +258,8 @@ class _RewardHelper(HelperProcess):
     asked_s  time.monotonic() of the request, and since_s of the call that it is in
     """
 
-    def __init__(self) -> None:
-        super().__init__("rlhf_tasks.rewards.helper:serve")
+    def __init__(self, names: str) -> None:
+        super().__init__("rlhf_tasks.rewards.helper:serve", f"the rewards {names}")
         self.reward, self.place = "", None
         self.asked_s = self.since_s = 0.0
 

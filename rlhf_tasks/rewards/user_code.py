@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_tasks.system.reading import printable
+
 _CALLERS = {
     str(Path(__file__).parents[1] / name)
     for name in (
@@ -27,12 +29,13 @@ _ASYNCIO = str(Path(asyncio.__file__).parent)
 class UserCodeError(RuntimeError):
     """An error in the user's own code. A retry would fail again, so it ends the run; no rank is at fault.
 
+    Its words may be a model's: message and traceback are made printable.
     traceback  frames of the user's code only; "" where there are none
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
-        super().__init__(message)
-        self.traceback = traceback
+        super().__init__(printable(message))
+        self.traceback = printable(traceback)
 
 
 def users_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

@@ -7,6 +7,7 @@ parsers inside it, so that our own mistakes are not reported as the user's.
 
 import json
 import reprlib
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ MOST_JSON_BYTES = 64 << 20
 
 
 class ConfigError(ValueError):
-    """A user's input cannot be used. The message is one sentence with the place, the value and what to change."""
+    """A user's input cannot be used. The message is one sentence with the place, the value and what to change.
+
+    It is made printable: names of files, values and templates may be others'.
+    """
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(printable(sentence))
 
 
 class DataError(ConfigError):
@@ -82,9 +89,25 @@ def sentence_of(fault: BaseException) -> str:
 
 def one_line(text: str, most: int = 300) -> str:
     """A text as one printable line without a full stop at its end, of at most about `most` characters."""
-    words = " ".join(text[: 4 * most].split())
-    printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
-    return (printable if len(printable) <= most else f"{printable[:most]}...").rstrip(". ")
+    line = printable(" ".join(text[: 4 * most].split()))
+    return (line if len(line) <= most else f"{line[:most]}...").rstrip(". ")
+
+
+_ORDERS = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+_HARMLESS = frozenset("\n\t\u200c\u200d")  # the last two join letters, and parts of emoji
+
+
+def printable(text: str) -> str:
+    """A text that others wrote, for a terminal, log or page: characters that give orders become escapes.
+
+    These are control characters (ESC among them, and those of U+0080 to U+009F), changes of the writing direction,
+    separators of lines and halves of surrogate pairs. Line breaks and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        ascii(c)[1:-1] if unicodedata.category(c) in _ORDERS and c not in _HARMLESS else c for c in text
+    )
 
 
 class _Short(reprlib.Repr):

@@ -72,7 +72,7 @@ def measured(shape=SHAPE, device="cpu-slot", n_hosts=1, slower=1.0) -> MeasuredP
 def refused(outcome: tuple[int, str, str], *parts: str) -> None:
     status, out, err = outcome
     assert status == 2, (out, err)
-    assert err.count("\n") == 1, err
+    assert all(line.startswith(" " * len("error: ")) for line in err.splitlines()[1:]), err
     assert err.startswith("error: ")
     for part in parts:
         assert part in err, err

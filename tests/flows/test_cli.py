@@ -93,6 +93,16 @@ def test_a_faulty_configuration_is_refused(call, document, change, parts):
     refused(call, *parts)
 
 
+def test_the_faults_of_a_configuration_are_lines_below_each_other(call, document):
+    document |= {"learning_rate": 1e-5, "gamma": 1.5}
+    assert call("config", "validate", "FILE") == (
+        2,
+        "",
+        "error: gamma: input should be less than or equal to 1, found 1.5.\n"
+        "       learning_rate: unknown key: here it is optimizer.learning_rate.\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("place", "parts"),
     [

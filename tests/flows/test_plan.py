@@ -58,8 +58,9 @@ def test_the_figures_are_those_of_the_command_line(planned):
 
 
 def test_a_time_limit_of_nothing_is_refused(planned):
-    with pytest.raises(ConfigError, match="leaves no time to search"):
-        asyncio.run(plan(planned[2], mode="heuristic", time_limit_s=0))
+    for limit_s in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ParameterTypeError, match="time_limit_s"):
+            asyncio.run(plan(planned[2], mode="heuristic", time_limit_s=limit_s))
 
 
 def test_the_seed_is_the_one_that_was_given_or_else_the_configurations(planned, monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from flows.pipeline import rlhf_pipeline
 from rlhf_tasks.algorithms.configurations import ConfigError
@@ -116,3 +117,37 @@ def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypa
     assert third["stages"]["score"]["scores"] == found
     assert len(list((folder / "score" / "attempts").iterdir())) == attempts + 1, "it went on in its folder"
     assert (folder / "sft" / "summary.json").stat().st_mtime_ns == made[folder / "sft" / "summary.json"]
+
+
+@pytest.mark.whole
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("prefect")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
+def test_a_stage_goes_on_from_the_adapter_that_an_earlier_one_leaves(document, tmp_path):
+    """DPO with adapters on those of SFT: the score of the second stage's model is that of a whole model."""
+    pairs = [{"prompt": f"{i:x} says ", "chosen": str(i % 7), "rejected": "x"} for i in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    sft, score = document["stages"]
+    sft |= {"lora": {"rank": 4}, "total_iterations": 2}
+    del sft["evaluation"]
+    dpo = {
+        **sft,
+        "name": "dpo",
+        "type": "dpo",
+        "models": {"actor": "stage:sft"},
+        "data": {"train": str(tmp_path / "pairs.jsonl")},
+    }
+    score["models"]["actor"] = "stage:dpo"
+    document["stages"] = [sft, dpo, score]
+    summary = run(document)
+    folder = tmp_path / "runs" / "mine"
+    assert (folder / "sft" / "model" / "adapter_config.json").exists()
+    assert (folder / "dpo" / "model" / "config.json").exists()
+    assert not (folder / "dpo" / "model" / "adapter_config.json").exists()
+    AutoModelForCausalLM.from_pretrained(folder / "dpo" / "model")
+    first = json.loads((folder / "dpo" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-3), (
+        "the reference is what the first stage left"
+    )
+    assert summary["stages"]["score"]["scores"]["samples"] == 10

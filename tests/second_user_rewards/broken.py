@@ -83,7 +83,7 @@ def huge(completions, **kwargs):
 
 
 def nested(completions, **kwargs):
-    return [[1.0]] * len(completions)
+    return [[1.0, 2.0]] * len(completions)
 
 
 def no_score(data_source, solution_str, ground_truth, extra_info=None):

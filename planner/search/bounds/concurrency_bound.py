@@ -12,6 +12,8 @@ the dual of the linear program that covers every call's seconds by possible sets
 Cycles come from data, from versions and from devices. A device finishes an iteration before it begins the next one.
 So if y follows x in an iteration and both share a device, x of the next iteration follows y. A reallocation that
 brings x the version of the previous iteration runs directly before x, and occupies the trainer's devices too.
+Between two calls that are cut into parts, data make no cycle: a part of the one runs while the next part of the other
+does.
 
 Weightings of 0, 1/2 and 1 are listed beforehand. For each, the sets with a total above 1 are noted: the weighting is
 valid only if none of these sets is possible.
@@ -57,15 +59,16 @@ def covering(graph: DataflowGraph) -> Cover:
     names = [call.name for call in graph.calls]
     n, ordered = len(names), data_order(graph)
     ahead = np.full((n, n), FAR)
+    cut = [call.chunks > 1 for call in graph.calls]
     for a, name in enumerate(names):
-        for other in nx.descendants(ordered, name):
-            ahead[a, names.index(other)] = 0
+        for b in map(names.index, nx.descendants(ordered, name)):
+            ahead[a, b] = FAR if cut[a] and cut[b] else 0
     for edge in graph.across:
         a, b = names.index(edge.writer), names.index(edge.reader)
         ahead[a, b] = min(ahead[a, b], 1)
     for data in graph.lagged:
         a, b = names.index(data.writer), names.index(data.reader)
-        ahead[a, b] = min(ahead[a, b], data.lag)
+        ahead[a, b] = min(ahead[a, b], FAR if cut[a] and cut[b] else data.lag)
     # Floyd-Warshall: the shortest delay of any path. k is the outermost index.
     for k, a, b in product(range(n), repeat=3):
         ahead[a, b] = min(ahead[a, b], ahead[a, k] + ahead[k, b])

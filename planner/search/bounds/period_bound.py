@@ -59,7 +59,10 @@ def exceeds_period(
     moves    [moves, 4] float64: seconds of each reallocation (planner.search.bounds.relaxation.moves_s)
     allowed  [calls] float64, output if the result is false: the most seconds that each call without an option may
              take in a plan with this period
+    Where calls are cut into parts, the graph would need a node for each part: nothing is tested, and `allowed` stays.
     """
+    if r.arrays.chunks.max() > 1:
+        return False
     seconds, trailing, n = seconds_of(r, choice), np.zeros(len(choice)), len(choice)
     for call in range(n):
         if choice[call] != OPEN and r.arrays.trainer[call] == call:

@@ -7,11 +7,14 @@ these; where a choice has none for a call, its slots are idle. Orders are those 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.call_order import OrderRule, levels, node_order, with_trailing
 from planner.plan.graph import FETCH as FETCHED
 from planner.plan.graph import DataflowGraph
@@ -21,7 +24,7 @@ from planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, w
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.options import Option
 from planner.pricing.plans import evaluation_s, save_s, transfer_size
-from planner.pricing.problem import Problem
+from planner.pricing.problem import OptionsTakeTooLongError, Problem
 from planner.search.compiled.compile import Floats, Ints
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ModelFunctionCall
@@ -95,7 +98,7 @@ class Templates(NamedTuple):
     slots          [templates, slots] SLOT_ROW
     after, across  [templates, slots, most] int64: slots of the same iteration, of the previous iteration that must
                    have finished; padded with -1
-    order          [templates, orders, slots] int64: slots in the total order
+    order          [templates, orders, slots] int16: slots in the total order
     transfers      [different transfers] TRANSFER_ROW
     """
 
@@ -104,7 +107,7 @@ class Templates(NamedTuple):
     slots: Rows
     after: Ints
     across: Ints
-    order: Ints
+    order: NDArray[np.int16]
     transfers: Rows
 
 
@@ -170,10 +173,12 @@ def make_arrays(
     options: Sequence[Sequence[Option]],
     orders: Sequence[tuple[str, ...]],
     before: Arrays | None = None,
+    deadline: Deadline = NO_DEADLINE,
 ) -> Arrays:
     """The arrays of a problem with these options and orders of calls.
 
     before  those of other options with the same orders, whose templates serve where the same calls can be offloaded
+    Raises OptionsTakeTooLongError when the deadline passes first.
     """
     graph, model = problem.graph, problem.model
     number = {call.name: i for i, call in enumerate(graph.calls)}
@@ -196,13 +201,18 @@ def make_arrays(
     start = np.cumsum([0, *map(len, options)])
     resident = [len(of_call) // 2 if of_call[-1].offload else len(of_call) for of_call in options]
     offloaded = start[:-1] + np.array(resident)
-    if before is not None and ((before.offloaded < before.start[1:]) == (offloaded < start[1:])).all():
+    patterns = [*_patterns(graph, rows, start)]
+    if (
+        before is not None
+        and ((before.offloaded < before.start[1:]) == (offloaded < start[1:])).all()
+        and (before.templates.of[[number for number, *_ in patterns]] >= 0).all()
+    ):
         templates = before.templates
     else:
         offloadable = {
             call.name for call, of_call in zip(graph.calls, options, strict=True) if of_call[-1].onloaded
         }
-        templates = _templates(problem, orders, offloadable)
+        templates = _templates(problem, patterns, orders, offloadable, deadline)
     return Arrays(
         n_calls=len(graph.calls),
         memory_bytes=min(device for _, device, _ in memories),
@@ -293,10 +303,26 @@ class _Numbers(dict[Any, int]):
         return self[key]
 
 
+Pattern = tuple[int, dict[str, int], dict[str, int]]
+"""The number of a pattern, call -> side, call -> placement."""
+
+
 def _templates(
-    problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str]
+    problem: Problem,
+    patterns: Iterable[Pattern],
+    orders: Sequence[tuple[str, ...]],
+    offloadable: Collection[str],
+    deadline: Deadline,
 ) -> Templates:
-    """The templates of all patterns. offloadable: names of the calls that have options with onloads."""
+    """The templates of patterns. offloadable: names of the calls that have options with onloads."""
+
+    def refuse_late() -> None:
+        if deadline.is_past():
+            raise OptionsTakeTooLongError(
+                f"Laying out the plans of the {len(graph.calls)} calls of {graph.name} takes longer than the time "
+                "limit. Raise it."
+            )
+
     graph = problem.graph
     found: dict[tuple, int] = {}
     different: list[PlanTemplate] = []
@@ -304,7 +330,8 @@ def _templates(
     moved = dict[
         tuple[str | int, ...], PlanTemplate
     ]()  # by sides: a few patterns of placements have the same
-    for pattern, where, placement in _patterns(graph):
+    for pattern, where, placement in patterns:
+        refuse_late()
         sides = tuple(where.values())
         where = {**where, FETCHED: where[graph.source.name]}
         if sides not in moved:
@@ -327,10 +354,11 @@ def _templates(
     )
     slots = np.zeros((len(different), n_slots), SLOT_ROW).view(np.recarray)
     after, across = (np.full((len(different), n_slots, most), -1) for _ in range(2))
-    order = np.zeros((len(different), len(orders), n_slots), np.int64)
+    order = np.zeros((len(different), len(orders), n_slots), np.int16)
     rule = OrderRule(levels(graph), [node_order(graph, order) for order in orders])
     row_of = _SlotRows(problem)
     for i, template in enumerate(different):
+        refuse_late()
         started_by = [template.slots[name] for name in onloads[i]]
         rows = [row_of[slot] for slot in template.slots.values()]
         rows += [(COPY, *row_of[slot][1:]) for slot in started_by]
@@ -392,10 +420,32 @@ def n_patterns(graph: DataflowGraph) -> int:
     return math.prod(len(sides) * len(places) for sides, places in radices(graph))
 
 
-def _patterns(graph: DataflowGraph) -> Iterator[tuple[int, dict[str, int], dict[str, int]]]:
-    """(number, call -> side, call -> placement) of all possible patterns."""
+def _may_be(firsts: Sequence[int], own: Sequence[Set[tuple[int, int]]]) -> bool:
+    """Whether calls can have values of their own so that those with one first call, and only they, have the same.
+
+    Calls whose values are certain are told apart; of the others only their number is looked at.
+    """
+    common: dict[int, Set[tuple[int, int]]] = {}
+    for call, first in enumerate(firsts):
+        common[first] = common.get(first, own[call]) & own[call]
+    certain = [values for values in common.values() if len(values) == 1]
+    return (
+        all(common.values())
+        and len(set().union(*certain)) == len(certain)
+        and len(set().union(*common.values())) >= len(common)
+    )
+
+
+def _patterns(graph: DataflowGraph, rows: Rows, start: Ints) -> Iterator[Pattern]:
+    """The patterns that options may have. rows, start: Arrays.options, Arrays.start."""
     names = [call.name for call in graph.calls]
     digits = radices(graph)
+    own_sides = [{(0, side) for side in rows["where"][a:b].tolist()} for a, b in pairwise(start)]
+    # Only calls of one trained role are asked whether their placements are equal.
+    own_places = [
+        {(firsts[0], place) for place in rows["place"][a:b].tolist()}
+        for (a, b), (_, firsts) in zip(pairwise(start), digits, strict=True)
+    ]
 
     def grow(number: int, sides: list[int], places: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
         i = len(sides)
@@ -403,9 +453,11 @@ def _patterns(graph: DataflowGraph) -> Iterator[tuple[int, dict[str, int], dict[
             yield number, sides, places
             return
         for a, side in enumerate(digits[i][0]):
+            # A first call with an equal side is its own first one.
+            if (side != i and sides[side] != side) or not _may_be([*sides, side], own_sides):
+                continue
             for b, place in enumerate(digits[i][1]):
-                # A first call with an equal side is its own first one.
-                if side in (i, *sides) and place in (i, *places) and (side == i or sides[side] == side):
+                if place in (i, *places) and _may_be([*places, place], own_places):
                     following = (number * len(digits[i][0]) + a) * len(digits[i][1]) + b
                     yield from grow(following, [*sides, side], [*places, place])
 

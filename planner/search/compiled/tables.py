@@ -41,7 +41,7 @@ class Tables:
     orders   the orders of calls that are tried (planner.plan.call_order)
     arrays   the same for compiled code, where planner.search.compiled.evaluator.value prices a choice
 
-    Arguments: `deadline`, by which all options must be priced; `among`, call -> assignment, several times: calls then
+    Arguments: `deadline`, by which all of this must be made; `among`, call -> assignment, several times: calls then
     have no other options than these meshes and strategies; `few`: options have few numbers of micro-batches;
     `before`: other tables of the problem, of which the patterns of plans are taken where they are the same.
 
@@ -65,7 +65,9 @@ class Tables:
             problem, deadline, placements if among else None, few
         )
         self.orders = before.orders if before else call_orders(problem.graph)
-        self.arrays = make_arrays(problem, self.options, self.orders, before.arrays if before else None)
+        self.arrays = make_arrays(
+            problem, self.options, self.orders, before.arrays if before else None, deadline
+        )
 
     def evaluate(self, choice: Sequence[int]) -> Value:
         """The price of a choice under the best order of calls."""

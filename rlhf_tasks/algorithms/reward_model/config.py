@@ -16,7 +16,9 @@ class RewardModelConfig(TrainingConfig):
 
     models: ActorOnly
     center_rewards_coefficient: float = Field(
-        default=1e-3, ge=0, description="Factor of the squared scores in the loss; keeps scores near 0."
+        default=0.0,
+        ge=0,
+        description="Factor of the squared sum of a pair's scores in the loss, which keeps their mean at 0; 0: none.",
     )
 
     def roles(self) -> dict[str, Role]:

@@ -48,13 +48,14 @@ def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
 
 
 def pair_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, centering: float) -> LossTerms:
-    """Sum over pairs of -log sigmoid(chosen - rejected - margin) + centering * (chosen^2 + rejected^2) / 2.
+    """Sum over pairs of -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2.
 
     chosen, rejected  [n] scores
     margin            [n], by how much the chosen answer is better (arXiv:2307.09288, eq. 2)
-    The second term keeps scores near 0: the first depends only on their difference.
+    The second term (arXiv:2312.09244, eq. 2) keeps a pair's mean score at 0; the first depends only on the
+    difference.
     """
     difference = chosen - rejected
     total = -logsigmoid(difference - margin).sum()
-    total = total + centering * (chosen.square() + rejected.square()).sum() / 2
+    total = total + centering * (chosen + rejected).square().sum()
     return LossTerms(total, {"accuracy": (difference > 0).sum(), "margin": difference.sum()})

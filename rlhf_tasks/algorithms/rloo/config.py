@@ -16,7 +16,7 @@ class RLOOConfig(CriticFreeConfig, SamplesGroups):
     groups: ClassVar[Groups] = {"Loss": ("importance_sampling_level",)}
 
     num_generations: int = Field(
-        default=4, ge=2, le=MOST_SEQS, description="Samples per prompt, which form a group."
+        default=2, ge=2, le=MOST_SEQS, description="Samples per prompt, which form a group."
     )
     beta: float = Field(
         default=0.05,

@@ -151,6 +151,7 @@ class Group:
             self._relay.send_hidden(output)
             return
         vocabulary = self._relay.vocabulary
+        self._relay.drawn.leave_out(output, -torch.inf)
         uniforms = self._uniforms[self._order, self._drawn]
         numbers = self._before[self._order] + self._drawn
         drawn = sample(output, self._params, uniforms, numbers, vocabulary, self._kept is not None)

@@ -23,6 +23,7 @@ class Relay:
         self.vocabulary = Vocabulary.of(
             stage.layout, tp_devices, engine.coordinate.tp, engine.groups[tp_devices]
         )
+        self.drawn = engine.drawn
         self._stages = placement.pp_group(engine.groups.rank)
         self._pp_group = engine.groups[self._stages]
         self._pp_rank = engine.coordinate.pp

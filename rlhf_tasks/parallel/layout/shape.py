@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_tasks.parallel.layout.adapter_folder import base_of
 from rlhf_tasks.parallel.layout.families import (
     EXPERT_COUNTS,
     FAMILIES,
@@ -84,17 +85,21 @@ class ModelShape:
 
     @staticmethod
     def from_folder(folder: str | Path) -> "ModelShape":
-        """Read `config.json` of a Hugging Face model folder; of a family that is not tested also its weights' names.
+        """Read `config.json` of a Hugging Face model folder, or of an adapter's base; of a family that is not tested
+        also its weights' names.
 
         Raises ConfigError naming the folder when the config is not readable or not that of a decoder that can be
         split.
         """
-        path = Path(folder) / "config.json"
+        whole = base_of(folder)
+        path = whole / "config.json"
         if not path.is_file():
-            raise ConfigError(f"Model folder {str(folder)!r} has no config.json. {_remedy(Path(folder))}")
+            raise ConfigError(
+                f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
+            )
         config = read_json(path)
         tested = config.get("model_type") in list(FAMILIES)
-        weights = tensor_shapes(Path(folder)) if not tested and has_weights(Path(folder)) else None
+        weights = tensor_shapes(whole) if not tested and has_weights(whole) else None
         return ModelShape.from_config(config, str(folder), weights)
 
     @staticmethod
@@ -152,16 +157,6 @@ class ModelShape:
         """The fields in which two models differ: {field: (ours, theirs)}; empty when they are equal."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _remedy(folder: Path) -> str:
-    """What to do about a folder that is not a model's."""
-    if (folder / "adapter_config.json").is_file():
-        return (
-            "It holds an adapter (LoRA). Merge it into its model with prefect-rlhf export --merged, or set "
-            "lora.export: merged in the run that makes it."
-        )
-    return "Name a folder in Hugging Face's format."
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from rlhf_tasks.parallel.layout.adapter_folder import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    WRAPPED,
+    AdapterFolder,
+    adapter_of,
+    base_of,
+)
 from rlhf_tasks.system.reading import (
     MOST_JSON_BYTES,
     ConfigError,
@@ -27,6 +37,17 @@ INDEX = "model.safetensors.index.json"
 
 VERDICT = "prefect-rlhf-doctor.json"
 """Beside the weights of a model of an untested family: what the doctor has found, which exports take along."""
+
+BESIDE_WEIGHTS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files of a folder that belong to the model but do not change in training."""
 
 NEW_HEAD = "score.weight"
 """The parameter that a folder of a language model lacks when it becomes a critic or a reward model."""
@@ -54,11 +75,25 @@ MOST_DIMS = 8  # dims of a tensor
 LENGTH_BYTES = 8  # a safetensors file begins with this many bytes, its header's length, little-endian
 
 
+class LowRank(NamedTuple):
+    """What an adapter adds to a tensor: scale * B A; A [rank, in] and B [out, rank] are tensors of a file.
+
+    transposed  the tensor is stored as [in, out]
+    """
+
+    file: Path
+    a: str
+    b: str
+    scale: float
+    transposed: bool
+
+
 class InFile(NamedTuple):
-    """A tensor of a file, and its name there."""
+    """A tensor of a file, and its name there; with what an adapter adds to it, where the folder is an adapter's."""
 
     file: Path
     name: str
+    added: LowRank | None = None
 
 
 def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> dict[str, InFile]:
@@ -71,6 +106,9 @@ def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: b
     Raises ConfigError, naming file and parameter, when a file is missing, damaged, cut off or quantised, and when the
     folder lacks a parameter or has one of another shape.
     """
+    adapter = adapter_of(folder)
+    if adapter is not None:
+        return _through_adapter(adapter, specs, needs_head)
     wanted = {name: shape for spec in specs for name, shape in spec.stored.items()}
     files = _files_of(folder)
     theirs = {name: name if name in files else name.partition(".")[2] for name in wanted}
@@ -87,11 +125,73 @@ def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: b
         )
     held = {name: InFile(files[there], there) for name, there in theirs.items() if there in files}
     by_file = defaultdict[Path, dict[str, tuple[int, ...]]](dict)
-    for name, (file, there) in held.items():
+    for name, (file, there, _) in held.items():
         by_file[file][there] = wanted[name]
     for file, shapes in by_file.items():
         _check_shapes(file, shapes)
     return held
+
+
+def _through_adapter(
+    adapter: AdapterFolder, specs: "Collection[ParameterSpec]", needs_head: bool
+) -> dict[str, InFile]:
+    """The base model's tensors, each with what the adapter adds to it; a scalar head is the adapter's own."""
+    file = adapter.folder / ADAPTER
+    if not file.is_file():
+        raise ConfigError(f"Model folder {str(adapter.folder)!r} has no {ADAPTER}. {SAVE_ANEW}")
+    header, shapes = _header(file), dict[str, tuple[int, ...]]()
+    own_head = f"{WRAPPED}{NEW_HEAD}"
+    held = weight_files(adapter.base, specs, needs_head and own_head not in header)
+    for spec in specs:
+        for name, shape in spec.stored.items():
+            a, b = (f"{WRAPPED}{name.removesuffix('.weight')}.lora_{half}.weight" for half in "AB")
+            if name == NEW_HEAD and own_head in header:
+                held[name], shapes[own_head] = InFile(file, own_head), shape
+            elif a in header or b in header:
+                transposed = spec.packed is not None and spec.packed.transposed
+                outputs, inputs = reversed(shape) if transposed else shape
+                shapes |= {a: (adapter.rank, inputs), b: (outputs, adapter.rank)}
+                held[name] = held[name]._replace(added=LowRank(file, a, b, adapter.scale, transposed))
+    lacking = [name for name in shapes if name not in header]
+    if lacking:
+        raise ConfigError(f"{file} lacks {lacking[0]}, the other half of an adapter. {SAVE_ANEW}")
+    _check_shapes(file, shapes, says=f"config.json of {adapter.base} and r={adapter.rank} say")
+    return held
+
+
+def _check_adapter(adapter: AdapterFolder, held: Mapping[str, InFile]) -> None:
+    """Raises ConfigError for a tensor of an adapter that belongs to nothing of the model, and for one that is not
+    finite: adapters are small, so all of it is read."""
+    file = adapter.folder / ADAPTER
+    known = {f"{WRAPPED}{NEW_HEAD}"} | {
+        name for its in held.values() if its.added is not None for name in (its.added.a, its.added.b)
+    }
+    header = _header(file)
+    odd = [name for name in header if name not in known]
+    if odd:
+        raise ConfigError(
+            f"{file} has {shown(odd[0])} (and {len(odd) - 1} more tensors), which belongs to no linear layer of "
+            f"{adapter.base}. Merge the adapter with peft's merge_and_unload."
+        )
+    if not known & header.keys():
+        raise ConfigError(f"{file} has no tensors. {SAVE_ANEW}")
+    with file.open("rb") as opened:
+        begin = LENGTH_BYTES + int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        for name, tensor in header.items():
+            first, end = tensor["data_offsets"]
+            opened.seek(begin + first)
+            if not _finite(opened.read(end - first), tensor["dtype"]):
+                raise ConfigError(
+                    f"{file}: {shown(name)} has values that are not finite. Name an earlier one."
+                )
+
+
+def _finite(values: bytes, dtype: str) -> bool:
+    """Whether all floats in a tensor's bytes are finite: none has all bits of its exponent set."""
+    kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+    if dtype == "BF16":
+        return bool(((np.frombuffer(values, "<u2") & 0x7F80) != 0x7F80).all())
+    return dtype not in kinds or bool(np.isfinite(np.frombuffer(values, kinds[dtype])).all())
 
 
 def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> None:
@@ -100,7 +200,13 @@ def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: 
     Raises ConfigError for what `weight_files` refuses, and for a tensor that the model has not: without it, the model
     would be another one.
     """
-    names = {there for _, there in weight_files(folder, specs, needs_head).values()}
+    held = weight_files(folder, specs, needs_head)
+    adapter = adapter_of(folder)
+    if adapter is not None:
+        _check_adapter(adapter, held)
+        check_weights(adapter.base, specs, needs_head=False)
+        return
+    names = {its.name for its in held.values()}
     extra = [name for name in _files_of(folder) if name not in names and not _IDLE.fullmatch(name)]
     if extra:
         raise ConfigError(
@@ -109,8 +215,37 @@ def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: 
         )
 
 
+def beside_weights(folder: Path) -> list[Path]:
+    """The files of a model folder that exports take along; of an adapter's base first, so that its own replace them.
+
+    Raises ConfigError where one of them, or another file that exports read, is a link out of the folder: an export
+    would hold whatever it points to. In the Hub's cache (`models--X/snapshots/REVISION`) links point to its `blobs`.
+    """
+    folders = dict.fromkeys((base_of(folder), folder))
+    for each in folders:
+        home = each.resolve()
+        blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+        described = (*BESIDE_WEIGHTS, "config.json", ADAPTER_CONFIG, VERDICT)
+        for path in (path for pattern in described for path in each.glob(pattern)):
+            with reading(path, "cannot be read"):
+                target = path.resolve()
+            if path.is_symlink() and not (target.is_relative_to(home) or target.parent == blobs):
+                raise ConfigError(
+                    f"Model folder {str(each)!r}: {path.name} is a link to {target}, outside of it, whose content "
+                    "would be in the exported model. Copy the file there in place of the link."
+                )
+    return [
+        path
+        for each in folders
+        for pattern in BESIDE_WEIGHTS
+        for path in each.glob(pattern)
+        if path.is_file()
+    ]
+
+
 def config_digest(folder: Path) -> str:
-    """SHA-256 of a folder's config.json: what a verdict (`VERDICT`) is about."""
+    """SHA-256 of a folder's config.json, or of an adapter's base: what a verdict (`VERDICT`) is about."""
+    folder = base_of(folder)
     with reading(folder / "config.json", "not readable"):
         return hashlib.sha256(read_bytes(folder / "config.json", MOST_JSON_BYTES)).hexdigest()
 
@@ -158,14 +293,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _check_shapes(file: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(file: Path, wanted: Mapping[str, tuple[int, ...]], says: str = "config.json says") -> None:
     header = _header(file)
     for name, shape in wanted.items():
         if name not in header:
             raise ConfigError(f"{file} lacks {name}, which {INDEX} says is in it.")
         if header[name]["shape"] != list(shape):
             raise ConfigError(
-                f"{file}: {name} has shape {shown(header[name]['shape'])}; config.json says {list(shape)}."
+                f"{file}: {name} has shape {shown(header[name]['shape'])}; {says} {list(shape)}."
             )
         if header[name]["dtype"] not in FLOATS:
             raise ConfigError(

@@ -14,26 +14,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from rlhf_tasks.parallel.layout.adapter_folder import ADAPTER, ADAPTER_CONFIG, WRAPPED, base_of
 from rlhf_tasks.parallel.layout.families import FAMILIES, Family
 from rlhf_tasks.parallel.layout.slices import Head, Layout
-from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT, config_digest
+from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT, beside_weights, config_digest
 from rlhf_tasks.parallel.model.weights import load_config
 from rlhf_tasks.system.durable import sync
 from rlhf_tasks.system.reading import read_json
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
-_WRAPPED = "base_model.model."  # before a parameter's name in peft's files
 SHARD_BYTES = 5 * 1024**3  # the default of transformers for several years
-_BESIDE_WEIGHTS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-)
-"""Files of a source folder that belong to the model but do not change in training."""
 
 
 class FolderWriter:
@@ -45,7 +34,7 @@ class FolderWriter:
     dtype        dtype of the tensors that `add` will get
     shard_bytes  most bytes of tensors in one file, unless one parameter alone is larger
 
-    Raises FileExistsError when the folder exists.
+    Raises FileExistsError when the folder exists, ConfigError where a file of `source` is a link out of it.
     """
 
     def __init__(
@@ -58,6 +47,7 @@ class FolderWriter:
     ) -> None:
         if folder.exists():
             raise FileExistsError(f"{folder} is there already. Remove it or name another folder.")
+        beside = beside_weights(source)
         self.folder, self.dtype = folder, dtype
         self._unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(self._unfinished, ignore_errors=True)
@@ -67,15 +57,13 @@ class FolderWriter:
             self._file_of = _files(layout, dtype.itemsize, shard_bytes)
             _write_config(self._unfinished, source, layout.head, dtype)
         else:
-            self._file_of, self._prefix = dict.fromkeys(layout.specs, ADAPTER), _WRAPPED
+            self._file_of, self._prefix = dict.fromkeys(layout.specs, ADAPTER), WRAPPED
             _write_adapter_config(self._unfinished, source, layout)
         self._specs = layout.specs
         self._waiting: dict[str, Tensor] = {}
         self._written: set[str] = set()
-        for pattern in _BESIDE_WEIGHTS:
-            for path in source.glob(pattern):
-                if path.is_file():
-                    shutil.copy2(path, self._unfinished / path.name)
+        for path in beside:
+            shutil.copy2(path, self._unfinished / path.name)
 
     def add(self, name: str, whole: Tensor) -> None:
         """Add the next whole parameter, in the order of `layout.parameters`.
@@ -152,8 +140,9 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
     else:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(folder)
-    if (source / VERDICT).is_file():
-        verdict = read_json(source / VERDICT)
+    of_base = base_of(source) / VERDICT
+    if of_base.is_file():
+        verdict = read_json(of_base)
         if verdict.get("config") == config_digest(source):
             verdict["config"] = config_digest(folder)  # of the same model, written anew
             (folder / VERDICT).write_text(json.dumps(verdict, indent=2), encoding="utf-8")

@@ -24,12 +24,19 @@ LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no N
 class VocabShard:
     """The part of the vocabulary on this rank.
 
-    start  first token id of this rank's logits
-    group  the tp group, None for one rank
+    start   first token id of this rank's logits
+    group   the tp group, None for one rank
+    tokens  the tokens that count are those below: others have no part in a distribution; None: all count
     """
 
     start: int = 0
     group: dist.ProcessGroup | None = None
+    tokens: int | None = None
+
+    def leave_out(self, scores: Tensor, by: float) -> None:
+        """Overwrite the scores [n, this rank's part] of the tokens that do not count."""
+        if self.tokens is not None:
+            scores[:, max(0, self.tokens - self.start) :] = by
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,7 @@ class _TokenStatistics(torch.autograd.Function):
             x = _scaled(logits[rows], dtype, temperature)
             if left_out is not None:
                 x.masked_fill_(left_out, LEFT_OUT)
+            shard.leave_out(x, LEFT_OUT)
             maximum[rows] = x.amax(1)
             sums[2, rows] = torch.where(here[rows], x.gather(1, columns[rows, None]).squeeze(1), 0.0)
             x -= maximum[rows, None]
@@ -191,7 +199,7 @@ class _TokenStatistics(torch.autograd.Function):
         logprobs = sums[2] - maximum - log_sum
         entropy = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(logits, columns, here, maximum, log_sum, entropy)
-        ctx.temperature, ctx.kept, ctx.start = temperature, kept, shard.start
+        ctx.temperature, ctx.kept, ctx.shard = temperature, kept, shard
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward pass
@@ -204,10 +212,11 @@ class _TokenStatistics(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(maximum)
         result = torch.empty_like(logits)
-        for rows, left_out in _chunks(logits, ctx.kept, ctx.start):
+        for rows, left_out in _chunks(logits, ctx.kept, ctx.shard.start):
             log_p = _scaled(logits[rows], maximum.dtype, ctx.temperature)
             if left_out is not None:
                 log_p.masked_fill_(left_out, LEFT_OUT)
+            ctx.shard.leave_out(log_p, LEFT_OUT)
             log_p -= maximum[rows, None]
             log_p -= log_sum[rows, None]
             slope = -grad_logprobs[rows, None]

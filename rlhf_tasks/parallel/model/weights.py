@@ -3,6 +3,7 @@ with the same whole model in every layout."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,26 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from rlhf_tasks.parallel.layout.adapter_folder import base_of
 from rlhf_tasks.parallel.layout.slices import Interval, ParameterSpec
-from rlhf_tasks.parallel.layout.weight_files import InFile, weight_files
+from rlhf_tasks.parallel.layout.weight_files import InFile, LowRank, weight_files
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.counter_random import stream_key
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
-    """The model's config from its folder. Never uses the network, and never runs code from the folder.
+    """The model's config from its folder, or from that of an adapter's base. Never uses the network, and never runs
+    code from the folder.
 
     Raises ValueError naming the folder when it has no config.json.
     """
-    if not (Path(folder) / "config.json").is_file():
+    whole = base_of(folder)
+    if not (whole / "config.json").is_file():
         raise ValueError(
             f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
         )
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return AutoConfig.from_pretrained(whole, local_files_only=True, trust_remote_code=False)
 
 
 def load(
@@ -42,8 +46,8 @@ def load(
 
     there  names of parameters that have their values already
     moved  counts the bytes of the parameters that are filled
-    Only this rank's slices are read. A scalar head that the folder lacks is initialised at random from `seed`, and so
-    are adapters.
+    Only this rank's slices are read; an adapter's folder means its base model with the adapter added. A scalar head
+    that the folder lacks is initialised at random from `seed`, and so are adapters.
     Returns the names of the model's parameters that were not in the folder.
     Raises ValueError for what `weight_files` refuses.
     """
@@ -76,7 +80,38 @@ def opened(files: Mapping[str, InFile]) -> Iterator[ReadTensor]:
         def tensors(file: Path) -> Any:
             return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
 
-        yield lambda name: tensors(files[name].file).get_slice(files[name].name)
+        def tensor(name: str) -> Any:
+            found = files[name]
+            own = tensors(found.file).get_slice(found.name)
+            if found.added is None:
+                return own
+            a, b = (tensors(found.added.file).get_tensor(half) for half in (found.added.a, found.added.b))
+            return _Merged(own, a, b, found.added)
+
+        yield tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """A weight of a base model with an adapter added to it: W + scale * B A. Only the wanted part is computed.
+
+    own   a slice of safetensors
+    a, b  [rank, in], [out, rank]
+    """
+
+    own: Any
+    a: Tensor
+    b: Tensor
+    added: LowRank
+
+    def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor:
+        """float32 or float64: in 16 bits, most of B A would be rounded away before it is known where it goes."""
+        own: Tensor = self.own[wanted]
+        first, second = (*wanted, slice(None))[:2]
+        outputs, inputs = (second, first) if self.added.transposed else (first, second)
+        wide = torch.promote_types(torch.promote_types(own.dtype, self.a.dtype), torch.float32)
+        product = self.added.scale * (self.b[outputs].to(wide) @ self.a[:, inputs].to(wide))
+        return own.to(wide) + (product.T if self.added.transposed else product)
 
 
 def stored_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval) -> Tensor:

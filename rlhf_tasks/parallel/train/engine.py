@@ -8,7 +8,7 @@ import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -60,6 +60,9 @@ class Engine:
     master              the state that commits hold: an `Optimizer` where the role trains, None where nothing changes
     copies              where the optimizer's state is kept in host memory, what copies it; None: it is on the device
     micro_batch_tokens  most tokens of a micro-batch (`split`); None: only the calls' numbers of micro-batches count
+    tokens              only tokens below are drawn: those of the tokenizer, where the vocabulary is padded; None: all
+    counts_drawn        whether log-probabilities are over these only, as those of responses are that were drawn here;
+                        else over the whole vocabulary
     version             the number of train calls applied to these weights. The caller increments it, because one
                         train call may be many calls of `train_step`
     state               JSON-able state of the role besides parameters and optimizer
@@ -76,6 +79,8 @@ class Engine:
         blended: bool = False,
         micro_batch_tokens: int | None = None,
         copies: Copier | None = None,
+        tokens: int | None = None,
+        counts_drawn: bool = True,
     ) -> None:
         self.stage = stage
         self.micro_batch_tokens = micro_batch_tokens
@@ -99,7 +104,8 @@ class Engine:
             self.master = Optimizer(trained, layout, groups, optimizer_settings, copies)
         self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
         tp_rank, tp_devices = self.coordinate.tp, self.placement.tp_group(groups.rank)
-        self._shard = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices])
+        self.drawn = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices], tokens)
+        self._shard = self.drawn if counts_drawn else replace(self.drawn, tokens=None)
 
     @property
     def optimizer(self) -> Optimizer | None:

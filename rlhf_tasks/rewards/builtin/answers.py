@@ -1,6 +1,5 @@
 """Whether an answer is right: by its text, by its number, by mathematics, by reasoning-gym's scorers."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from importlib.util import find_spec
@@ -14,11 +13,8 @@ from rlhf_tasks.rewards.builtin.judged import (
     number,
     texts,
 )
+from rlhf_tasks.rewards.builtin.numbers import number_in
 from rlhf_tasks.rewards.forms import RewardError, shortened
-
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?(?:\s*/\s*\d[\d,]*)?")
-_MARKS = ("\\boxed{", "####", "answer is", "Answer:")
-"""After the last of these that an answer has, its number stands."""
 
 
 def exact_match(
@@ -51,8 +47,9 @@ def numeric_answer(
 ) -> list[float]:
     r"""1 where the answer's number equals the right one, else 0.
 
-    The number is the last one, or, where the answer has \boxed{...}, "####", "answer is" or "Answer:", the first
-    behind the last of these. 1,200 is a number, so are 3/4 and 1.5e3.
+    The number is the last one, or, where the answer has \boxed{...}, "####", "answer is" or "Answer:", the one behind
+    the last of these. It is read whole (1,200, -3/4, \frac{3}{4}, 1.5e3, 10^3, 50%, $5, 5 km): a formula that is
+    no number, such as 2\sqrt{3}, is never right.
     tolerance  relative difference that is allowed
     """
     rights = column_of("numeric_answer", columns, column)
@@ -61,14 +58,16 @@ def numeric_answer(
     for place, (said, right) in enumerate(
         zip(_extracted("numeric_answer", completions, extract), rights, strict=True)
     ):
-        wanted = _number(str(right))
+        wanted = number_in(str(right))
         if wanted is None:
             shown = shortened(repr(right), 80)
             raise RewardError(
-                f"reward builtin:numeric_answer: the row's right answer {shown} has no number.", place=place
+                f"reward builtin:numeric_answer: the row's right answer {shown} is no number. Judge formulas by "
+                "builtin:math_verify.",
+                place=place,
             )
-        value = None if said is None else _number(said)
-        values.append(float(value is not None and abs(value - wanted) <= allowed * abs(wanted)))
+        value = None if said is None else number_in(said)
+        values.append(float(value is not None and value.equals(wanted, allowed)))
     return values
 
 
@@ -131,20 +130,6 @@ def _extracted(reward: str, completions: Sequence[Any], extract: str | None) -> 
     group = min(pattern.groups, 1)
     matches = (found(reward, pattern, text, place) for place, text in enumerate(said))
     return (each[-1].group(group) if each else None for each in matches)
-
-
-def _number(text: str) -> Fraction | None:
-    marked = max(((text.rfind(mark), mark) for mark in _MARKS), key=lambda each: each[0])
-    behind = text[marked[0] + len(marked[1]) :] if marked[0] >= 0 else text
-    numbers = _NUMBER.findall(behind)
-    if not numbers:
-        return None
-    chosen = numbers[0 if marked[0] >= 0 else -1]
-    try:
-        top, _, bottom = chosen.replace(",", "").replace(" ", "").partition("/")
-        return Fraction(top) / Fraction(bottom or 1)
-    except (ValueError, ZeroDivisionError):
-        return None
 
 
 def _require(reward: str, module: str, package: str) -> None:

@@ -8,6 +8,7 @@ from flows.cli import run_command
 from flows.run.examination import Patient, default_strategies
 from rlhf_tasks.doctor.examination import Finding
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from tests.adapter_folders import write_adapter
 from tests.tiny_models import tiny_config, tiny_model
 
 
@@ -44,6 +45,16 @@ def test_every_comparison_of_every_strategy_is_a_line(doctor, model):
     for line in lines:
         assert line.startswith(("dp=1 tp=2 pp=1", "dp=1 tp=1 pp=2"))
         assert line.endswith("ok")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_an_adapters_folder_is_examined_as_the_merged_model(doctor, model, tmp_path):
+    write_adapter(tmp_path / "adapter", model)
+    status, out, err = doctor(tmp_path / "adapter", "--strategy", "1,2,1")
+    assert status == 0, err
+    assert [line.endswith("ok") for line in out.strip().splitlines()[1:]] == [True] * 4
 
 
 def test_a_difference_out_of_tolerance_is_told_with_status_1(doctor, model, monkeypatch):

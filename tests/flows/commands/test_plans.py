@@ -216,7 +216,7 @@ def test_what_is_no_seed_is_refused_before_the_search(run_plan, seed):
     """Which would refuse its time limit."""
     outcome = run_plan(ppo(), "--time-limit", "0", "--seed", seed)
     refused(outcome, f"--seed {seed}: ", "a whole number from 0 to 9223372036854775807")
-    refused(run_plan(ppo(), "--time-limit", "0", "--seed", str(2**63 - 1)), "leaves no time to search")
+    refused(run_plan(ppo(), "--time-limit", "0", "--seed", str(2**63 - 1)), "a search takes more than 0 and")
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_search(run_plan, tmp_path):
@@ -235,7 +235,14 @@ def test_two_outputs_to_one_file_are_refused_before_the_search(run_plan, tmp_pat
     outcome = run_plan(ppo(), "--time-limit", "0", *outputs)
     refused(outcome, "figures.json are the same file", str(Path(other)), "Name two files.")
     outputs = ("--json", str(tmp_path / "figures.json"), "--out", "plan.yaml")
-    refused(run_plan(ppo(), "--time-limit", "0", *outputs), "leaves no time to search")
+    refused(run_plan(ppo(), "--time-limit", "0", *outputs), "--time-limit 0: a search takes more than 0 and")
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "nan", "inf", "1e99"])
+def test_a_time_limit_that_is_none_is_refused_before_any_answer(run_plan, limit):
+    status, out, err = run_plan(ppo(), "--time-limit", limit)
+    refused((status, out, err), f"--time-limit {float(limit):g}: a search takes more than 0 and at most")
+    assert out == ""
 
 
 def test_the_help_says_what_is_done_under_any_time_limit(capsys):

@@ -21,8 +21,8 @@ def made(): ...
 @pytest.mark.parametrize("name", ["Whole", "Heir", "made"])
 def test_what_may_be_an_environment_is_taken(tmp_path, name):
     (tmp_path / "rooms.py").write_text(ROOMS)
-    check_environment(EnvironmentConfig(factory=f"{tmp_path}/rooms.py:{name}"))
-    check_environment(EnvironmentConfig(factory="builtin:GuessingGame"))
+    assert check_environment(EnvironmentConfig(factory=f"{tmp_path}/rooms.py:{name}"), True) == []
+    assert check_environment(EnvironmentConfig(factory="builtin:GuessingGame"), True) == []
 
 
 @pytest.mark.parametrize(
@@ -38,5 +38,16 @@ def test_what_may_be_an_environment_is_taken(tmp_path, name):
 def test_what_is_none_is_refused(tmp_path, factory, sentence):
     (tmp_path / "rooms.py").write_text(ROOMS)
     with pytest.raises(ConfigError, match="environment") as caught:
-        check_environment(EnvironmentConfig(factory=factory.format(tmp_path)))
+        check_environment(EnvironmentConfig(factory=factory.format(tmp_path)), True)
     assert sentence in str(caught.value)
+
+
+def test_its_secrets_are_looked_for_and_literal_ones_warned_of(monkeypatch):
+    named = EnvironmentConfig(factory="builtin:GuessingGame", kwargs={"pwd": {"env": "MY_PWD"}})
+    monkeypatch.delenv("MY_PWD", raising=False)
+    with pytest.raises(ConfigError, match=r"environment builtin:GuessingGame: .* variable 'MY_PWD' for pwd"):
+        check_environment(named, is_here=True)
+    assert check_environment(named, is_here=False) == []
+    literal = named.model_copy(update={"kwargs": {"pwd": "x"}})
+    (warning,) = check_environment(literal, is_here=True)
+    assert warning.startswith("environment.kwargs.pwd is given in the configuration")

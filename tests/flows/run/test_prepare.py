@@ -15,6 +15,7 @@ from flows.demo.data import write_model_folder
 from flows.run import prepare
 from flows.run.planning import hardware_of, problem_of, profile_folder
 from flows.run.prepare import make_plan
+from flows.run.run_identity import model_digests
 from planner.plan.build import PlanError
 from planner.pricing.data_sheets import Gpu
 from planner.pricing.devices import device_of, preset
@@ -25,11 +26,12 @@ from rlhf_tasks.checkpoint.plan_log import PLAN
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ExecutionPlan
+from tests.adapter_folders import write_adapter
 from tests.flows.checked_files import LLAMA, model_folder, refused, without
 from tests.flows.plan_documents import LLAMA as INLINE
 from tests.flows.plan_documents import measured, ppo
 from tests.ppo_calls import PPO_CALLS
-from tests.tiny_runs import learning_config
+from tests.tiny_runs import learning_config, ppo_config, write_model
 
 
 def auto(**changes) -> RunConfig:
@@ -301,11 +303,47 @@ def test_adapters_that_a_model_cannot_have_are_refused(call, document, lora, par
     refused(call, *parts)
 
 
-def test_a_folder_of_an_adapter_is_no_model_folder(call, document, tmp_path):
+def test_a_model_folder_with_a_link_out_of_it_is_refused_before_the_run(tmp_path: Path):
+    config = ppo_config(tmp_path)
+    (tmp_path / "key").write_text("my key")
+    (tmp_path / "actor" / "chat_template.jinja").symlink_to(tmp_path / "key")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja is a link to .*key, outside of it"):
+        prepare.prepare(config)
+
+
+def test_an_adapter_that_describes_nothing_is_refused(call, document, tmp_path):
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").touch()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     document["models"]["actor"] = str(tmp_path / "adapter")
-    refused(call, "adapter", "export --merged", "lora.export: merged")
+    refused(call, "adapter_config.json: peft_type is None, not LORA", "merge_and_unload")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_a_run_that_begins_from_an_adapter_reads_its_bases_tokenizer_and_exports_a_whole_model(tmp_path):
+    base, adapter = write_model(tmp_path / "base"), tmp_path / "adapter"
+    write_adapter(adapter, base)
+    assert not (adapter / "tokenizer.json").exists()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    config = make_config(
+        {
+            "type": "sft",
+            "models": {"actor": str(adapter)},
+            "data": {"train": str(tmp_path / "rows.jsonl")},
+            "output_dir": str(tmp_path / "runs"),
+            "total_iterations": 1,
+            "batch_size": 1,
+            "lora": {"rank": 2},
+        }
+    )
+    prepared = prepare.prepare(config)
+    assert not prepared.config.exports_adapters
+    [warning] = [said for said in prepared.warnings if said.startswith("lora.export:")]
+    assert "peft loads no adapter of an adapter, so the run exports the whole model, merged." in warning
+    before = model_digests(config)
+    assert before.keys() == {str(adapter), str(base)}
+    weights = load_file(base / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, base / "model.safetensors")
+    assert model_digests(config)[str(base)] != before[str(base)]
 
 
 def test_a_reference_of_another_architecture_cannot_follow():

@@ -96,6 +96,16 @@ def ran(iteration):
     return IterationRan(iteration=iteration, generation=0, metrics=metrics)
 
 
+def test_a_run_that_cannot_learn_says_so_once(view, server, caplog):
+    caplog.set_level(logging.INFO)
+    for iteration in range(12):
+        metrics = {**ran(iteration).metrics, "reward": 0.0, "reward_std": 0.0}
+        view.on_event(IterationRan(iteration=iteration, generation=0, metrics=metrics))
+    warned = [record.message for record in caplog.records if "warning:" in record.message]
+    assert len(warned) == 1
+    assert "every response of 5 iterations has the reward 0.000" in warned[0]
+
+
 async def commit_all(view, iterations=ITERATIONS):
     await view.begin()
     await commit_each(view, iterations)

@@ -1,6 +1,8 @@
 """Run folders: a name is used once, fresh names never clash, one process writes at a time."""
 
 import asyncio
+import os
+import shutil
 import stat
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -8,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands.folders import ui
+from flows.commands.training import run
 from flows.demo.stages import Demo, settle_seed
 from flows.run.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
 from flows.run.runs import Restarts, _exported_step, carry_out
@@ -37,6 +41,26 @@ def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):
 def test_only_its_owner_reads_a_run_folder(tmp_path):
     folder = new_run_folder(config(tmp_path, name="a"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another account")
+@pytest.mark.parametrize("theirs", ["folder", "config"])
+def test_a_run_folder_of_another_account_is_not_resumed_and_opens_no_server(tmp_path, theirs):
+    folder = new_run_folder(config(tmp_path, name="a"))
+    assert open_run(None, str(folder))[0] == folder
+    os.chown(folder / {"folder": ".", "config": "config.json"}[theirs], 65534, 65534)
+    words = r"belongs to another account \(user id 65534\), and a run folder names code .* copy the folder \(cp -r\)"
+    with pytest.raises(ConfigError, match=words):
+        open_run(None, str(folder))
+    with pytest.raises(ConfigError, match=words):
+        open_run(config(tmp_path, name="a", resume="auto"))
+    (folder / "prefect").mkdir()
+    with pytest.raises(ConfigError, match=words):
+        ui(folder)
+    with pytest.raises(ConfigError, match=words):
+        run("sft", resume=folder)
+    shutil.copytree(folder, tmp_path / "mine")
+    assert open_run(None, str(tmp_path / "mine"))[0] == tmp_path / "mine"
 
 
 def test_a_run_folder_appears_with_its_configuration(tmp_path, monkeypatch):

@@ -87,11 +87,6 @@ FAULTS = {
         ),
         "a run of type 'evaluate' trains none. Name a stage that trains.",
     ),
-    "adapters alone": (
-        lambda d: stage(d, "sft").update(lora={}),
-        "stage 'rl' takes the model of 'sft', which exports its adapters alone. Set lora.export: merged in stage "
-        "'sft'.",
-    ),
     "scores of a language model": (
         lambda d: stage(d, "rl")["models"].update(reward="stage:sft"),
         "stage 'rl' takes models.reward from 'sft', whose model gives no scores. Name a stage of type reward_model.",

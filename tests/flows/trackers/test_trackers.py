@@ -56,6 +56,7 @@ class Run:
                     {"function": "m:f", "kwargs": {"api_key": SECRET}},
                     {"url": "https://judge.org/score", "headers": {"Authorization": SECRET}},
                 ],
+                "environment": {"factory": "m:h", "kwargs": {"bearer": SECRET}},
                 "evaluation": {
                     "data": "h",
                     "rewards": [{"function": "m:g", "kwargs": {"api_key": SECRET}}],

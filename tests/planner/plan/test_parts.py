@@ -216,5 +216,4 @@ def test_no_plan_beats_the_bound_of_a_graph_in_parts(small_problem):
     best = min(tables.evaluate(choice).time_s for choice in some)
     assert 0 < bound_s <= best * (1 + 1e-9)
     found = find_plan(Problem(cut(problem.graph, 4), problem.model), "search", 2.0)
-    assert found.lower_bound_s <= found.iteration_time_s <= best * (1 + 1e-9)
-    assert found.lower_bound_s == pytest.approx(min(bound_s, found.iteration_time_s))
+    assert bound_s * (1 - 1e-9) <= found.lower_bound_s <= found.iteration_time_s <= best * (1 + 1e-9)

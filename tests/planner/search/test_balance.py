@@ -1,7 +1,10 @@
 """The planner chooses what a call's dp ranks get equal shares of."""
 
+from math import inf
+
 import pytest
 
+from planner.deadline import Deadline
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.devices import preset
@@ -113,6 +116,19 @@ def test_the_choice_is_the_best_of_all_for_the_expected_lengths(problem_of, assi
         plan = priced_plan(problem.graph, problem.model, places | by_tokens)
         best = min(best, expected_s(plan, uneven, problem))
     assert expected_s(balanced(given, problem), uneven, problem) <= best * 1.005
+
+
+def test_after_the_deadline_no_further_choice_is_tried(problem_of, assign, monkeypatch):
+    problem = problem_of(WIDE, "ppo", scoring_role="reward")
+    given, made = on_two(problem, assign), list[object]()
+
+    def counted(*arguments):
+        made.append(arguments)
+        return priced_plan(*arguments)
+
+    monkeypatch.setattr("planner.search.balance.priced_plan", counted)
+    assert balanced(given, problem, Deadline(inf, lambda: True)) is not None
+    assert len(made) <= 1
 
 
 def test_rules_without_a_spread_are_as_they_were(problem_of):

@@ -3,22 +3,24 @@
 from itertools import product
 from time import monotonic
 
-import numba
 import numpy as np
 import pytest
 
+from bench.random_problems import enumerated
 from planner import deadline
 from planner.deadline import Deadline
+from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing.plans import price_plan
+from planner.pricing.problem import Problem
 from planner.search import branch_and_bound as branch
 from planner.search.annealing import greedy_choice, neighbours, start_state
 from planner.search.bounds.root_bound import call_cycles
 from planner.search.bounds.tree_search import PAUSED
 from planner.search.branch_and_bound import LOOK_S, NODES, bounds_by_groups, branching, proofs
-from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from planner.search.search import bound_of
+from rlhf_tasks.algorithms.registry import in_parts
 from rlhf_tasks.spec import OnloadNode
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 
@@ -33,6 +35,7 @@ def proved(tables: Tables):
         neighbours(tables),
         cycles,
         proofs(tables, cycles),
+        [],
         start,
         bound_of(tables),
         0,
@@ -40,27 +43,6 @@ def proved(tables: Tables):
     )
     *_, (state, lower_bound_s, _) = steps
     return state, lower_bound_s
-
-
-def enumerated(tables: Tables) -> float:
-    """The least seconds per iteration of all choices that fit."""
-    return _least(tables.arrays, np.array([*map(len, tables.options)]))
-
-
-@numba.njit(error_model="numpy")
-def _least(arrays, counts):
-    choice, best = np.zeros(len(counts), np.int64), np.inf
-    while True:
-        time_s, excess_bytes, _ = value(arrays, choice, best)
-        if excess_bytes <= 0 and time_s < best:
-            best = time_s
-        call = len(counts) - 1
-        while call >= 0 and choice[call] == counts[call] - 1:
-            choice[call] = 0
-            call -= 1
-        if call < 0:
-            return best
-        choice[call] += 1
 
 
 SCORED = ("actor_generate", "ref_inference", "reward_inference", "actor_train")
@@ -93,6 +75,24 @@ def test_equals_enumeration(small_problem, cluster, calls, max_tp, memory):
 )
 def test_equals_enumeration_where_generation_runs_ahead(small_problem, cluster, staleness):
     tables = Tables(problem_ahead_by(staleness, small_problem(cluster, SAMPLE_AND_LEARN, 1)))
+    state, lower_bound_s = proved(tables)
+    best = enumerated(tables)
+    assert state.time_s == pytest.approx(best, rel=1e-9)
+    assert lower_bound_s == pytest.approx(best, rel=2e-9)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("cluster", "links_slower"),
+    [(Cluster(1, 2), 1.0), (Cluster(1, 2), 240.0), pytest.param(Cluster(2, 2), 20.0, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_equals_enumeration_where_calls_are_cut_into_parts(small_problem, cluster, links_slower, staleness):
+    problem = problem_ahead_by(
+        staleness, small_problem(cluster, SCORED, 1, n_seqs=8, links_slower=links_slower)
+    )
+    parts = DataflowGraph(in_parts(problem.graph.calls, 2), problem.graph.dataset_keys, name="parts")
+    tables = Tables(Problem(parts, problem.model))
     state, lower_bound_s = proved(tables)
     best = enumerated(tables)
     assert state.time_s == pytest.approx(best, rel=1e-9)
@@ -169,11 +169,11 @@ def test_a_walk_looks_at_the_clock_more_often_where_options_take_longer(small_pr
         looks[0] += 1
         return now[0]
 
+    tables = Tables(small_problem(Cluster(1, 2)))
+    found = proofs(tables, call_cycles(tables.problem.graph))
     monkeypatch.setattr(branch, "continue_search", continue_search)
     for module in (branch, deadline):
         monkeypatch.setattr(module, "monotonic", monotonic)
-    tables = Tables(small_problem(Cluster(1, 2)))
-    found = proofs(tables, call_cycles(tables.problem.graph))
     assert list(bounds_by_groups(found, 1.0, 2.0, Deadline(100.0))) == []
     assert 90 < now[0] < 100 + NODES * option_s
     assert looks[0] < 2 * now[0] / LOOK_S
@@ -265,7 +265,7 @@ def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
     cycles = call_cycles(tables.problem.graph)
     found = proofs(tables, cycles)
     steps = branching(
-        tables, neighbours(tables), cycles, found, state, bound_of(tables), 0, Deadline(monotonic())
+        tables, neighbours(tables), cycles, found, [], state, bound_of(tables), 0, Deadline(monotonic())
     )
     assert len(list(steps)) <= 1
 

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.plan.workload import Lengths
+from planner.search import balance
 from planner.search.balance import imbalance
+from rlhf_tasks.parallel.layout.transfers import partition
 
 ONE = Lengths.fixed(1)
 WIDE = Lengths(points=((10, 0.5), (1000, 0.5)))
@@ -48,6 +50,23 @@ def test_more_sequences_even_out_and_whole_groups_even_out_less():
     apart, grouped = imbalance(WIDE, ONE, 64, 1, 4), imbalance(WIDE, ONE, 8, 8, 4)
     assert grouped.by_count > apart.by_count
     assert apart.by_tokens < 1.06 < grouped.by_tokens
+
+
+def test_of_a_million_sequences_a_part_is_drawn(monkeypatch):
+    """A draw of all of them takes seconds. What is drawn says about the same of a batch that may be drawn whole."""
+    drawn = list[int]()
+
+    def counted(ids, *how, **more):
+        drawn.append(len(ids))
+        return partition(ids, *how, **more)
+
+    monkeypatch.setattr(balance, "partition", counted)
+    million = imbalance(WIDE, ONE, 1_000_000, 1, 8)
+    assert max(drawn) <= balance.MOST_DRAWN
+    assert 1 <= million.by_tokens <= million.by_count < 1.01
+    whole = imbalance(WIDE, ONE, 16_000, 2, 8).by_count
+    monkeypatch.setattr(balance, "MOST_DRAWN", 1 << 12)
+    assert imbalance(WIDE, ONE, 16_000, 2, 8).by_count - 1 == pytest.approx(whole - 1, rel=0.5)
 
 
 def test_lengths_of_data_keep_their_mean_and_their_spread():

@@ -6,13 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from tokenizers import Regex as TokenizerRegex
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config, resolve_paths
-from rlhf_tasks.algorithms.examples import prepared_rows, prompt_tokens, read_examples
-from rlhf_tasks.data.dataset import DataError, PlacedRow
+from rlhf_tasks.algorithms.examples import endless, prepared_rows, prompt_tokens, read_examples
+from rlhf_tasks.config.data import DataConfig
+from rlhf_tasks.data.dataset import DataError, PlacedRow, data_set
 from rlhf_tasks.data.rows import (
     CompletionExample,
     Reader,
@@ -221,6 +227,184 @@ def test_pairs_with_and_without_a_prompt(plain: Tokenizer, chat: Tokenizer):
     assert text(chat, pair.rejected_ids) == "<|user|>hi<eos><|assistant|>no<eos>"
 
 
+def test_text_pairs_without_a_prompt_learn_what_differs_and_keep_the_tokens_of_the_whole(bpe: Tokenizer):
+    """HH-RLHF's rows. The answers' first letters are in common too, but not their tokens."""
+    question = "\n\nHuman: Name one.\n\nAssistant:"
+    row = {"chosen": f"{question} A pear.", "rejected": f"{question} Apple.", "margin": ""}
+    pair = read_row(pair_example, row, bpe)
+    assert (text(bpe, pair.chosen_ids), text(bpe, pair.rejected_ids)) == (
+        f"<bos>{question} A pear.<eos>",
+        f"<bos>{question} Apple.<eos>",
+    )
+    assert pair.chosen_ids[:-1] == bpe.encode(row["chosen"], special_tokens=True)
+    assert text(bpe, pair.chosen_ids[: pair.prompt_tokens]) == f"<bos>{question}"
+    liked, disliked = read_row(labelled_examples, row, bpe)
+    assert [text(bpe, e.input_ids[e.prompt_tokens :]) for e in (liked, disliked)] == [
+        " A pear.<eos>",
+        " Apple.<eos>",
+    ]
+    longer = read_row(pair_example, {"chosen": f"{question} A", "rejected": question}, bpe)
+    assert text(bpe, longer.rejected_ids[longer.prompt_tokens :]) == "<eos>"
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose tokens are words with the space before them, and that puts BOS and EOS around a text."""
+    folder = tmp_path_factory.mktemp("bpe")
+    write_model_folder(folder)
+    made = BackendTokenizer.from_file(str(folder / "tokenizer.json"))
+    words = pre_tokenizers.Split(TokenizerRegex(r" ?[A-Za-z]+"), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    merged = ["\u0120A", "\u0120Ap", "pl", "\u0120Appl", "\u0120Apple"]
+    vocabulary = {**made.get_vocab(), **{token: 260 + i for i, token in enumerate(merged)}}
+    merges = [("\u0120", "A"), ("\u0120A", "p"), ("p", "l"), ("\u0120Ap", "pl"), ("\u0120Appl", "e")]
+    made.model = models.BPE(vocab=vocabulary, merges=merges)
+    around = [(token, made.token_to_id(token)) for token in ("<bos>", "<eos>")]
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=around)
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_folder(folder)
+
+
+def test_a_text_has_one_bos_and_one_eos(bpe: Tokenizer):
+    for given in ("ab", "<bos>ab"):
+        assert text(bpe, read_row(prompt_example, {"prompt": given}, bpe).prompt_ids) == "<bos>ab"
+        for end in ("", "<eos>"):
+            assert (
+                text(bpe, read_row(completion_example, {"text": given + end}, bpe).input_ids)
+                == "<bos>ab<eos>"
+            )
+        row = {"prompt": given, "completion": "c<eos>"}
+        assert text(bpe, read_row(completion_example, row, bpe).input_ids) == "<bos>abc<eos>"
+    assert text(bpe, bpe.encode("", special_tokens=True)) == "<bos>"
+
+
+SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+NO = {"role": "assistant", "content": "no"}
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "same"),
+    [
+        (completion_example, {"conversations": SHARED}, {"messages": [USER, ANSWER]}),
+        (
+            completion_example,
+            {"conversations": SHARED, "system": "s"},
+            {"messages": [{"role": "system", "content": "s"}, USER, ANSWER]},
+        ),
+        (prompt_example, {"conversations": SHARED}, {"prompt": [USER]}),
+        (prompt_example, {"prompt": SHARED[:1]}, {"prompt": [USER]}),
+        (
+            labelled_examples,
+            {"conversations": SHARED, "label": "True"},
+            {"prompt": [USER], "completion": [ANSWER], "label": True},
+        ),
+        (
+            pair_example,
+            {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {"from": "gpt", "value": "no"}},
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [NO]},
+        ),
+        (
+            pair_example,
+            {"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, NO], "messages": [USER, ANSWER]},
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [NO]},
+        ),
+        (
+            pair_example,
+            {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, NO], "margin": "0.5"},
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [NO], "margin": 0.5},
+        ),
+        (
+            completion_example,
+            {"prompt": "hi", "completion": [USER, ANSWER]},
+            {"prompt": [USER], "completion": [ANSWER]},
+        ),
+    ],
+    ids=[
+        "sft",
+        "system",
+        "grpo",
+        "grpo prompt",
+        "kto",
+        "dpo",
+        "ultrafeedback",
+        "prompt twice",
+        "text prompt",
+    ],
+)
+def test_rows_of_other_systems_are_read_as_ours(chat: Tokenizer, reader: Any, row: dict, same: dict):
+    ours, theirs = read_row(reader, same, chat), read_row(reader, row, chat)
+    if reader is prompt_example:
+        assert json.loads(theirs.columns)["prompt"] == [USER], "rewards see messages"
+        assert theirs.prompt_ids == ours.prompt_ids
+    else:
+        assert theirs == ours
+
+
+def test_the_same_tool_calls_from_jsonl_and_parquet_give_the_same_tokens(plain_folder: Path, tmp_path: Path):
+    """Arrow holds null where a message, a call or a tool lacks a key that another one has."""
+    shutil.copytree(plain_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}"
+        "{% if 'tool_calls' in m %}{{ m.tool_calls | tojson }}{% endif %}{{ eos_token }}{% endfor %}"
+    )
+    calls = [
+        {"function": {"name": "f", "arguments": each}} for each in ({"a": 1}, {"b": [{"c": 1}, {"d": "x"}]})
+    ]
+    row = {
+        "messages": [
+            USER,
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "content": "2"},
+            ANSWER,
+        ],
+        "tools": [{"name": "f"}, {"name": "g", "strict": True}],
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    chat, learned_of = Tokenizer.from_folder(tmp_path), list[list[int]]()
+    for name in ("rows.jsonl", "rows.parquet"):
+        placed = data_set(DataConfig(train=str(tmp_path / name)))
+        ((_, example),) = read_examples(completion_example, placed, chat)
+        learned_of.append(example.input_ids)
+    assert learned_of[0] == learned_of[1]
+    assert "null" not in text(chat, learned_of[0])
+    assert '{"a": 1}' in text(chat, learned_of[0])
+
+
+def test_a_turn_of_tool_calls_needs_no_content(chat: Tokenizer):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    for empty in ({}, {"content": None}, {"content": ""}):
+        example = read_row(completion_example, {"messages": [USER, {**call, **empty}]}, chat)
+        assert text(chat, example.input_ids) == "<|user|>hi<eos><|assistant|><eos>"
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (
+            TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}",
+            "opens the assistant's turn with '<think>\\\\n'",
+        ),
+        (
+            "{{ messages | length }}" + TEMPLATE,
+            "changes earlier turns when one is added, so .* apart: first it writes '",
+        ),
+    ],
+)
+@pytest.mark.parametrize("assistant_only_loss", [False, True])
+def test_why_answers_cannot_be_told_apart_is_said(
+    plain_folder: Path, tmp_path: Path, template: str, sentence: str, assistant_only_loss: bool
+):
+    shutil.copytree(plain_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    reader, chat = (
+        partial(completion_example, assistant_only_loss=assistant_only_loss),
+        Tokenizer.from_folder(tmp_path),
+    )
+    with pytest.raises(DataError, match=sentence):
+        read_row(reader, {"messages": [USER, ANSWER, USER, ANSWER]}, chat)
+
+
 @pytest.mark.parametrize(
     ("reader", "row", "sentence"),
     [
@@ -241,8 +425,29 @@ def test_pairs_with_and_without_a_prompt(plain: Tokenizer, chat: Tokenizer):
         (
             completion_example,
             {"prompt": "a", "completion": [ANSWER]},
-            "prompt is text, but its answer is not.",
+            "prompt is text, but its answer is not, nor does it begin with the prompt.",
         ),
+        (
+            completion_example,
+            {"messages": [USER, ANSWER, USER]},
+            "ends with a message of the role 'user', but",
+        ),
+        (
+            pair_example,
+            {"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "x"}, ANSWER]},
+            "has different prompts: chosen goes on with 'hi' (user), rejected with 'x' (user).",
+        ),
+        (
+            completion_example,
+            {"conversations": [{"from": "bing", "value": "x"}]},
+            "column 'conversations' has a message from 'bing', not one of human, gpt, system, tool.",
+        ),
+        (
+            completion_example,
+            {"messages": [{"role": "user", "content": None}]},
+            "column 'messages' must be text or",
+        ),
+        (prompt_example, {"conversations": [{"from": "gpt", "value": "x"}]}, "has an empty prompt:"),
         (completion_example, {"text": 1}, "column 'text' must be text, found int."),
         (pair_example, {"prompt": "a", "chosen": "b"}, "has no column 'rejected'"),
         (
@@ -264,8 +469,8 @@ def test_pairs_with_and_without_a_prompt(plain: Tokenizer, chat: Tokenizer):
         ),
         (
             pair_example,
-            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"},
-            "column 'margin' must be a finite number, found '1'.",
+            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
+            "column 'margin' must be a finite number, found 'much'.",
         ),
         (completion_example, {"prompt": "a", "completion": ""}, "has nothing to learn: an answer is empty."),
         (
@@ -551,6 +756,58 @@ def test_a_template_that_leaves_the_opening_of_its_turn_to_the_model_is_refused(
             prepared_rows(config(model, data))
     else:
         prepared_rows(config(model, data))
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "stops", "warned"),
+    [
+        ([USER], TEMPLATE, {}, False),
+        ([USER], TEMPLATE.replace("{{ eos_token }}", "<|end|>"), {}, True),
+        ([USER], TEMPLATE.replace("{{ eos_token }}", "<|end|>"), {"stop_strings": ["<|end|>"]}, False),
+        ([USER], "{{ raise_exception('system') }}", {}, False),
+        ("hi", TEMPLATE.replace("{{ eos_token }}", ""), {}, False),
+    ],
+    ids=["ends", "does not", "a stop string", "refuses", "text"],
+)
+def test_a_template_that_ends_no_answer_is_warned_of(
+    plain_folder: Path, tmp_path: Path, row: Any, template: str, stops: dict, warned: bool
+):
+    shutil.copytree(plain_folder, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": row}))
+    sampling = {"max_completion_length": 8, **stops}
+    found = config(tmp_path / "model", tmp_path / "rows.jsonl", sampling=sampling)
+    said = endless(found, Tokenizer.from_folder(tmp_path / "model"))
+    if warned:
+        assert said.startswith(
+            "nothing will stop the model: behind an answer its chat template writes '<|end|>', and"
+        )
+        assert "('<eos>')" in said
+    else:
+        assert not said
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"), [([True] * 3, "label true"), ([False] * 3, "label false"), ([True, False], "")]
+)
+def test_labels_of_one_kind_only_are_refused(
+    plain_folder: Path, tmp_path: Path, labels: list[bool], sentence: str
+):
+    data = tmp_path / "rows.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": "a", "completion": "b", "label": x}) + "\n" for x in labels)
+    )
+    kto = make_config(
+        {"type": "kto", "models": {"actor": str(plain_folder)}, "data": {"train": str(data)}, "batch_size": 2,
+         "total_iterations": 1, "output_dir": str(tmp_path / "runs")}
+    )  # fmt: skip
+    if sentence:
+        with pytest.raises(
+            DataError, match=rf"rows\.jsonl: all 3 rows have the {sentence}, but kto learns from both\."
+        ):
+            prepared_rows(kto)
+    else:
+        assert len(prepared_rows(kto)) == 2
 
 
 # --- several sources -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.config.data import DataConfig
+from rlhf_tasks.data import row_files
 from rlhf_tasks.data.dataset import DataError, data_set
 
 
@@ -16,12 +17,14 @@ def lines(*rows: object) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def test_jsonl_plain_and_compressed_and_parquet_give_the_same_rows(tmp_path: Path):
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path):
     rows = [{"prompt": "a", "n": 1}, {"prompt": "ü", "n": 2}]
     (tmp_path / "rows.jsonl").write_bytes(lines(*rows))
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines(*rows)))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet"):
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "lines.json").write_bytes(lines(*rows))
+    for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows.json", "lines.json"):
         assert [placed.row for placed in data_set(DataConfig(train=str(tmp_path / name)))] == rows
 
 
@@ -80,7 +83,7 @@ def test_bad_files_are_named(tmp_path: Path):
         "rows.parquet": (b"PAR1 nonsense", "cannot be read as Parquet"),
         "rows.jsonl.gz": (b"no gzip", "cannot be read"),
         "cut.jsonl.gz": (gzip.compress(lines({"a": 1}))[:-9], "cannot be read"),
-        "rows.csv": (b"a,b", "unknown kind of file"),
+        "rows.tsv": (b"a\tb", "unknown kind of file. Use one of .jsonl, .jsonl.gz, .parquet, .json, .csv."),
     }
     for name, (content, sentence) in faults.items():
         (tmp_path / name).write_bytes(content)
@@ -115,3 +118,87 @@ def test_the_digest_names_the_content_and_not_the_place(tmp_path: Path):
         (tmp_path / folder / "rows.jsonl").write_bytes(lines({"prompt": word}))
         digests.append(data_set(DataConfig(train=str(tmp_path / folder))).digest)
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_csv_has_text_under_the_names_of_its_first_line(tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n"say ""a"",\nb",007\r\n\r\n\xc3\xbc,\r\n')
+    rows = list(data_set(DataConfig(train=str(path))))
+    assert [placed.row for placed in rows] == [
+        {"prompt": 'say "a",\nb', "answer": "007"},
+        {"prompt": "\u00fc", "answer": ""},
+    ]
+    assert [placed.line for placed in rows] == [2, 5], "the lines in which they begin"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("rows.csv", b"a,b\n1,2\n1\n", ":3: has 1 values, but the first line names 2 columns."),
+        ("rows.csv", b"a,a\n1,2\n", ": its first line names the column 'a' twice."),
+        ("rows.csv", b"a\n\xff\n", ":2: not valid CSV: not UTF-8"),
+        ("rows.csv", b'a\n"b\n', ":2: not valid CSV: unexpected end of data"),
+        ("rows.csv", b"a,b\n", ": has no rows."),
+        ("rows.json", b"[]", ": has no rows."),
+        ("rows.json", b'[{"a": 1}, 2]', ":2: expected a JSON object, found int."),
+        ("rows.json", b'[{"a": 1} {"a": 2}]', ": not valid JSON: behind row 1 stands '{'"),
+        ("rows.json", b'[{"a": 1}, {"a": }]', ":2: not valid JSON: Expecting value."),
+        ("rows.json", b'[{"a": 1}', ": not valid JSON: behind row 1 stands ''"),
+        ("rows.json", b'[{"a": 1}] {}', ": not valid JSON: more text follows the list."),
+        ("rows.json", b'[{"a": "\\ud800"}]', ":1: not valid JSON: half of a surrogate pair"),
+        ("rows.json", b"[" * 100_000, "nested too deeply"),
+        ("rows.json", b'[{"a": "\xff"}]', ": not valid JSON: not UTF-8"),
+    ],
+)
+def test_bad_csv_and_json_lists_are_named(tmp_path: Path, name: str, content: bytes, sentence: str):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(data_set(DataConfig(train=str(path))))
+    assert str(path) in str(caught.value)
+    assert sentence in str(caught.value)
+
+
+def test_a_json_list_is_read_in_pieces_and_a_row_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [{"prompt": "\u00fc" * i, "n": [i]} for i in range(40)]
+    (tmp_path / "rows.json").write_text(" \n" + json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+    monkeypatch.setattr(row_files, "PIECE_BYTES", 7)
+    monkeypatch.setattr(row_files, "MOST_LINE_BYTES", 200)
+    assert [placed.row for placed in data_set(DataConfig(train=str(tmp_path / "rows.json")))] == rows
+    for name, content in (("long.json", '[{"a": "' + "b" * 300), ("long.csv", "a\n" + '"\n' + "b\n" * 200)):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match="has more than 200 bytes"):
+            list(data_set(DataConfig(train=str(tmp_path / name))))
+
+
+def test_json_beside_a_folder_s_rows_describes_them(tmp_path: Path):
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    for name in ("rows.csv", "rows.jsonl"):
+        (tmp_path / name).write_text('"prompt"\n')
+        assert [file.path.name for file in data_set(DataConfig(train=str(tmp_path))).files] == [name]
+
+
+@pytest.mark.parametrize("mapped", [{}, {"instruction": "prompt", "output": "completion"}])
+def test_alpaca_s_input_follows_its_instruction(tmp_path: Path, mapped: dict[str, str]):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        lines(
+            {"instruction": "Add.", "input": "1 + 1", "output": "2"},
+            {"instruction": "Say a.", "input": "", "output": "a"},
+        )
+    )
+    rows = [placed.row for placed in data_set(DataConfig(train=str(path), column_map=mapped))]
+    assert [(row["prompt"], row["completion"]) for row in rows] == [("Add.\n1 + 1", "2"), ("Say a.", "a")]
+    kept = data_set(DataConfig(train=str(path), column_map={**mapped, "input": "topic"}))
+    assert next(iter(kept)).row["prompt"] == "Add.", "a mapped input is a column of its own"
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines({"question": "a", "prompt": "b"}))
+    with pytest.raises(
+        DataError, match=r":1: data\.column_map renames 'question' to 'prompt', but another column"
+    ):
+        list(data_set(DataConfig(train=str(path), column_map={"question": "prompt"})))

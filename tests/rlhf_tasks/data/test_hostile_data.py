@@ -17,9 +17,10 @@ import pytest
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data import chat_template, dataset
+from rlhf_tasks.data import chat_template, row_files, tokenizer_trial
 from rlhf_tasks.data.chat_template import ChatTemplate, Source, render_all
-from rlhf_tasks.data.dataset import MOST_LINE_BYTES, data_set
+from rlhf_tasks.data.dataset import data_set
+from rlhf_tasks.data.row_files import MOST_LINE_BYTES
 from rlhf_tasks.data.rows import pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from tests.rlhf_tasks.algorithms.test_examples import read_row
@@ -118,7 +119,7 @@ def test_a_parquet_file_of_no_text_is_refused(tmp_path: Path):
 
 
 def test_a_long_data_set_that_shrinks_well_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dataset, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(row_files, "FREE_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl.gz"
     rows = [json.dumps({"prompt": f"{i} " + "lorem ipsum dolor " * 10}).encode() for i in range(3000)]
     path.write_bytes(gzip.compress(b"\n".join(rows)))
@@ -236,7 +237,7 @@ def test_answers_that_nobody_has_read_are_nobody_elses():
 def test_many_slow_conversations_in_one_request_may_take_more_than_one(monkeypatch: pytest.MonkeyPatch):
     """Each conversation more gives its process more time, not each request."""
     limits = list[int]()
-    monkeypatch.setattr(chat_template, "_limit", lambda kind, most: limits.append(most))
+    monkeypatch.setattr(chat_template, "limit", lambda kind, most: limits.append(most))
     source = ["{{ messages }}", "t", True, {}]
     requests = [source, [["a", True]] * 200, [["a", True]] * 51]
     answers = io.BytesIO()
@@ -324,3 +325,53 @@ def test_a_text_without_tokens_is_refused(tmp_path: Path):
     assert "tokenizer.json: it does not take the text: " in said(
         Tokenizer.from_folder(tmp_path).encode, "zebra"
     )
+
+
+def replaced(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def nested(innermost: dict[str, Any], depth: int) -> dict[str, Any]:
+    for _ in range(depth):
+        innermost = {"type": "Sequence", "normalizers": [innermost]}
+    return innermost
+
+
+HOSTILE = {
+    "nesting": ({"normalizer": nested(replaced("a", "b" * 40_000_000), 60)}, "bytes of memory"),
+    "multiplication": (
+        {"normalizer": {"type": "Sequence", "normalizers": [replaced("a", "a" * 1000)] * 3}},
+        "to read it and to try it on 65,536 characters takes more than 1,07",
+    ),
+    "some of it": (
+        {"normalizer": replaced("a", "a" * 1000)},
+        "it makes 133,394 tokens of 527 bytes of text.",
+    ),
+    "a decoder": ({"decoder": replaced("a", "a" * 9999)}, "characters of 527 tokens."),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_tokenizer_is_refused_before_our_process_reads_it(tmp_path: Path, case: str):
+    stated, sentence = HOSTILE[case]
+    write_model_folder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **stated}))
+    sentences = []
+    assert grown(lambda: sentences.append(said(Tokenizer.from_folder, tmp_path))) < 300_000
+    assert sentences[0].startswith(f"{path}: cannot be read as a tokenizer: ")
+    assert sentence in sentences[0]
+
+
+@pytest.mark.timeout(60)
+def test_a_tokenizer_that_searches_for_ever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer_trial, "CPU_S", 0.5)
+    write_model_folder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    slow = {"normalizer": {"type": "Sequence", "normalizers": [replaced(" ", "a"), *SLOW]}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **slow}))
+    assert "takes more than 1 s of CPU time" in said(Tokenizer.from_folder, tmp_path)
+
+
+SLOW = [{"type": "Replace", "pattern": {"Regex": "a+b|a+c|a+d|.*x.*y.*z.*\\b\\B"}, "content": ""}] * 20

@@ -161,6 +161,17 @@ def silent():
     return Mute()
 
 numbers = [1]
+
+class Locked:
+    def __init__(self, key):
+        self.key = key
+
+    def reset(self, row, seed):
+        pass
+
+    def step(self, text):
+        print("tried", self.key, flush=True)
+        raise KeyError(f"the door does not open with {self.key}")
 '''
 
 
@@ -191,11 +202,11 @@ def start(tmp_path) -> Iterator[Any]:
     started: list[EnvironmentProcess] = []
 
     def make(
-        name: str, processes: int = 1, timeout_s: float = 100.0, skips=False, **kwargs: Any
+        name: str, processes: int = 1, timeout_s: float = 100.0, skips=False, blocks=None, **kwargs: Any
     ) -> EnvironmentProcess:
         factory = name if ":" in name else f"{tmp_path}/rooms.py:{name}"
         config = config_of(factory, processes, timeout_s, skips, **kwargs)
-        started.append(EnvironmentProcess(config))
+        started.append(EnvironmentProcess(config, blocks))
         return started[-1]
 
     yield make
@@ -417,3 +428,22 @@ def test_the_deadline_allows_for_every_turn_and_for_what_is_played_again():
         config = config_of("builtin:GuessingGame", 1, 7.0, skips)
         assert longest_play_s(config) == 3 * times * (7.0 + ENDING_S)
         assert longest_play_s(config.model_copy(update={"environment": None})) == 0
+
+
+@pytest.mark.parametrize("named", [{"env": "MY_KEY"}, {"block": "my-key"}])
+def test_a_named_secret_reaches_the_environment_and_no_message(start, monkeypatch, capfd, named):
+    monkeypatch.setenv("MY_KEY", "canary-31")
+    for skips in (False, True):
+        process = start("Locked", skips=skips, blocks={"my-key": "canary-31"}, key=named)
+        if skips:
+            (failed,) = process.answers(episodes("a", samples=(1,)))
+            assert "the door does not open with ***" in failed.reason
+            continue
+        with pytest.raises(RewardError, match=r"the door does not open with \*\*\*") as caught:
+            process.answers(episodes("a", samples=(1,)))
+        assert "canary-31" not in caught.value.traceback
+    out, err = capfd.readouterr()
+    assert "tried ***" in out + err
+    assert "canary-31" not in out + err
+    with pytest.raises(RewardError, match="'NOWHERE' for key, which is not set here"):
+        start("Locked", key={next(iter(named)): "NOWHERE"}).answers(episodes("a", samples=(1,)))

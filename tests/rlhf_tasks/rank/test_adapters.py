@@ -22,11 +22,12 @@ from rlhf_tasks.rank.export import export_commit
 from rlhf_tasks.rank.plan_nodes import plan_device_sets
 from rlhf_tasks.rank.role_engines import RoleEngines
 from rlhf_tasks.spec import ExecutionPlan
+from tests.adapter_folders import write_adapter
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
 from tests.rlhf_tasks.settings import limits
 from tests.tiny_models import packed, tokens
-from tests.tiny_runs import ppo_config
+from tests.tiny_runs import ppo_config, write_model, write_prompts
 
 ALONE = {"plan": {call: {"devices": [0]} for call in PPO_CALLS}, "cluster": {"devices_per_host": 1}}
 LORA = {"rank": 4, "alpha": 6.0}
@@ -192,6 +193,27 @@ def test_an_exported_folder_gives_what_the_rank_computes(committed, tmp_path, ro
     ours, other = outputs(stages[role], sequences), theirs(model.eval(), sequences, head)
     tolerance = 1e-5 if config.dtype == "float32" else 0.06
     assert (ours - other).abs().max() < tolerance * other.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_adapters_on_top_of_an_adapter_are_exported_as_a_whole_model_whatever_is_asked(tmp_path):
+    write_adapter(tmp_path / "sft", write_model(tmp_path / "base"))
+    write_prompts(tmp_path / "prompts.jsonl")
+    (tmp_path / "actor").mkdir()  # nothing is to be made
+    reward = write_model(tmp_path / "reward", head="scalar", seed=2)
+    config = ppo_config(
+        tmp_path, models={"actor": str(tmp_path / "sft"), "reward": str(reward)}, lora=LORA, **ALONE
+    )
+    plan = prepare(config).plan
+    with world_of_one():
+        engines = commit_of(config, plan, tmp_path / "run")
+        stage = engines.get("actor", plan.roles["actor"].placements[0]).stage
+    export_commit(step_folder(tmp_path / "run", 1), config, "actor", tmp_path / "out", merged=False)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32").eval()
+    sequences = tokens(5, 9, vocab=200)
+    ours, other = outputs(stage, sequences), theirs(model, sequences, "lm")
+    assert (ours - other).abs().max() < 1e-5 * other.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")

@@ -12,6 +12,7 @@ import pytest
 from rlhf_tasks.rewards import builtin
 from rlhf_tasks.rewards.builtin.unit_tests import _fault, _folder_bound, code_of
 from rlhf_tasks.rewards.forms import RewardError
+from tests.rlhf_tasks.rewards.numeric_answers import OTHER_VERDICTS, PAIRS
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -28,22 +29,29 @@ def test_exact_match_compares_texts_or_what_a_pattern_finds():
     assert builtin.exact_match(["7"], reward_model=models) == [1], "verl's rows"
 
 
+def test_a_numeric_answer_is_the_last_number_or_the_marked_one_read_whole():
+    wrong = [
+        (said, gold, value)
+        for said, gold, value in PAIRS
+        if builtin.numeric_answer([said], answer=[gold]) != [value]
+    ]
+    assert wrong == []
+    assert builtin.numeric_answer(["7"] * 3, answer=[7, "5 - 2 = 3\n#### 7", "$7$"]) == [1, 1, 1]
+
+
+def test_a_numeric_answer_and_math_verify_differ_where_the_table_says_so():
+    said, rights, values = zip(*PAIRS, strict=True)
+    verified = builtin.math_verify(said, answer=rights)
+    differ = {pair[:2] for pair, value, other in zip(PAIRS, values, verified, strict=True) if value != other}
+    assert differ == OTHER_VERDICTS.keys()
+    assert len(PAIRS) >= 200
+
+
 @pytest.mark.parametrize(
-    ("said", "right", "value"),
-    [
-        ("so 3 + 4 = 7.", "7", 1),
-        ("7 and then 8", "7", 0),
-        ("\\boxed{7} as 3 + 4 is 7, or 8?", 7, 1),
-        ("the answer is 1,200 dollars", "#### 1200", 1),
-        ("it is 0.75", "3/4", 1),
-        ("1.5e3", "1500", 1),
-        ("-7", "7", 0),
-        ("none", "7", 0),
-        ("1/0", "7", 0),
-    ],
+    "text", ["\\boxed{" + "9" * 100_000 + "}", "9" * 5000, "\\boxed{9^9999}", "1e999", "1 " * 50_000]
 )
-def test_a_numeric_answer_is_the_last_number_or_the_marked_one(said: str, right: Any, value: float):
-    assert builtin.numeric_answer([said], answer=[right]) == [value]
+def test_an_answer_made_to_take_long_is_read_at_once_or_not_at_all(text: str):
+    assert builtin.numeric_answer([text], answer=["7"]) == [0]
 
 
 def test_the_rows_of_several_sources_may_have_their_answers_in_different_columns():
@@ -202,7 +210,7 @@ def test_without_bubblewrap_code_is_refused_unless_the_user_opts_in(monkeypatch:
             "rows have no column 'right' (columns: answer)",
         ),
         ("exact_match", {"answer": ["7"], "extract": "("}, "extract='(' is no regular expression"),
-        ("numeric_answer", {"answer": ["seven"]}, "right answer 'seven' has no number"),
+        ("numeric_answer", {"answer": ["seven"]}, "right answer 'seven' is no number. Judge formulas by"),
         ("numeric_answer", {"answer": ["7"], "tolerance": "1%"}, "tolerance must be a number of at least 0"),
         ("reasoning_gym", {"answer": ["7"], "metadata": ["x"]}, "metadata are no object"),
         ("reasoning_gym", {"answer": ["7"], "metadata": [{}]}, "name no task: source_dataset=None"),

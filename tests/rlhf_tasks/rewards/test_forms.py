@@ -1,10 +1,14 @@
 """How rewards are found and called, and what may come back; in this process, which only tests do."""
 
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rlhf_tasks.rewards.forms import TRL, FoundReward, Parameters, RewardError, TrainerState, load_reward
 from tests.judged import LABELLED, SUMS, VERL, answers
@@ -37,7 +41,7 @@ def judge(name: str, judged: Any = SUMS, **kwargs: Any) -> list[float | None]:
         ("text", "reward 'text' returned '0.5': not a number.", 0),
         ("number", "reward 'number' returned float instead of a list of numbers.", None),
         ("huge", "returned 1000000000000000000", 0),
-        ("nested", "reward 'nested' returned [1.0]: not a number.", 0),
+        ("nested", "reward 'nested' returned [1.0, 2.0]: not a number.", 0),
         ("no_score", "returned a dict without 'score' (keys: acc).", 0),
         ("missing", "has no function 'missing'.", None),
         ("constant", "'constant' is not a function.", None),
@@ -130,3 +134,50 @@ def test_what_is_no_value_of_tokens_or_steps_is_named(reward: FoundReward, value
         reward.value(7, value, 3)
     assert sentence in str(caught.value)
     assert caught.value.place == 7
+
+
+NUMBERS = {
+    "an int": 1,
+    "a bool": True,
+    "a Decimal": Decimal(1),
+    "a Fraction": Fraction(1),
+    "NumPy's scalar": np.float64(1),
+    "NumPy's bool": np.bool_(True),
+    "an array without dimensions": np.array(1),
+    "an array of one": np.array([1.0]),
+    "an array of one, deeper": np.array([[1.0]], dtype=np.float16),
+    "a tensor without dimensions": torch.tensor(1),
+    "a tensor of one": torch.tensor([1.0]),
+    "a tensor that has a gradient": torch.tensor([1.0], requires_grad=True),
+    "a bfloat16 tensor": torch.tensor(1, dtype=torch.bfloat16),
+    "a list of one": [1.0],
+    "a tuple with an array": (np.array([1]),),
+    "verl's dict with an array": {"score": np.array([1.0])},
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_may_have_any_form(number: Any):
+    whole = replace(TOKENS, per="sequence")
+    assert whole.value(0, number, 3) == 1.0
+    assert whole.values([number, None], [0, 2], SUMS) == [1.0, None]
+    if not isinstance(number, dict):
+        assert TOKENS.value(0, [number, 0, number], 3) == [1.0, 0.0, 1.0]
+        assert STEPS.value(0, [[np.int64(2), number]], 3) == [0.0, 0.0, 1.0]
+
+
+def test_a_batchs_numbers_may_be_an_array_of_any_shape_with_one_for_each():
+    whole = replace(TOKENS, per="sequence")
+    for returned in (np.ones(3), np.ones((3, 1)), torch.ones(3, 1), [np.array([1.0])] * 3):
+        assert whole.values(returned, [0, 1, 2], SUMS) == [1.0, 1.0, 1.0]
+    assert STEPS.value(0, np.array([[0, 0.5], [2, 1.0]]), 3) == [0.5, 0.0, 1.0]
+    assert whole.value(0, np.array([None]), 3) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1", b"1", bytearray(b"1"), np.array(["1"]), np.ones(2), [[1.0, 2.0]], 1j, np.array([np.nan]), []],
+)
+def test_what_is_not_one_number_is_refused(value: Any):
+    with pytest.raises(RewardError, match=r"not a (finite )?number"):
+        replace(TOKENS, per="sequence").value(0, value, 3)

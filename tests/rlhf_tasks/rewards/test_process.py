@@ -16,6 +16,7 @@ import pytest
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.rewards.forms import Answers, RewardError
 from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.system.child_output import MOST_OUTPUT_BYTES
 from tests.judged import LABELLED, SUMS, VERL, answers
 
 pytestmark = pytest.mark.cluster
@@ -414,6 +415,7 @@ import sys, time
 sys.path.insert(0, {root!r})
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.system.child_output import MOST_OUTPUT_BYTES
 from rlhf_tasks.rewards.forms import Answers
 config = make_config(dict(type="ppo", models=dict(actor="a"), data=dict(train="d"), total_iterations=1,
     sampling=dict(max_completion_length=4), rewards=[dict(function=f) for f in {functions!r}]))
@@ -501,3 +503,50 @@ def test_prefects_login_is_in_no_environment_of_a_reward(start: Any, monkeypatch
     helper = psutil.Process(process.helpers[0]._pid)
     for found in (helper, helper.parent()):
         assert CANARY not in "".join(found.environ().values())
+
+
+# --- output -------------------------------------------------------------------------------------------------
+
+PRINTS = """
+import os
+
+def prints(completions, **columns):
+    for _ in range(100):
+        os.write(2, b"x" * 99_999 + b"\\n")
+    print("\\x1b[2J not seen")
+    return [1.0] * len(completions)
+
+def quotes(completions, **columns):
+    print("said \\x1b[2J")
+    raise ValueError("\\x1b]0;title\\x07 \\x9b2J \\u202e \\ud800")
+"""
+
+
+def test_a_reward_that_prints_without_end_is_cut_and_the_run_goes_on(start: Any, tmp_path: Path, capfd: Any):
+    (tmp_path / "prints.py").write_text(PRINTS)
+    rewards = [{"function": f"{tmp_path}/prints.py:prints"}]
+    process = start(rewards=rewards)
+    assert judge(process) == {"prints": [1.0] * len(SUMS)}
+    process.close()
+    err = capfd.readouterr().err
+    assert len(err) < MOST_OUTPUT_BYTES + 1000
+    assert err.count("the process of the rewards 'prints' has printed 1,048,576 bytes. What else") == 1
+
+
+def test_what_a_reward_prints_or_raises_gives_no_orders_to_the_terminal(
+    start: Any, tmp_path: Path, capfd: Any
+):
+    (tmp_path / "prints.py").write_text(PRINTS)
+    for skips in ("stop", "skip"):
+        process = start(rewards=[{"function": f"{tmp_path}/prints.py:quotes"}], on_reward_error=skips)
+        if skips == "stop":
+            with pytest.raises(RewardError, match=r"\\x1b\]0;title\\x07 \\x9b2J \\u202e \\ud800") as caught:
+                judge(process)
+            assert not {"\x1b", "\x9b", "\u202e"} & set(str(caught.value) + caught.value.traceback)
+        else:
+            faults = process.submit(SUMS).result(timeout=110).faults
+            assert all(r"\x1b]0;title\x07" in fault.reason for fault in faults.values())
+            assert len(faults) == len(SUMS)
+    err = capfd.readouterr().err
+    assert r"said \x1b[2J" in err
+    assert "\x1b" not in err

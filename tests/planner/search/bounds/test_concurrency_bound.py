@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.search.bounds.concurrency_bound import PartialChoice, cover_s, covering
 from planner.search.bounds.relaxation import Relaxation, move_s, relaxation
 from planner.search.compiled.tables import Tables
+from rlhf_tasks.algorithms.registry import in_parts
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
@@ -75,3 +77,18 @@ def test_idle_devices_count_where_nothing_can_run(small_problem):
     seconds, sizes = np.array([2.0, 3.0]), np.array([2, 2])
     parts = PartialChoice(seconds, sizes, np.zeros((2, 2), bool), none, none, np.zeros(0, bool), np.zeros(0))
     assert cover_s(covering(tables.problem.graph), parts, 4) == 5.0
+
+
+def test_only_calls_that_are_cut_may_run_while_what_they_read_is_made(make_graph):
+    """A part is scored while the next is generated. Training waits for all parts."""
+    graph = make_graph()
+    parts = DataflowGraph(in_parts(graph.calls, 2), graph.dataset_keys, name="parts")
+
+    def together(of: DataflowGraph) -> set[frozenset[str]]:
+        names = [call.name for call in of.calls]
+        return {frozenset(np.array(names)[row].tolist()) for row in covering(of).sets}
+
+    pair = frozenset(("actor_generate", "reward_inference"))
+    assert pair not in together(graph)
+    assert pair in together(parts)
+    assert not any({"actor_generate", "actor_train"} <= each for each in together(parts))

@@ -49,8 +49,15 @@ class Alone:
         return None
 
 
-def build(family: str, dtype: torch.dtype, strategy=ALONE, groups: Any = None, **sizes: Any) -> Engine:
-    """An engine of a tiny model whose weights are the same for every strategy."""
+def build(
+    family: str,
+    dtype: torch.dtype,
+    strategy=ALONE,
+    groups: Any = None,
+    tokens: int | None = None,
+    **sizes: Any,
+) -> Engine:
+    """An engine of a tiny model whose weights are the same for every strategy. tokens: those of its tokenizer."""
     groups = groups or Alone()
     config = tiny_config(family, **sizes)
     placement = Placement(tuple(range(strategy.size)), strategy)
@@ -64,7 +71,7 @@ def build(family: str, dtype: torch.dtype, strategy=ALONE, groups: Any = None, *
     for name, mine in stage.named_slices().items():
         rows = layout.held(groups.rank)[name]
         mine.data.copy_(whole[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
-    return Engine(stage, layout, groups)
+    return Engine(stage, layout, groups, tokens=tokens)
 
 
 def prompts(lengths=LENGTHS, first_id: int = 10) -> SampleBatch:
@@ -143,6 +150,30 @@ def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float)
     if temperature == 0:
         predicted = torch.cat([logits.new_zeros(1, dtype=torch.int64), logits.argmax(-1)[:-1]])
         assert torch.equal(predicted[mask], micro.input_ids[mask])
+
+
+@pytest.mark.parametrize(
+    "way", [{"temperature": 0.0}, {"temperature": 1.5}, {"top_k": 5}, {"top_p": 0.6}], ids=str
+)
+def test_tokens_that_the_tokenizer_lacks_are_neither_drawn_nor_counted(way: dict[str, Any]):
+    """A vocabulary that is padded, and tied: its further embeddings may have any logits."""
+    engine = build("llama", torch.float64, tie_word_embeddings=True, tokens=20)
+    samples = draw(engine, prompts(), max_new_tokens=16, record_kept="top_p" in way or "top_k" in way, **way)
+    samples = SampleBatch(
+        samples.ids, {k: Packed(p.values.clone(), p.lengths) for k, p in samples.data.items()}
+    )
+    drawn, micro = responses(samples), micro_batch(samples)
+    assert max(max(response) for response in drawn.values()) < 20
+    logits = engine.stage(micro.input_ids, micro).detach().requires_grad_()
+    again, entropy = engine.logprobs_and_entropy(logits, micro, way.get("temperature") or 1.0)
+    mask = samples["response_mask"].values
+    torch.testing.assert_close(again[mask], samples["old_logprobs"].values[mask], atol=1e-9, rtol=0)
+    (again[mask].sum() + entropy[mask].sum()).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[:, 20:].any()
+    over_all = packed_logprobs(logits, micro, VocabShard(), way.get("temperature") or 1.0)
+    assert "kept_counts" in samples.data or (over_all < again - 1e-3)[mask].any()
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.8}], ids=str)
@@ -461,7 +492,7 @@ def _generate_on(
 ) -> Any:
     placement = Placement(tuple(range(world)), strategy)
     groups = ProcessGroups(device_sets(placement), 240.0, CPU)
-    member = build(model[0], dtype, strategy, groups, **model[1])
+    member = build(model[0], dtype, strategy, groups, params.pop("tokens", None), **model[1])
     batch = repeated(2) if shared else prompts()
     mine = [i for n, i in enumerate(batch.ids) if n // 2 % strategy.dp == placement.coordinate(rank).dp]
     record = "top_p" in params
@@ -488,6 +519,7 @@ COVERING = {
     "sampled": [(s.dp, s.tp, s.pp) for s in STRATEGIES],
     "nucleus": [(2, 1, 2), (1, 2, 2), (1, 4, 1)],
     "strings": [(1, 1, 2), (2, 2, 1)],
+    "padded": [(2, 2, 1), (1, 2, 2), (1, 4, 1)],
     "slots": [(1, 1, 4), (1, 2, 2), (2, 2, 1)],
     "shared": [(1, 1, 4), (1, 2, 2), (2, 1, 2)],
 }
@@ -519,16 +551,18 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, m
         params["temperature"], dtype = 0.0, torch.float32
     if mode == "nucleus":
         params["top_p"] = 0.7
-    batch = repeated(2) if mode == "shared" else prompts()
-    alone = draw(build("llama", dtype), batch, record_kept=mode == "nucleus", **params)
+    batch, tokens = repeated(2) if mode == "shared" else prompts(), 20 if mode == "padded" else None
+    alone = draw(build("llama", dtype, tokens=tokens), batch, record_kept=mode == "nucleus", **params)
+    params |= {"tokens": tokens}
     if mode in ("slots", "shared"):
         params |= {"micro_batches": 2, "prefill_tokens": 4}
     given = (strategy, dtype, params, LLAMA, mode == "shared")
     heads = [r for r in ranks.run(strategy.size, _generate_on, *given) if r is not None]
     assert len(heads) == strategy.dp
-    tokens = {i: t for found, _, _ in heads for i, t in found.items()}
+    drawn = {i: t for found, _, _ in heads for i, t in found.items()}
     logprobs: dict[int, Tensor] = {i: p for _, found, _ in heads for i, p in found.items()}
-    assert tokens == responses(alone)
+    assert drawn == responses(alone)
+    assert tokens is None or max(max(response) for response in drawn.values()) < tokens
     assert {i: k for _, _, found in heads for i, k in found.items()} == kept_of(alone)
     assert bool(kept_of(alone)) == (mode == "nucleus")
     for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):

@@ -18,6 +18,7 @@ from rlhf_tasks.parallel.layout.weight_files import check_weights
 from rlhf_tasks.parallel.model.export import FolderWriter
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import load, load_config
+from rlhf_tasks.system.reading import ConfigError
 from tests.tiny_models import by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
 
 ALONE = Placement((0,), ParallelStrategy())
@@ -209,3 +210,41 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
     before = {inode for inode, named in synced if not named}
     assert before == {path.stat().st_ino for path in (folder, *folder.iterdir())}
     assert [inode for inode, named in synced if named] == [tmp_path.stat().st_ino]
+
+
+def test_a_link_out_of_the_model_folder_is_refused_and_nothing_is_written(tmp_path: Path):
+    source, folder = tmp_path / "source", tmp_path / "out"
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(source)
+    (tmp_path / "id_rsa").write_text("my key")
+    (source / "merges.txt").symlink_to(tmp_path / "id_rsa")
+    weights = by_our_names(layout_of(source, "lm"), model, model.state_dict())
+    with pytest.raises(
+        ConfigError, match=r"merges\.txt is a link to .*id_rsa, outside of it.* Copy the file there"
+    ):
+        write(folder, source, "lm", weights, shard_bytes=1 << 30)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "id_rsa"}
+
+
+def test_links_inside_the_folder_and_those_of_the_hubs_cache_are_followed(tmp_path: Path):
+    """models--X/snapshots/REVISION/FILE -> ../../blobs/HASH, but no blob that is itself a link out of there."""
+    revision, blobs = tmp_path / "models--x" / "snapshots" / "a1b2", tmp_path / "models--x" / "blobs"
+    blobs.mkdir(parents=True)
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(revision)
+    for name in ("config.json", "generation_config.json"):
+        (revision / name).rename(blobs / name)
+        (revision / name).symlink_to(Path("..", "..", "blobs", name))
+    (revision / "vocab.json").write_text("{}")
+    (revision / "added_tokens.json").symlink_to("vocab.json")
+    weights = by_our_names(layout_of(revision, "lm"), model, model.state_dict())
+    current = tmp_path / "current"
+    current.symlink_to(revision)
+    write(tmp_path / "out", current, "lm", weights, shard_bytes=1 << 30)
+    assert not (tmp_path / "out" / "generation_config.json").is_symlink()
+    assert (tmp_path / "out" / "added_tokens.json").read_text() == "{}"
+    (tmp_path / "id_rsa").write_text("my key")
+    (blobs / "c3").symlink_to(tmp_path / "id_rsa")
+    (revision / "merges.txt").symlink_to(Path("..", "..", "blobs", "c3"))
+    with pytest.raises(ConfigError, match="outside of it"):
+        write(tmp_path / "again", revision, "lm", weights, shard_bytes=1 << 30)

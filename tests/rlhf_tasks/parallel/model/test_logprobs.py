@@ -220,14 +220,17 @@ def test_the_last_row_of_each_sample_gets_no_gradient() -> None:
     assert used.nonzero().flatten().tolist() == [t for t in range(TOKENS) if t not in (3, TOKENS - 1)]
 
 
-def _sharded(rank: int, world: int, temperature: float, some: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _sharded(
+    rank: int, world: int, temperature: float, some: bool, tokens: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     logits, targets = _logits(torch.float64)
+    targets = targets.clamp(max=(tokens or VOCAB) - 1)
     start, stop = rank * VOCAB // world, (rank + 1) * VOCAB // world
     mine = logits[:, start:stop].clone().requires_grad_()
     logprobs, entropy = token_logprobs_and_entropy(
         mine,
         targets,
-        VocabShard(start, dist.group.WORLD),
+        VocabShard(start, dist.group.WORLD, tokens),
         temperature,
         _kept(_allowed(targets)) if some else None,
     )
@@ -236,14 +239,18 @@ def _sharded(rank: int, world: int, temperature: float, some: bool) -> tuple[Ten
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("some", [False, True], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize(
+    ("some", "tokens"), [(False, None), (True, None), (False, 7)], ids=["all tokens", "some tokens", "padded"]
+)
 @pytest.mark.parametrize("world", [2, 3])
-def test_shards_of_the_vocabulary_equal_the_whole(ranks, world: int, some: bool) -> None:
+def test_shards_of_the_vocabulary_equal_the_whole(ranks, world: int, some: bool, tokens: int | None) -> None:
     logits, targets = _logits(torch.float64)
+    targets = targets.clamp(max=(tokens or VOCAB) - 1)
     logits.requires_grad_()
-    want = _plain(logits, targets, 0.7, _allowed(targets) if some else None)
+    allowed = _allowed(targets) if some else (torch.arange(VOCAB) < (tokens or VOCAB)).expand(TOKENS, -1)
+    want = _plain(logits, targets, 0.7, allowed)
     _weighted(*want).backward()
-    results = ranks.run(world, _sharded, 0.7, some)
+    results = ranks.run(world, _sharded, 0.7, some, tokens)
     for logprobs, entropy, _ in results:
         torch.testing.assert_close((logprobs, entropy), want, rtol=1e-12, atol=1e-12)
     gradient = torch.cat([grad for _, _, grad in results], 1)

@@ -16,7 +16,8 @@ from rlhf_tasks.parallel.model import weights
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise, load, load_config
 from rlhf_tasks.system.memory import give_back, process_bytes
-from tests.tiny_models import by_our_names, shape_of, tiny_config, tiny_model
+from tests.adapter_folders import write_adapter
+from tests.tiny_models import by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
 
 CPU = torch.device("cpu")
 UNEVEN = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -244,3 +245,48 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path):
     os.truncate(file, size - 1)
     with pytest.raises(ValueError, match=rf"is cut off: {size - 1} of {size} bytes"):
         load(stage, tmp_path, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(
+    ("family", "changes", "strategy"),
+    [
+        ("llama", UNEVEN, ParallelStrategy(dp=2, tp=2)),
+        ("qwen3", {"tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2)),
+        ("phi3", UNEVEN, ParallelStrategy(tp=2, pp=2)),
+        ("gpt2", {"hidden_size": 36, "num_attention_heads": 9}, ParallelStrategy(tp=2, pp=2)),
+    ],
+    ids=["llama", "qwen3", "phi3", "gpt2"],
+)
+def test_an_adapters_folder_is_read_as_the_model_that_peft_merges(tmp_path: Path, family, changes, strategy):
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    tiny_model(tiny_config(family, **changes)).save_pretrained(base)
+    merged = write_adapter(folder, base, family)
+    [alone] = make_stages(load_config(folder), 1, dtype=torch.float64)
+    assert load(alone, folder, seed=4) == ()
+    [sequence] = tokens(9)
+    micro = packed([sequence])
+    theirs = merged(sequence[None]).logits[0]
+    torch.testing.assert_close(alone(micro.input_ids, micro), theirs, rtol=1e-5, atol=1e-5)
+    placement = Placement(tuple(range(strategy.size)), strategy)
+    layout = Layout(shape_of(load_config(folder)), "lm", placement)
+    wanted = by_our_names(layout, merged, merged.state_dict())
+    group: Any = object() if strategy.tp > 1 else None  # nothing is computed, so nothing is sent
+    for device in placement.devices:
+        at = placement.coordinate(device)
+        stage = Stage(load_config(folder), layout, at, group, device=CPU, dtype=torch.float64)
+        load(stage, folder, seed=4)
+        for name, tensor in stage.named_slices().items():
+            rows = layout.held(device)[name]
+            expected = wanted[name].narrow(layout.specs[name].dim, rows.start, rows.size)
+            torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_a_reward_models_adapter_brings_its_head(tmp_path: Path):
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    tiny_model(tiny_config("llama")).save_pretrained(base)  # a language model
+    merged = write_adapter(folder, base, head="scalar")
+    [stage] = make_stages(load_config(folder), 1, head="scalar", dtype=torch.float64)
+    assert load(stage, folder, seed=4) == ()
+    torch.testing.assert_close(stage.named_slices()["score.weight"], merged.score.weight.data)

@@ -1,0 +1,221 @@
+"""Writes the table of what differs from TRL into docs/algorithms.md: of every field that has TRL's name, its default
+and its meaning.
+
+    python -m bench.trl_names [--python VERSION=PATH ...]
+
+TRL's defaults are in bench/trl_defaults.json; --python, a Python of an environment with a release of TRL, reads them
+anew. PPO's are those of the last release that had it.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from rlhf_tasks.algorithms.registry import algorithm
+from rlhf_tasks.config.models import LoraConfig, OptimizerConfig
+from rlhf_tasks.config.sampling import SamplingConfig
+
+ROOT = Path(__file__).parents[1]
+KEPT, DOCS, READER = (
+    ROOT / "bench/trl_defaults.json",
+    ROOT / "docs/algorithms.md",
+    ROOT / "bench/trl_fields.py",
+)
+BEGIN, END = "<!-- python -m bench.trl_names: begin -->\n", "<!-- end -->"
+LAST_WITH_PPO = "1.12.0"
+SECTIONS = {"optimizer": OptimizerConfig, "sampling": SamplingConfig, "lora": LoraConfig}
+RENAMED = {
+    "lora.rank": ("lora_r",),
+    "lora.alpha": ("lora_alpha",),
+    "lora.targets": ("lora_target_modules",),
+    "optimizer.adam_betas": ("adam_beta1", "adam_beta2"),
+}
+SAID_OTHERWISE = {"none": False, "full": True, (): "none", "sigmoid": ["sigmoid"]}
+"""A default of ours -> the same one of TRL's, where it is written in another way."""
+
+SAME = ""
+MEANING: Mapping[str, str] = {
+    "output_dir": "the folder of all run folders",
+    "seed": "any number will do",
+    "report_to": SAME,
+    "gradient_checkpointing": "it costs a forward pass; a run whose activations do not fit says so and names it",
+    "sync_ref_model": SAME,
+    "ref_model_mixup_alpha": SAME,
+    "ref_model_sync_steps": "counts iterations; TRL's counts optimizer steps",
+    "num_generations": SAME,
+    "beta": "GRPO: TRL also weights the KL term by the policy ratio (`use_bias_correction_kl`)",
+    "epsilon": SAME,
+    "epsilon_high": "with `loss_type: cispo` the ratio's bound is 1 + it; TRL's is the bound itself",
+    "num_iterations": SAME,
+    "mask_truncated_completions": SAME,
+    "scale_rewards": "no `true`, `false`: `group`, `none`",
+    "loss_type": "GRPO's is the paper's; `type: dapo` has the other. No lists of several losses",
+    "importance_sampling_level": SAME,
+    "delta": SAME,
+    "optimizer.learning_rate": "one for all algorithms: choose it for the model. TRL's 1e-4 is meant for LoRA",
+    "optimizer.lr_scheduler_type": "so a run that is made longer has the same beginning",
+    "optimizer.warmup_steps": "no share of the run: a number of steps",
+    "optimizer.weight_decay": SAME,
+    "optimizer.adam_betas": "few steps: the second moment forgets in 20 of them, not in 1,000",
+    "optimizer.adam_epsilon": SAME,
+    "optimizer.max_grad_norm": SAME,
+    "sampling.max_completion_length": "it decides about memory and time, so it must be given",
+    "sampling.temperature": "what is learned from is the model's own distribution",
+    "sampling.top_p": SAME,
+    "sampling.top_k": SAME,
+    "lora.rank": SAME,
+    "lora.alpha": SAME,
+    "lora.targets": "all linear layers, as in the QLoRA paper; peft's choice depends on the family",
+    "label_smoothing": "the conservative loss, as TRL's was; now TRL's is only for `robust` and `exo_pair`",
+    "desirable_weight": SAME,
+    "undesirable_weight": SAME,
+    "completion_only_loss": "of `messages` the last one is learned; TRL's null learns all their tokens",
+    "assistant_only_loss": "needs no `{% generation %}` marks",
+    "center_rewards_coefficient": SAME,
+    "batch_size": "samples of an iteration; TRL computes it",
+    "num_mini_batches": SAME,
+    "missing_eos_penalty": SAME,
+    "kl_coef": SAME,
+    "kl_estimator": SAME,
+    "gamma": SAME,
+    "lam": SAME,
+    "whiten_rewards": SAME,
+    "cliprange": SAME,
+    "cliprange_value": SAME,
+    "num_ppo_epochs": "as in verl and OpenRLHF: later passes learn from an older policy's samples",
+}
+"""Every field of ours that has TRL's name -> how its meaning differs, or why its default does."""
+
+
+class Shared(NamedTuple):
+    """A field of ours that has TRL's name, with both defaults. ours: "required" where there is none"""
+
+    field: str
+    algorithm: str
+    ours: Any
+    theirs: Any
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both defaults say the same: null and 0 both turn a term off, false and `none` a switch."""
+        if self.ours == self.theirs or (self.theirs is None and self.ours == 0):
+            return True
+        written = SAID_OTHERWISE.get(self.ours) if isinstance(self.ours, str | tuple) else None
+        return written is not None and written == self.theirs
+
+
+def kept_defaults() -> dict[str, Any]:
+    """{"versions": {algorithm: TRL's release}, "fields": {algorithm: {name: default}}}, as committed."""
+    return json.loads(KEPT.read_text(encoding="utf-8"))
+
+
+def shared(defaults: Mapping[str, Any]) -> Iterator[Shared]:
+    """Every field that has TRL's name, in the order of our configurations."""
+    for name, theirs in defaults["fields"].items():
+        for field, its in _fields_of(name):
+            named = RENAMED.get(field, (field.rpartition(".")[2],))
+            if all(each in theirs for each in named):
+                own = "required" if its.is_required() else its.get_default()
+                defaults_there = [theirs[each] for each in named]
+                yield Shared(field, name, own, defaults_there[0] if len(named) == 1 else defaults_there)
+
+
+def _fields_of(name: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name -> field, of an algorithm's own fields and of its sections that have TRL's names."""
+    fields = {} if name == "lora" else algorithm(name).config.model_fields
+    yield from fields.items()
+    for section, model in SECTIONS.items():
+        if section == name or (section in fields and section != "lora"):
+            for field, its in model.model_fields.items():
+                yield f"{section}.{field}", its
+
+
+def table(defaults: Mapping[str, Any]) -> str:
+    """What differs, as markdown."""
+    found = dict[str, list[Shared]]()
+    for one in shared(defaults):
+        found.setdefault(one.field, []).append(one)
+    newest = max(
+        defaults["versions"].values(), key=lambda version: [int(part) for part in version.split(".")]
+    )
+    lines, same = ["| field | ours | TRL's | why, or what it means |", "|---|---|---|---|"], list[str]()
+    for field, ones in found.items():
+        if MEANING[field] == SAME and all(one.agrees for one in ones):
+            same.append(f"`{field}`")
+            continue
+        ours, theirs = (_by_algorithm(ones, side) for side in ("ours", "theirs"))
+        lines.append(
+            f"| `{field}` | {ours} | {'the same' if all(one.agrees for one in ones) else theirs} | {MEANING[field]} |"
+        )
+    return (
+        f"Fields that have TRL's name (release {newest}; PPO: {defaults['versions']['ppo']}, the last that has it) "
+        f"and another default or meaning:\n\n" + "\n".join(lines) + "\n\n"
+        f"The same in name, meaning and default: {', '.join(same)}.\n"
+    )
+
+
+def _by_algorithm(ones: list[Shared], side: str) -> str:
+    """One default where all algorithms have the same, else each with its algorithms."""
+    by_value = dict[str, list[str]]()
+    for one in ones:
+        by_value.setdefault(_written(getattr(one, side)), []).append(one.algorithm)
+    if len(by_value) == 1:
+        return next(iter(by_value))
+    return ", ".join(
+        f"{value} ({', '.join(f'`{name}`' for name in names)})" for value, names in by_value.items()
+    )
+
+
+def _written(value: Any) -> str:
+    if value == "required":
+        return value
+    if isinstance(value, float) and value:
+        return f"{value:g}"
+    return json.dumps(list(value) if isinstance(value, tuple) else value).replace('"', "")
+
+
+def with_table(text: str, defaults: Mapping[str, Any]) -> str:
+    """The documentation with the table between its marks."""
+    return re.sub(
+        f"({re.escape(BEGIN)}).*?({END})",
+        lambda marks: f"{marks[1]}{table(defaults)}{marks[2]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def read(python: str) -> dict[str, Any]:
+    """{"version", "fields"} of the TRL that a Python has."""
+    ran = subprocess.run([python, str(READER)], capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH")
+    kept = kept_defaults() if KEPT.exists() else {"versions": {}, "fields": {}}
+    for given in sorted(parser.parse_args().python):
+        version, _, python = given.partition("=")
+        found = read(python)
+        assert found["version"] == version, f"{python} has TRL {found['version']}, not {version}"
+        for name, fields in found["fields"].items():
+            if (name == "ppo") == (version == LAST_WITH_PPO):
+                kept["versions"][name], kept["fields"][name] = version, fields
+    lines = [f"  {json.dumps(name)}: {json.dumps(kept['fields'][name])}" for name in sorted(kept["fields"])]
+    KEPT.write_text(
+        f'{{"versions": {json.dumps(kept["versions"], sort_keys=True)},\n "fields": {{\n'
+        + ",\n".join(lines)
+        + "\n}}\n",
+        encoding="utf-8",
+    )
+    DOCS.write_text(with_table(DOCS.read_text(encoding="utf-8"), kept), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
