@@ -1,8 +1,8 @@
 """The registry of algorithms: one record each, by the name in a configuration's `type`. Torch-free.
 
-Built-in algorithms are the folders beside this file; the modules in `presets/` are further names of theirs, with
-other defaults. Others are entry points of the group `prefect_rlhf.algorithms` in any installed package. A record is
-imported only when it is asked for.
+Built-in algorithms are the folders beside this file; `presets.py` has further names of theirs, with other defaults.
+Others are entry points of the group `prefect_rlhf.algorithms` in any installed package. A record is imported only
+when it is asked for.
 """
 
 import ast
@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 from pydantic import create_model
 
 from rlhf_tasks import algorithms
-from rlhf_tasks.algorithms import presets
 from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import from_older_versions
 from rlhf_tasks.algorithms.shared.graphs.environment_calls import with_environment
 from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS
@@ -31,7 +30,8 @@ from rlhf_tasks.system.source import module_file, names_bound, names_imported
 
 GROUP = "prefect_rlhf.algorithms"
 OURS = "prefect-rlhf"
-NO_ALGORITHMS = ("shared", "presets")  # the only folders beside this file that are none
+NO_ALGORITHM = "shared"  # the only folder beside this file that is none
+PRESETS = "rlhf_tasks.algorithms.presets"
 FIRST = ("ppo", "grpo", "sft")  # lists and forms begin with these
 
 
@@ -273,12 +273,15 @@ def _sources() -> dict[str, _EntryOf]:
 
 def _registered() -> Iterator[tuple[str, _EntryOf]]:
     folders = [
-        m.name for m in pkgutil.iter_modules(algorithms.__path__) if m.ispkg and m.name not in NO_ALGORITHMS
+        m.name for m in pkgutil.iter_modules(algorithms.__path__) if m.ispkg and m.name != NO_ALGORITHM
     ]
-    named = [m.name for m in pkgutil.iter_modules(presets.__path__)]
-    for folder, names in ((algorithms, folders), (presets, named)):
-        for name in names:
-            yield name, _EntryOf(OURS, EntryPoint(name, f"{folder.__name__}.{name}:ALGORITHM", GROUP))
+    places = {name: f"{algorithms.__name__}.{name}:ALGORITHM" for name in folders}
+    file = module_file(PRESETS)
+    assert file is not None, "presets are read from their source"
+    named = names_bound(ast.parse(file.read_bytes()).body)
+    places |= {name: f"{PRESETS}:{name}" for name in named if name.islower()}  # GRPO is what they are made of
+    for name, place in places.items():
+        yield name, _EntryOf(OURS, EntryPoint(name, place, GROUP))
     for entry in entry_points(group=GROUP):
         yield entry.name, _EntryOf("(unknown)" if entry.dist is None else entry.dist.name, entry)
 
