@@ -1,5 +1,6 @@
 """`prefect-rlhf run` and `prefect-rlhf demo`."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -15,14 +16,14 @@ from flows.run.run_folder import (
     existing_run_folder,
     open_run,
     refuse_foreign,
-    refuse_taken,
     refuse_unwritable,
     refuse_used_name,
     run_folder_of,
+    taken,
 )
 from flows.run.stages import check_stages
 from flows.view.terminal import phase
-from rlhf_tasks.algorithms.configurations import ConfigError, load_config, override
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, load_config, override
 from rlhf_tasks.algorithms.pipelines import (
     PIPELINE,
     PipelineConfig,
@@ -83,10 +84,17 @@ def run(
     else:
         assert config is not None
         folder, settings = open_run(load_config(config, overrides))
-    if folder is not None:
-        refuse_taken(folder)
-    else:
+    if folder is None:
         refuse_used_name(settings)
+    # Taken from the first look to the end: of two that resume a run at once, one goes on.
+    with taken(folder) if folder is not None else nullcontext():
+        _run_in(algorithm, settings, config, folder, accept_changes)
+
+
+def _run_in(
+    algorithm: str, settings: RunConfig, config: Path | None, folder: Path | None, accept_changes: bool
+) -> None:
+    """Check a run's configuration, then run it. folder: of a run that is resumed, which is taken."""
     _refuse_other_type(algorithm, settings.type, config, folder)
     with phase("models, data and plan"):
         prepared = prepare(settings, folder)
@@ -107,11 +115,12 @@ def run(
 
     refuse_blocks_without_server(settings)
     refuse_dead_server()
+    resumed = folder is not None
     with run_folder_of(settings, folder) as folder:
         prepared.keep_rows(folder)
         if settings.plan == "auto":  # a run that is resumed reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
-        with handed_over(HandedOver(settings, folder, prepared)):
+        with handed_over(HandedOver(settings, folder, prepared, is_taken=resumed)):
             run_here(settings.type, settings, folder)
 
 

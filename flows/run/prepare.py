@@ -86,11 +86,16 @@ class Prepared:
 
 
 class HandedOver(NamedTuple):
-    """What was prepared of a configuration. folder: its run's, which has the rows; None where there is none yet"""
+    """What was prepared of a configuration.
+
+    folder    its run's, which has the rows; None where there is none yet
+    is_taken  whether the command holds the folder's lock
+    """
 
     config: RunConfig
     folder: Path | None
     prepared: Prepared
+    is_taken: bool = False
 
 
 _HANDED_OVER: ContextVar[tuple[HandedOver, ...]] = ContextVar("handed_over", default=())
@@ -107,6 +112,11 @@ def handed_over(*given: HandedOver) -> Iterator[None]:
         yield
     finally:
         _HANDED_OVER.reset(token)
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether the command that runs this flow holds the lock of a run folder."""
+    return any(given.is_taken and given.folder == folder for given in _HANDED_OVER.get())
 
 
 def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:

@@ -45,7 +45,7 @@ from rlhf_tasks.system.reading import read_json
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
-LOCK = ".lock"
+LOCK, HOLDER = ".lock", ".lock-holder"  # the latter has the id of the process that has the former
 ORDER = "order"
 BEGUN = "flow-runs"  # folder in a run folder: an empty file for each flow run of the run, named by its id
 
@@ -221,15 +221,9 @@ def run_folder_of(config: RunConfig, folder: Path | None) -> Iterator[Path]:
         raise
 
 
-def refuse_taken(folder: Path) -> None:
-    """Raises ConfigError when a run in a folder is in progress. Checked before minutes are spent on starting."""
-    with taken(folder):
-        pass
-
-
 @contextmanager
 def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Lock a run folder while a run writes to it. Raises ConfigError when another process has it.
+    """Lock a run folder while a run writes to it. Raises ConfigError, with the process, when another one has it.
 
     patience_s  seconds to wait for that process to end
     """
@@ -237,13 +231,17 @@ def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     try:
         lock.acquire(timeout=patience_s)
     except Timeout:
+        holder = folder / HOLDER
+        process = f" (process {holder.read_text()})" if holder.exists() else ""
         raise ConfigError(
-            f"{folder} is in use by a run in progress. Wait for its end or choose another name."
+            f"{folder} is in use by a run in progress{process}. Wait for its end or choose another name."
         ) from None
     try:
+        (folder / HOLDER).write_text(str(os.getpid()))
         take_order(folder)  # drop an order that was for a process that has ended
         yield
     finally:
+        (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from flows.run.prepare import Prepared
-from flows.run.run_folder import CONFIG, taken
+from flows.run.run_folder import CONFIG
 from flows.run.samples_in_flight import keeps_samples, told, unreadable
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from rlhf_tasks.algorithms.held_out import section_of
@@ -86,30 +86,29 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
 
     Damaged journals lose the lines that cannot be read; the damaged file is kept under another name. Raises
     ConfigError for what cannot be accepted: lost commits, another shape of a trained model, and another
-    sync_ref_model.
+    sync_ref_model. The caller has taken the folder.
     """
-    with taken(folder):
-        lost = lost_commits(folder)
-        if lost is not None:
-            raise ConfigError(lost)
-        changed, manifest = _differences(folder, prepared), _newest_manifest(folder)
-        changes, more = tuple(each.sentence for each in changed), tuple[str, ...]()
-        if manifest is not None and changes:
-            marks, before = _marks(folder, manifest), _committed_config(folder, manifest)
-            causes = [each.sentence for each in changed if not each.samples_stay]
-            accepted = Accepted(
-                step=manifest.step,
-                changes=changes,
-                config=prepared.config.model_dump(mode="json"),
-                journals={name: _mended(folder / name, marks[name], manifest.step) for name in JOURNALS},
-                samples_stay=not causes,
-            )
-            counted = samples_count(folder, manifest.step)
-            write_accepted(folder, accepted)
-            if counted:
-                more = tuple(told(folder, manifest, prepared, before, causes))
-        replace_file(folder / CONFIG, prepared.config.model_dump_json(indent=2))
-        keep_identity(folder, prepared)
+    lost = lost_commits(folder)
+    if lost is not None:
+        raise ConfigError(lost)
+    changed, manifest = _differences(folder, prepared), _newest_manifest(folder)
+    changes, more = tuple(each.sentence for each in changed), tuple[str, ...]()
+    if manifest is not None and changes:
+        marks, before = _marks(folder, manifest), _committed_config(folder, manifest)
+        causes = [each.sentence for each in changed if not each.samples_stay]
+        accepted = Accepted(
+            step=manifest.step,
+            changes=changes,
+            config=prepared.config.model_dump(mode="json"),
+            journals={name: _mended(folder / name, marks[name], manifest.step) for name in JOURNALS},
+            samples_stay=not causes,
+        )
+        counted = samples_count(folder, manifest.step)
+        write_accepted(folder, accepted)
+        if counted:
+            more = tuple(told(folder, manifest, prepared, before, causes))
+    replace_file(folder / CONFIG, prepared.config.model_dump_json(indent=2))
+    keep_identity(folder, prepared)
     return (*changes, *more)
 
 

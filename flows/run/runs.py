@@ -26,7 +26,7 @@ from flows.run.interrupted import cancelled_by_signals
 from flows.run.orders import ENDINGS, Order, Orders, leave_to_prefect, watched_orders
 from flows.run.planned_and_measured import Planned, keep_drift, planned, planned_and_measured
 from flows.run.planning import hardware_of
-from flows.run.prepare import Prepared, prepare
+from flows.run.prepare import Prepared, is_taken, prepare
 from flows.run.progress import RunView
 from flows.run.replanning import Replanning
 from flows.run.run_folder import SUMMARY, open_run, remember_folder, run_folder_of, taken
@@ -89,7 +89,7 @@ async def carry_out(
     with (
         run_folder_of(config, folder) as place,
         ending_in_time(asyncio.current_task()),
-        taken(place, ENDS_S if begun > 1 else 0.0),
+        nullcontext() if is_taken(place) else taken(place, ENDS_S if begun > 1 else 0.0),
     ):
         async with cancelled_by_signals(lambda: f"at commit {newest_step(place) or 0}"):
             return await _carry_out_in(place, config, made, blocks, started_again=begun > 1)
@@ -122,6 +122,7 @@ async def _carry_out_in(
             return await _end(order, orders, prepared, place, view)
         finally:
             await view.close()
+            await view.api.part()
 
 
 def patience_s(orders: Orders) -> float:

@@ -297,5 +297,6 @@ class IterationView:
 async def _wait(news: asyncio.Event, seconds: float) -> None:
     """Until there is news, or some seconds have passed."""
     with suppress(TimeoutError):
-        await asyncio.wait_for(news.wait(), seconds)
+        async with asyncio.timeout(seconds):  # wait_for would swallow a cancellation that comes with the news
+            await news.wait()
     news.clear()

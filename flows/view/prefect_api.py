@@ -16,6 +16,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 T = TypeVar("T")
 
 ANSWER_S = 15.0  # time limit of one request; a server usually needs milliseconds, a busy one seconds
+GREETING_S = 3.0
 PAUSE_S = 5.0  # after a failure nothing is sent for this long; twice as long after each further failure
 LONGEST_PAUSE_S = 60.0
 BUSY = {408, 429, 502, 503}  # the server asks to try again, e.g. because SQLite's lock is taken
@@ -100,6 +101,22 @@ class PrefectApi:
     def wait_s(self) -> float:
         """Seconds until the next request may be sent."""
         return max(0.0, self._next_try - time.monotonic())
+
+    async def part(self) -> None:
+        """Call it last in a flow: where the server is away, Prefect's engine tells it the flow's end once. It would
+        try for minutes, while nothing is left to do.
+        """
+
+        async def greet() -> None:
+            async with get_client() as client:
+                await client.hello()
+
+        await self.show(greet, GREETING_S)
+        if self.outage_s:
+            profile, settings = self._settings
+            SettingsContext(
+                profile=profile, settings=settings
+            ).__enter__()  # for the rest of the flow's context
 
     def missing(self) -> dict[str, object]:
         """The part of the run that Prefect does not show, for the summary; empty if the server was never away."""

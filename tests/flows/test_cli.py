@@ -234,6 +234,20 @@ def test_a_run_that_goes_on_is_not_resumed_a_second_time(call, document, monkeyp
         refused(call, "is in use by a run in progress", command=("run", "ppo", "--resume", str(folder)))
 
 
+def test_a_run_that_is_resumed_has_its_folder_from_the_first_look_on(call, document, monkeypatch):
+    folder = new_run_folder(make_config(document))
+    with taken(folder):
+        pass  # its files are there now
+
+    def another_one(*_):
+        with taken(folder):
+            pytest.fail("two have it")
+
+    monkeypatch.setattr("flows.commands.training.prepare", another_one)
+    said = f"is in use by a run in progress (process {os.getpid()})."
+    refused(call, said, command=("run", "ppo", "--resume", str(folder)))
+
+
 def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch, call):
     def broken(config):
         raise ValueError("a bug")

@@ -11,6 +11,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows.view import iterations
 from flows.view.iterations import IterationView
 from flows.view.prefect_api import PrefectApi
 from rlhf_tasks.protocol.messages import (
@@ -381,3 +382,20 @@ def test_the_memory_of_a_view_does_not_grow_with_the_iterations_that_no_commit_c
 
     asyncio.run(asyncio.wait_for(scene(), 30))
     assert server.told[40:] == ["it-00020 ended"], "only the one that no commit covers is corrected"
+
+
+def test_a_writer_that_gets_news_and_its_end_at_once_ends():
+    async def scene():
+        async def write():
+            while True:
+                await iterations._wait(news, 60)
+
+        news = asyncio.Event()
+        writer = asyncio.create_task(write())
+        await asyncio.sleep(0.01)
+        news.set()
+        writer.cancel()
+        done, _ = await asyncio.wait([writer], timeout=1)
+        return bool(done)
+
+    assert asyncio.run(scene())

@@ -150,3 +150,18 @@ def test_a_mistake_of_ours_is_no_outage():
     with pytest.raises(ZeroDivisionError):
         asyncio.run(api.ask(wrong))
     assert api.missing() == {}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_flow_that_ends_without_its_server_is_told_once(is_there, monkeypatch):
+    async def hello(_):
+        return await (answers if is_there else fails)()
+
+    monkeypatch.setattr("prefect.client.orchestration.PrefectClient.hello", hello)
+
+    async def flow_and_engine():
+        await PrefectApi("mine").part()
+        return PREFECT_CLIENT_MAX_RETRIES.value()  # as Prefect's client asks when the engine reports the end
+
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 5}):
+        assert asyncio.run(flow_and_engine()) == (5 if is_there else 0)
