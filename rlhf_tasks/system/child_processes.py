@@ -87,6 +87,17 @@ def end_with_starter() -> None:
     die_with_parent(os.getppid())
 
 
+def track_resources(alive: str) -> None:
+    """Entry point of multiprocessing's resource tracker (flows/cluster/shutdown.py).
+
+    alive  descriptor of the pipe that is open as long as a process uses it
+    """
+    from multiprocessing import resource_tracker  # here, since a keeper needs little memory
+
+    wake_after_parent(os.getppid())
+    resource_tracker.main(int(alive))
+
+
 def keep(function: str, *arguments: str) -> None:
     """Fork a process that calls `module:function`, and keep it until it ends or standard input is closed.
 
@@ -125,6 +136,11 @@ def _keep(parent: int, run: Callable[[int], None]) -> None:
 
 
 def _end(child: int) -> NoReturn:
+    for number in (
+        signal.SIGTERM,
+        signal.SIGCONT,
+    ):  # both may come when standard input is closed: this runs once
+        signal.signal(number, lambda *_: None)
     status = _kill_below(child)
     os._exit(status if status >= 0 else 128 - status)
 
