@@ -90,6 +90,12 @@ FAULTS = {
         "it raises",
     ),
     "14": Fault("flow process SIGKILL", "workers gone, R", "tests/flows/test_killed_run.py", "killed"),
+    "stopped": Fault(
+        "every process of a run stopped (SIGSTOP), then flow process SIGKILL",
+        "none left",
+        "tests/flows/test_killed_run.py",
+        "somebody_had_stopped",
+    ),
     "15-17": Fault(
         "SIGTERM, Ctrl-C, cancelling",
         "clean stop, no orphans",

@@ -131,7 +131,7 @@ def cpu_s(controller_pid: int) -> dict[str, float]:
         if child.pid == controller_pid:
             kind = "controller"
         else:
-            kind = "server" if "server_process.py" in " ".join(child.cmdline()) else "ranks"
+            kind = "server" if "server_process" in " ".join(child.cmdline()) else "ranks"
         seconds[kind] += sum(child.cpu_times()[:2])
     return seconds
 

@@ -196,7 +196,7 @@ def main() -> None:
         (served,) = (
             child.pid
             for child in psutil.Process().children()
-            if "server_process.py" in " ".join(child.cmdline())
+            if "server_process" in " ".join(child.cmdline())
         )
         processes = {"flow": os.getpid(), "controller": controller, "server": served}
         watched = Watched(processes, plan, arguments.iterations)

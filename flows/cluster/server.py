@@ -10,7 +10,6 @@ import os
 import secrets
 import select
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,6 +39,7 @@ from flows.cluster.shutdown import leave_if_cancelled
 from flows.view.prefect_api import NO_LOGIN
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.system.child_processes import python_call
 
 START_DEADLINE_S = 300.0  # 4 s on two quiet cores, 10-17 the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
@@ -216,10 +216,9 @@ class OwnServer:
                 self._address(self._process)
 
     def _spawn(self, port: int) -> subprocess.Popen[bytes]:
-        program = str(Path(__file__).with_name("server_process.py"))
         with open(self._home / "server.log", "ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", program, str(self._home), str(port)],
+                python_call("flows.cluster.server_process:main", str(self._home), str(port)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,12 +1,11 @@
 """Process entry point: one Prefect server for one run folder, which ends when its parent does.
 
-Usage: python -P server_process.py HOME [PORT]
-
-HOME is the server's own PREFECT_HOME; its file `auth` holds the login. The process listens on loopback, on PORT or by
-default on a free port. It writes its address to HOME/api-url, prints it as one line, and serves until its standard
-input closes: the kernel closes that pipe however the parent dies. There is one server per HOME (flock): a second one
-prints the address of the first, and exits. A database that cannot be used is renamed; the line then says so after the
-address. A new database is a copy of an empty one, which the first server of an account makes.
+HOME is the server's own PREFECT_HOME; its file `auth` holds the login. The process listens on loopback, on the port
+that it is told, or on a free one. It writes its address to HOME/api-url, prints it as one line, and serves until its
+standard input closes: the kernel closes that pipe however the parent dies, and wakes this process if it is stopped.
+There is one server per HOME (flock): a second one prints the address of the first, and exits. A database that cannot
+be used is renamed; the line then says so after the address. A new database is a copy of an empty one, which the first
+server of an account makes.
 """
 
 import asyncio
@@ -21,6 +20,8 @@ import time
 from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
+
+from rlhf_tasks.system.child_processes import wake_after_parent
 
 LOCKED_S = 10.0  # to wait for the database's lock: only this server writes to it, so a longer lock is a fault
 
@@ -111,8 +112,10 @@ def stop_with_parent(server) -> None:
     os._exit(0)
 
 
-def main(home: Path, port: int) -> None:
-    """Serve `home` on `port` (0: a free one) until the parent ends."""
+def main(folder: str, port: str) -> None:
+    """Serve the home `folder` on `port` (0: a free one) until the parent ends."""
+    wake_after_parent(os.getppid())
+    home = Path(folder)
     # The handle stays open, and the lock held, as long as the process lives.
     lock = open(home / "lock", "w")  # noqa: SIM115
     try:
@@ -123,7 +126,7 @@ def main(home: Path, port: int) -> None:
     said = put_aside(home / "prefect.db")
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # to take over the port of a killed server
-    listener.bind(("127.0.0.1", port))
+    listener.bind(("127.0.0.1", int(port)))
     environment = settings(home, listener.getsockname()[1], (home / "auth").read_text())
     for name in [name for name in os.environ if name.startswith("PREFECT_")]:
         del os.environ[name]
@@ -147,7 +150,3 @@ def main(home: Path, port: int) -> None:
     )
     threading.Thread(target=stop_with_parent, args=(server,), daemon=True).start()
     server.run(sockets=[listener])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -13,15 +13,19 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.util import spawnv_passfds
 from typing import Any, TypeVar
 
 import psutil
+
+from rlhf_tasks.system.child_processes import python_call, track_resources
 
 T = TypeVar("T")
 
@@ -272,12 +276,29 @@ def deaf_to_ctrl_c() -> Iterator[None]:
 
     In a terminal Ctrl-C reaches every process of the foreground group. Ours are ended by the flow instead.
     """
-    resource_tracker.ensure_running()  # starting multiprocessing's tracker unblocks SIGINT in the thread
+    _begin_tracker()  # multiprocessing would unblock SIGINT in the thread
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_tracker() -> None:
+    """Start multiprocessing's resource tracker, if there is none: as it does, but the kernel wakes a stopped one."""
+    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportAttributeAccessIssue]
+    with tracker._lock:
+        if tracker._fd is None:
+            theirs, ours = os.pipe()
+            command = python_call(f"{track_resources.__module__}:{track_resources.__name__}", str(theirs))
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:  # it unblocks them when it ignores them
+                tracker._pid = spawnv_passfds(os.fsencode(sys.executable), command, [theirs])
+                tracker._fd = ours
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                os.close(theirs)
+    resource_tracker.ensure_running()
 
 
 def kill_children() -> None:

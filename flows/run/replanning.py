@@ -22,7 +22,7 @@ from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan, Frozen
-from rlhf_tasks.system.child_processes import python_call
+from rlhf_tasks.system.child_processes import die_with_parent, python_call
 
 GAIN = 0.1  # of an iteration's predicted time: less is within what predictions are off by
 STARTING_S = (
@@ -66,9 +66,10 @@ def propose(config: RunConfig, present: ExecutionPlan) -> Proposal:
     )
 
 
-def answer(folder: str, iteration: str) -> None:
+def answer(folder: str, iteration: str, parent: str) -> None:
     """Entry point of the planning process: prints a `Proposal` to replace the plan that an iteration of the run in
     a folder goes by."""
+    die_with_parent(int(parent))
     os.nice(NICE)
     path, config = existing_run_folder(folder)
     first = read_plan(path / PLAN, "Put it back.")
@@ -79,7 +80,7 @@ def answer(folder: str, iteration: str) -> None:
 
 async def propose_beside(config: RunConfig, folder: Path, iteration: int) -> Proposal | None:
     """`propose` in a process of its own; None when it fails or takes too long. Cancelling ends the process."""
-    command = python_call(f"{__name__}:{answer.__name__}", str(folder), str(iteration))
+    command = python_call(f"{__name__}:{answer.__name__}", str(folder), str(iteration), str(os.getpid()))
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
     )

@@ -8,7 +8,7 @@ import os
 import signal
 from importlib import import_module
 
-from rlhf_tasks.system.child_processes import die_with_parent, live_without_parent
+from rlhf_tasks.system.child_processes import die_with_parent, wake_after_parent
 
 LOADED = (
     "rlhf_tasks.rank.worker_process",
@@ -19,16 +19,22 @@ LOADED = (
     "rlhf_tasks.rank.export",
 )
 
-# The SIGTERM of a worker of Prefect's reaches every process. The forks would end with the server. It ends by itself
-# when the process that has started it is gone: multiprocessing looks for that, once all is loaded.
+
+def _begin_fork() -> None:
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        signal.signal(number, signal.SIG_DFL)
+    if os.getppid() == _SERVER:  # not a fork of a fork
+        die_with_parent(_SERVER)
+
+
+# The SIGTERM of a worker of Prefect's reaches every process. The forks would end with the server. It ends when the
+# process that has started it is gone, and its forks with it.
+_SERVER = os.getpid()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-die_with_parent(os.getppid())
+os.register_at_fork(after_in_child=_begin_fork)
+wake_after_parent(os.getppid(), lambda: os._exit(0))
 for name in ("PYTHONPATH", "PYTHONSAFEPATH"):  # which were for this process; a fork is told its environment
     os.environ.pop(name, None)
-try:
-    for module in LOADED:
-        import_module(module)
-finally:
-    live_without_parent()  # the thread that has started this process may end
+for module in LOADED:
+    import_module(module)
 gc.freeze()  # a collection in a fork would write to the memory that it shares

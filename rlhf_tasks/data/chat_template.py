@@ -30,7 +30,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf_tasks.system.child_lines import Lines
-from rlhf_tasks.system.child_processes import python_call
+from rlhf_tasks.system.child_processes import python_call, wake_after_parent
 from rlhf_tasks.system.reading import ConfigError, reading
 
 Message = Mapping[str, Any]
@@ -165,6 +165,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 def serve() -> None:
     """The process's own life: read a template, then render conversations until standard input closes."""
+    wake_after_parent(os.getppid(), lambda: os._exit(1))
     render_all(sys.stdin.buffer, sys.stdout.buffer)
 
 

@@ -2,8 +2,8 @@
 
 Between us and a process that runs a user's code there are two keepers, one the child of the other. They never run the
 user's code, so they can always act: when we are gone, or the kept process has ended, they kill every process below
-them. If one keeper is killed, the other does this. Linux only. Standard library only, so that a keeper needs little
-memory.
+them. If one keeper is killed, the other does this. If they are stopped (SIGSTOP), the kernel wakes them for it. Linux
+only. Standard library only, so that a keeper needs little memory.
 """
 
 import ctypes
@@ -44,21 +44,32 @@ def users_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_LOGINS)}
 
 
-def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(parent: int) -> None:
     """Make the kernel end this process when its parent ends, even while it is stopped or its interpreter is blocked.
 
     parent  id of the process that has started this one; if it has ended already, this process exits
-    by      the signal; a signal other than SIGKILL has no effect while this process is stopped
     The kernel watches the thread that has started this process, so that thread must live as long as this process.
     """
-    _prctl(PR_SET_PDEATHSIG, by)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def live_without_parent() -> None:
-    """Take `die_with_parent` back."""
-    _prctl(PR_SET_PDEATHSIG, 0)
+def wake_after_parent(parent: int, then: Callable[[], object] = lambda: None) -> None:
+    """Make the kernel wake this process when its parent ends, if it is stopped; then call `then` in the main thread.
+
+    parent  id of the process that has started this one; it may have ended already
+    For a process that ends by itself once it runs, or has something to do before. The thread that has started it may
+    end before: the kernel then wakes it once more than is needed.
+    """
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent:
+            then()
+
+    signal.signal(signal.SIGCONT, look)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    look()
 
 
 def end_with_starter() -> None:
@@ -76,26 +87,41 @@ def end_with_starter() -> None:
     die_with_parent(os.getppid())
 
 
+def track_resources(alive: str) -> None:
+    """Entry point of multiprocessing's resource tracker (flows/cluster/shutdown.py).
+
+    alive  descriptor of the pipe that is open as long as a process uses it
+    """
+    from multiprocessing import resource_tracker  # here, since a keeper needs little memory
+
+    wake_after_parent(os.getppid())
+    resource_tracker.main(int(alive))
+
+
 def keep(function: str, *arguments: str) -> None:
     """Fork a process that calls `module:function`, and keep it until it ends or standard input is closed.
 
     Then every process that it has started is killed, and this process exits; the function does not return. The exit
     status is that of the kept process, or 128 + the number of the signal that killed it.
     """
-    _keep(signal.SIGTERM, lambda: _keep(signal.SIGKILL, lambda: resolve_name(function)(*arguments)))
+
+    def call(keeper: int) -> None:
+        die_with_parent(keeper)
+        resolve_name(function)(*arguments)
+
+    _keep(os.getppid(), lambda keeper: _keep(keeper, call))
 
 
-def _keep(by: signal.Signals, run: Callable[[], None]) -> None:
-    """Fork a process that calls `run`, and keep it.
+def _keep(parent: int, run: Callable[[int], None]) -> None:
+    """Fork a process that calls `run` with the id of this one, its keeper.
 
-    by  the signal that it gets when its keeper is killed
+    parent  id of the process that has started this one
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans below become our children, so that we find them
     keeper = os.getpid()
     child = os.fork()
     if child == 0:
-        die_with_parent(keeper, by)
-        run()
+        run(keeper)
         os._exit(0)
     silent = os.open(os.devnull, os.O_RDWR)
     os.dup2(silent, sys.stdout.fileno())  # else a reader of the kept process's output would not see its end
@@ -103,12 +129,18 @@ def _keep(by: signal.Signals, run: Callable[[], None]) -> None:
     ended.register(STDIN, 0)  # hang-up only: the kept process reads the requests
     ended.register(os.pidfd_open(child), select.POLLIN)
     signal.signal(signal.SIGTERM, lambda *_: _end(child))
+    wake_after_parent(parent, lambda: _end(child))
     while not ended.poll(REAP_EVERY_MS):
         _reap(child)
     _end(child)
 
 
 def _end(child: int) -> NoReturn:
+    for number in (
+        signal.SIGTERM,
+        signal.SIGCONT,
+    ):  # both may come when standard input is closed: this runs once
+        signal.signal(number, lambda *_: None)
     status = _kill_below(child)
     os._exit(status if status >= 0 else 128 - status)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -194,4 +195,25 @@ def test_a_reward_that_hangs_in_a_regular_expression_dies_with_a_killed_flow_pro
         assert any("reward" in line for line in run.alive())
         run.signal(signal.SIGKILL)
         assert run.process.wait(60) == -signal.SIGKILL
+        run.assert_gone()
+
+
+@pytest.mark.whole
+def test_no_process_of_a_killed_flow_process_is_left_though_somebody_had_stopped_all(tmp_path):
+    """Prefect's server, the fork server and its forks, the processes of rewards and of a tracker, their keepers."""
+    command, folder = begin(tmp_path, "stopped", 10_000, report_to=["tensorboard"])
+    with MarkedCommand(tmp_path / "log", *command) as run:
+        run.wait_until(step_folder(folder, DONE).exists)
+        below = psutil.Process(run.process.pid).children(recursive=True)
+        commands = " ".join(" ".join(process.cmdline()) for process in below)
+        kinds = ("server_process", "forkserver", "track_resources", "rewards", "trackers")
+        assert [kind for kind in kinds if kind not in commands] == []
+        for process in below:
+            process.suspend()
+        run.signal(signal.SIGKILL)
+        assert run.process.wait(60) == -signal.SIGKILL
+        _, left = psutil.wait_procs(below, timeout=60)
+        for process in left:
+            process.kill()
+        assert left == []
         run.assert_gone()

@@ -22,7 +22,6 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.cluster import server_process
 from flows.cluster.server import (
     RESTARTS,
     OwnServer,
@@ -34,6 +33,7 @@ from flows.cluster.server import (
 )
 from flows.cluster.server_process import begin_database, empty_database, put_aside
 from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.system.child_processes import python_call
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -102,6 +102,8 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
         api_url, auth = parent.stdout.readline().split()
         assert auth == server.auth
         assert count_runs(api_url, auth) == 1
+        (served,) = psutil.Process(parent.pid).children()
+        served.suspend()  # even so
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
@@ -159,7 +161,7 @@ def address_of_new_server(home: Path) -> str:
     home.mkdir()
     _login(home)
     with subprocess.Popen(
-        [sys.executable, "-P", server_process.__file__, str(home)],
+        python_call("flows.cluster.server_process:main", str(home), "0"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:

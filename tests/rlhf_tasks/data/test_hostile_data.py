@@ -6,10 +6,12 @@ import json
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +25,7 @@ from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.row_files import MOST_LINE_BYTES
 from rlhf_tasks.data.rows import pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.system.child_processes import python_call
 from tests.rlhf_tasks.algorithms.test_examples import read_row
 from tests.rlhf_tasks.config.test_hostile_config import said
 
@@ -224,6 +227,27 @@ def test_a_template_whose_process_was_ended_is_rendered_by_the_next():
     assert [next(texts), next(texts)] == ["<e>", "<e>"]
     assert "more than 3 s" in said(next, texts)
     assert rendered(ours, "y") == ["<e>"]
+
+
+RENDERING = """
+from pathlib import Path
+from rlhf_tasks.data.chat_template import ChatTemplate, Source
+ours = ChatTemplate(Source("{{ eos_token }}", Path("chat_template.jinja")), {"eos_token": "<e>"})
+print(list(ours.render([([], True)])), ours._lines.child.pid, flush=True)
+input()
+"""
+
+
+def test_a_template_whose_process_was_stopped_ends_with_who_renders_it():
+    command = python_call("builtins:exec", RENDERING)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as renders:
+        assert renders.stdout is not None
+        text, pid = renders.stdout.readline().split()
+        assert text == "['<e>']"
+        child = psutil.Process(int(pid))
+        child.suspend()
+        renders.kill()
+    child.wait(60)
 
 
 def test_answers_that_nobody_has_read_are_nobody_elses():

@@ -429,8 +429,12 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_helper_in_a_regex_and_what_it_has_started_die_with_their_rank(tmp_path: Path, how: signal.Signals):
+@pytest.mark.parametrize(
+    ("how", "stopped"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGKILL, True)]
+)
+def test_a_helper_in_a_regex_and_what_it_has_started_die_with_their_rank(
+    tmp_path: Path, how: signal.Signals, stopped: bool
+):
     """The helper holds its interpreter; what a reward before it has started has a session of its own."""
     rewards = ROOT / "tests" / BROKEN
     functions = [f"{rewards}:starts_a_process", f"{rewards}:stuck_in_a_regex"]
@@ -441,11 +445,15 @@ def test_a_helper_in_a_regex_and_what_it_has_started_die_with_their_rank(tmp_pat
     (started,) = map(int, (tmp_path / "pids").read_text().split())
     assert alive(helper)
     assert alive(started)
+    below = psutil.Process(rank.pid).children(recursive=True)
+    assert {helper, started} < {process.pid for process in below}
+    if stopped:
+        for process in below:
+            process.suspend()
     rank.send_signal(how)
     rank.wait(60)
     rank.stdout.close()
-    assert gone(helper)
-    assert gone(started)
+    assert all(gone(process.pid) for process in below)
 
 
 # --- secrets ------------------------------------------------------------------------------------------------
