@@ -163,7 +163,7 @@ def refuse_unwritable(folder: Path, name: str) -> None:
     name  the option or key that gives the folder
     """
     try:
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
         with TemporaryDirectory(dir=there):
             pass
     except OSError as error:
@@ -239,6 +239,11 @@ def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     except Timeout:
         raise ConfigError(
             f"{folder} is in use by a run in progress. Wait for its end or choose another name."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written to: {error.strerror}. Let this account write there, or copy the folder "
+            "(cp -r) and name the copy."
         ) from None
     try:
         take_order(folder)  # drop an order that was for a process that has ended
