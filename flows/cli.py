@@ -98,7 +98,9 @@ def run_command(arguments: list[str]) -> int:
     except CycloptsError:  # its message is already printed
         return USER_ERROR
     except BrokenPipeError:  # whoever read our output has ended, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python writes what is left when it ends
         return UNREAD
     except (ConfigError, OSError) as error:
         said = refused_by_system(error) if isinstance(error, OSError) else str(error)

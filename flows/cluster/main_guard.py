@@ -22,7 +22,7 @@ def refuse_unguarded_script() -> None:
     script, frame = getattr(main, "__file__", None), _main_frame()
     while frame is not None and (frame.f_code.co_name, frame.f_code.co_filename) != ("<module>", script):
         frame = frame.f_back
-    if script is None or frame is None or not script.endswith(".py"):
+    if script is None or frame is None:
         return
     try:
         tree = ast.parse(Path(script).read_bytes())
