@@ -95,6 +95,7 @@ def run_command(arguments: list[str]) -> int:
 
     try:
         app(arguments, exit_on_error=False, result_action="return_value")
+        sys.stdout.flush()
     except CycloptsError:  # its message is already printed
         return USER_ERROR
     except BrokenPipeError:  # whoever read our output has ended, as `| head` does

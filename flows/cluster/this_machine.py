@@ -161,9 +161,8 @@ def allow_open_files(n_ranks: int) -> None:
         return
     if most < needed:
         raise ConfigError(
-            f"this process may open {most:.0f} files, and a run of {n_ranks} ranks needs {needed}. Raise the limit, for "
-            f"example by `ulimit -n {max(needed, FILES_WANTED)}` as root or in /etc/security/limits.conf, or use "
-            "fewer ranks (cluster.devices_per_host)."
+            f"this process may open {most:.0f} files, and a run of {n_ranks} ranks needs {needed}. Raise the limit, "
+            f"for example by `ulimit -n {max(needed, FILES_WANTED)}` as root, or use fewer ranks."
         )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(most, max(needed, FILES_WANTED))), hard))
