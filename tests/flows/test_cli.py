@@ -311,6 +311,57 @@ def test_every_command_that_takes_a_path_is_in_the_table_of_faults():
     assert asked == {*COMMANDS, "config"} - {"graph"}  # which takes none
 
 
+def test_a_folder_that_an_export_cannot_write_is_refused_before_any_commit_is_read(call, document, tmp_path):
+    run_folder, link = new_run_folder(make_config(document)), tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    (tmp_path / "run.yaml").touch()
+    targets = {
+        link: "already exists. Remove it",
+        link / "out": "FOLDER=",
+        tmp_path / "run.yaml" / "out": "cannot be written to: Not a directory. Name another folder.",
+        tmp_path / LONG: "File name too long",
+    }
+    for target, words in targets.items():
+        refused(call, words, command=("export", str(run_folder), str(target)))
+
+
+def limited(shell: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python after some lines of bash."""
+    return subprocess.run(
+        ["bash", "-c", f'{shell}; exec "$@"', "bash", sys.executable, *command],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_run_in_a_folder_that_cannot_be_written_is_not_resumed(document, tmp_path):
+    folder = new_run_folder(make_config(document))
+    if os.geteuid():
+        shell = f"chmod 555 {folder}"
+    else:  # root writes anywhere but on a file system that is read-only
+        shell = f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder} || exit 99"
+        shell = f'[ $UNSHARED ] || UNSHARED=1 exec unshare -m bash -c \'{shell}; exec "$@"\' bash "$@"'
+    ended = limited(shell, "-m", "flows.cli", "run", "ppo", "--resume", str(folder))
+    if ended.returncode == 99 or ended.stderr.startswith("unshare"):
+        pytest.skip("this account may mount nothing")
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith(f"error: {folder} cannot be written to: ")
+    assert ended.stderr.endswith("copy the folder (cp -r) and name the copy.\n")
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_a_sentence_with_the_number_that_is_needed(
+    document, tmp_path
+):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    ended = limited("ulimit -n 64", "-m", "flows.cli", "run", "ppo", "--config", str(tmp_path / "run.yaml"))
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr == (
+        "error: this process may open 64 files, and a run of 2 ranks needs 160. Raise the limit, for example by "
+        "`ulimit -n 4096` as root, or use fewer ranks.\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_fault_of_the_system_that_names_no_path_is_a_sentence(monkeypatch, call):
     def full(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

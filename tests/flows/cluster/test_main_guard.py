@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ("call()", 2),
         ("def train():\n    call()\n\nif 1 > 0:\n    train()", 6),
-        ("import threading\nthread = threading.Thread(target=call)\nthread.run()", 4),
+        ("from concurrent.futures import ThreadPoolExecutor as Pool\nPool(1).submit(call).result()", 3),
         ("if __name__ == '__main__':\n    call()", None),
         (
             "import sys\nif 'x' in sys.argv or __name__ == '__main__':\n    for _ in range(2):\n        call()",
