@@ -16,13 +16,14 @@ GUARDS = ("__name__", "parent_process", "current_process")
 def refuse_unguarded_script() -> None:
     """Raises ConfigError where a script's own line, outside a main guard, has led here.
 
-    multiprocessing imports a main module only from a file, so a prompt or a notebook needs no guard.
+    multiprocessing imports a main module only from a file, and no `__main__.py`: a prompt, a notebook or `python -m
+    PACKAGE` needs no guard.
     """
     main = sys.modules["__main__"]
-    script, frame = getattr(main, "__file__", None), _main_frame()
+    spec, script, frame = getattr(main, "__spec__", None), getattr(main, "__file__", None), _main_frame()
     while frame is not None and (frame.f_code.co_name, frame.f_code.co_filename) != ("<module>", script):
         frame = frame.f_back
-    if script is None or frame is None:
+    if script is None or frame is None or (spec is not None and spec.name.split(".")[-1] == "__main__"):
         return
     try:
         tree = ast.parse(Path(script).read_bytes())

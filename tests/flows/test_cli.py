@@ -374,6 +374,15 @@ def test_a_fault_of_the_system_that_names_no_path_is_a_sentence(monkeypatch, cal
     )
 
 
+def test_a_command_in_a_folder_that_was_removed_says_so(call, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert call("config", "show", "FILE")[2] == (
+        "error: the folder that this command runs in is not there any more. Change to another one.\n"
+    )
+
+
 def test_output_that_nobody_reads_ends_the_command_in_silence():
     command = f"{sys.executable} -m flows.cli config schema ppo | true; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -45,8 +45,10 @@ def test_the_line_that_calls_a_flow_must_be_below_a_main_guard(tmp_path, text, l
 
 
 def test_what_no_worker_imports_needs_no_guard(tmp_path):
-    """A command, as a prompt is; and a module that a guarded script calls."""
+    """A command, as a prompt is; a package; and a module that a guarded script calls."""
     assert run("-c", f"{CALL}call()").returncode == 0
+    (tmp_path / "__main__.py").write_text(f"{CALL}call()")
+    assert run(str(tmp_path)).returncode == 0
     (tmp_path / "mine.py").write_text(f"{CALL}call()")
     (tmp_path / "train.py").write_text("if __name__ == '__main__':\n    import mine")
     ended = run(str(tmp_path / "train.py"))
