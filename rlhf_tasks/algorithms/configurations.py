@@ -139,10 +139,12 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
         document["resume"] = absolute(config.resume, "resume")
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan, "plan")
-    for reward in (*document.get("rewards", ()), *(evaluation or {}).get("rewards", ())):
-        location, _, function = reward.get("function", "").rpartition(":")
+    rewards = (*document.get("rewards", ()), *(evaluation or {}).get("rewards", ()))
+    code = [*((reward, "function") for reward in rewards), (document.get("environment") or {}, "factory")]
+    for holder, key in code:
+        location, _, name = holder.get(key, "").rpartition(":")
         if location.endswith(".py"):
-            reward["function"] = f"{absolute(location, 'rewards.function')}:{function}"
+            holder[key] = f"{absolute(location, key)}:{name}"
     return type(config).model_validate(document)
 
 
