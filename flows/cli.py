@@ -55,6 +55,7 @@ USER_ERROR = 2  # exit status after a mistake of the user
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 OUR_PACKAGES = ("flows", "rlhf_tasks", "planner", "blocks", "deployments")
 INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
+UNREAD = 141  # 128 + SIGPIPE
 
 
 def main() -> None:
@@ -86,17 +87,25 @@ def direct_to_loopback(environment: Mapping[str, str]) -> dict[str, str]:
 def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit status. A user's mistake is printed as one sentence.
 
-    Only `ConfigError` and its subclasses are mistakes of the user. Any other error, such as a library's ValueError,
-    is ours and keeps its traceback.
+    Mistakes of the user are `ConfigError` and its subclasses, and what the operating system refuses, which names a
+    path of the user's. Any other error, such as a library's ValueError, is ours and keeps its traceback.
     """
     from rlhf_tasks.algorithms.configurations import ConfigError
+    from rlhf_tasks.system.reading import refused_by_system
 
     try:
         app(arguments, exit_on_error=False, result_action="return_value")
+        sys.stdout.flush()
     except CycloptsError:  # its message is already printed
         return USER_ERROR
-    except ConfigError as error:
-        message = escape(str(error)).replace("\n", "\n       ")  # a line for each of several faults
+    except BrokenPipeError:  # whoever read our output has ended, as `| head` does
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python writes what is left when it ends
+        return UNREAD
+    except (ConfigError, OSError) as error:
+        said = refused_by_system(error) if isinstance(error, OSError) else str(error)
+        message = escape(said).replace("\n", "\n       ")  # a line for each of several faults
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {message}", soft_wrap=True)
         return USER_ERROR
     except KeyboardInterrupt:

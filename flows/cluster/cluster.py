@@ -34,7 +34,7 @@ from flows.cluster.checks import (
     refuse_unsafe,
 )
 from flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
-from flows.cluster.this_machine import THREADS
+from flows.cluster.this_machine import THREADS, allow_open_files
 from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
 from planner.pricing.devices import DeviceProfile
 from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
@@ -102,8 +102,10 @@ def local_cluster(
     folder      for the workers' scratch files and the cluster's keys
     deadline_s  seconds to wait for the workers
     Inside the context, clients of this process need only the cluster's address: its keys are in Dask's configuration.
-    All processes are gone when the context ends. Raises ClusterError when the workers are not up in time.
+    All processes are gone when the context ends. Raises ClusterError when the workers are not up in time, ConfigError
+    where this process may not open as many files as they need.
     """
+    allow_open_files(n_ranks)
     nannies: list[Nanny] = []
 
     def nanny(*arguments: Any, **options: Any) -> Nanny:

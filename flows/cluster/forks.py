@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from flows.cluster.shutdown import deaf_to_ctrl_c
-from flows.cluster.this_machine import gpus_here, threads_environment
+from flows.cluster.this_machine import allow_open_files, gpus_here, threads_environment
 from rlhf_tasks.config.cluster import ClusterConfig
 from rlhf_tasks.system.child_processes import end_with_starter
 
@@ -36,7 +36,9 @@ def begin_to_load(n_ranks: int) -> bool:
 
     n_ranks  that will share this machine's cores
     Returns False where there can be none: its socket's path, in the folder for temporary files, would be too long.
+    Raises ConfigError where this process may not open as many files as the ranks need.
     """
+    allow_open_files(n_ranks)
     # The server would look for modules in the working folder first, and this process may not. It drops both again.
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
     with environment({**inherited(n_ranks), **path}), deaf_to_ctrl_c():

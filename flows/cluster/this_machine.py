@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """torch takes the lesser of the first two. A nanny sets those of the three to 1 that its process lacks."""
 CPU_RANKS = 2  # faster than one rank of all threads in every work that was compared, on two cores
+FILES, FILES_OF_A_RANK = 128, 16
+"""Open files of the process of a run, and of its ranks: 2 ranks take 74, 4 take 98. A rank itself takes about 40."""
+FILES_WANTED = 4096  # where more than the limit are needed, and may be had
 DRIVER_S = 60.0  # that CUDA's driver may take to describe the GPUs; mostly it takes one
 
 
@@ -144,6 +148,24 @@ def _quota() -> float:
         if limit > 0:
             return limit / period
     return inf
+
+
+def allow_open_files(n_ranks: int) -> None:
+    """Raise this process's limit of open files where `n_ranks` ranks of this machine need it, also for the processes
+    that it starts. Raises ConfigError where the limit may not be raised so far."""
+    needed = FILES + FILES_OF_A_RANK * n_ranks
+    limit, most = (
+        inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    if limit >= needed:
+        return
+    if most < needed:
+        raise ConfigError(
+            f"this process may open {most:.0f} files, and a run of {n_ranks} ranks needs {needed}. Raise the limit, "
+            f"for example by `ulimit -n {max(needed, FILES_WANTED)}` as root, or use fewer ranks."
+        )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(most, max(needed, FILES_WANTED))), hard))
 
 
 def threads_environment(n_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:

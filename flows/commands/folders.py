@@ -1,5 +1,6 @@
 """`prefect-rlhf ui` and `prefect-rlhf export`: commands for the folder of a run that has ended."""
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 
 from flows.cluster.server import own_server
-from flows.run.run_folder import CONFIG, existing_run_folder, refuse_foreign
+from flows.run.run_folder import CONFIG, existing_run_folder, refuse_foreign, refuse_unwritable
 from flows.view.consoles import Console
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.checkpoint.commits import commit_to_export
@@ -58,6 +59,9 @@ def export(
         Write the whole model with the adapter merged in.
     """
     run_folder, config = existing_run_folder(run)
+    if os.path.lexists(folder):  # a link that leads nowhere, too
+        raise ConfigError(f"{folder} already exists. Remove it or name another folder.")
+    refuse_unwritable(folder, "FOLDER")
     commit, refused = commit_to_export(run_folder, config)
     for error in refused:
         console.print(f"refused: {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -66,7 +70,5 @@ def export(
     from rlhf_tasks.rank.export import export_commit  # torch takes seconds to import
 
     chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
-    if folder.exists():
-        raise ConfigError(f"{folder} already exists. Remove it or name another folder.")
     export_commit(commit.folder, config, chosen, folder, merged or None)
     console.print(f"{chosen} after {commit.step} iterations: {folder}")

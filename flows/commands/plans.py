@@ -203,7 +203,9 @@ def check_writable(*paths: Path | None) -> None:
         if path is not None:
             files[path.resolve()] = path
         if path is not None and (
-            path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
+            path.is_dir()
+            or not path.parent.is_dir()
+            or not os.access(path if path.exists() else path.parent, os.W_OK)
         ):
             raise ConfigError(f"{path} cannot be written. Name a writable file in an existing folder.")
 

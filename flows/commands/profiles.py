@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from flows.commands.plans import check_writable, show_warnings
 from flows.run.planning import computed_profiles, hardware_of, measured_folders, only_device, problem_of
 from flows.run.ranks import decided
+from flows.run.run_folder import refuse_unwritable
 from flows.view.consoles import Console
 from planner.pricing.profile_cache import write_profiles
 from rlhf_tasks.algorithms.configurations import RunConfig, load_config
@@ -48,6 +49,7 @@ def profile(
     if out is not None:
         check_writable(out)
     settings = load_config(config, overrides)
+    refuse_unwritable(Path(settings.output_dir), "output_dir")
     if analytic:
         _compute(decided(settings), out)
         return

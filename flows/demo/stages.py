@@ -17,6 +17,7 @@ from prefect import Flow
 
 from flows.cluster.cluster import local_cluster
 from flows.cluster.forks import begin_to_load
+from flows.cluster.main_guard import refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.demo.data import (
@@ -85,6 +86,7 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
     Raises ConfigError when an existing demo in the folder has another seed, since its results would be reused, and
     when its data cannot be made here.
     """
+    refuse_unguarded_script()
     place = folder.resolve()
     refuse_without_task(place / DATA)
     place.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from prefect import Flow
 from prefect.logging import get_run_logger
 
 from flows.cluster.cluster import DaskCluster
+from flows.cluster.main_guard import refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.run.algorithm_flow import flow_of
@@ -92,6 +93,7 @@ async def carry_out_pipeline(config: PipelineConfig) -> dict[str, Any]:
 
     Called inside a flow. Raises ConfigError, as `stages_of` and `check_stages` do, before anything starts.
     """
+    refuse_unguarded_script()
     started_s, folder, configs = time.time(), folder_of(config), stages_of(config)
     checked = await asyncio.to_thread(check_stages, configs)
     for warning in checked.warnings:

@@ -11,6 +11,7 @@ from statistics import median
 
 from prefect import flow
 
+from flows.cluster.main_guard import refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.run.interrupted import cancelled_by_signals
@@ -42,6 +43,7 @@ PIECE_DEADLINE_S = 900.0  # of one model under one tp degree
 async def rlhf_profile(config: RunConfig) -> list[str]:
     """Measure the models of a configuration on its cluster, in minutes, on each number of ranks that a run of it may
     have. Returns the profiles' files."""
+    refuse_unguarded_script()
     async with cancelled_by_signals(lambda: "before the last measurement"):
         return [
             str(store(profile, profile_folder(config)))

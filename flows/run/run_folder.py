@@ -163,13 +163,22 @@ def refuse_unwritable(folder: Path, name: str) -> None:
     name  the option or key that gives the folder
     """
     try:
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        there = next(place for place in (folder, *folder.absolute().parents) if _is_there(place))
         with TemporaryDirectory(dir=there):
             pass
     except OSError as error:
         raise ConfigError(
             f"{name}={folder} cannot be written to: {error.strerror}. Name another folder."
         ) from None
+
+
+def _is_there(place: Path) -> bool:
+    """Whether there is something at a path, be it a link that leads nowhere. Raises OSError for what is no path."""
+    try:
+        place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _begun_in(config: RunConfig) -> str | Path | None:
@@ -235,6 +244,11 @@ def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         process = f" (process {holder.read_text()})" if holder.exists() else ""
         raise ConfigError(
             f"{folder} is in use by a run in progress{process}. Wait for its end or choose another name."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written to: {error.strerror}. Let this account write there, or copy the folder "
+            "(cp -r) and name the copy."
         ) from None
     try:
         (folder / HOLDER).write_text(str(os.getpid()))

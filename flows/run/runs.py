@@ -17,6 +17,7 @@ from prefect.states import Cancelled, State
 
 from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
 from flows.cluster.forks import begin_to_load_for, in_fork
+from flows.cluster.main_guard import refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time, patient
 from flows.cluster.this_machine import gpus_here
@@ -71,6 +72,7 @@ async def carry_out(
     Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can mend,
     RunFailed for what happened on the way, and Prefect's signals where the flow run is suspended or was ended.
     """
+    refuse_unguarded_script()
     begun = flow_run.run_count or 1  # how often a process has taken this flow run up
     folder, config = open_run(config, run_folder, flow_run.id)
     if config.type != algorithm:

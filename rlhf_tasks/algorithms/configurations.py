@@ -112,35 +112,39 @@ def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignm
 def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     """The configuration with every relative path made absolute, because workers have other current folders."""
 
-    def absolute(path: str) -> str:
+    def absolute(path: str, key: str) -> str:
+        if "\0" in path:
+            raise ConfigError(f"{key}={shown(path)} is no path: it has a null character. Leave that out.")
         with reading(path, "no path"):
             return str(base / Path(path).expanduser())
 
     document = config.model_dump()
-    document["output_dir"] = absolute(config.output_dir)
+    document["output_dir"] = absolute(config.output_dir, "output_dir")
     for source in document["data"]["train"] if not isinstance(config.data.train, str) else ():
-        source["path"] = absolute(source["path"])
+        source["path"] = absolute(source["path"], "data.train.path")
     if isinstance(config.data.train, str):
-        document["data"]["train"] = absolute(config.data.train)
+        document["data"]["train"] = absolute(config.data.train, "data.train")
     evaluation = document.get("evaluation")
     if evaluation is not None:
-        evaluation["data"] = absolute(evaluation["data"])
+        evaluation["data"] = absolute(evaluation["data"], "evaluation.data")
     document["models"] = {
-        role: absolute(source) if isinstance(source, str) else source
+        role: absolute(source, f"models.{role}") if isinstance(source, str) else source
         for role, source in document["models"].items()
     }
     devices = document["planning"]["device"]
     for holder in [document["planning"]] if isinstance(devices, str) else devices or ():
         if holder["device"].endswith(FIGURES):
-            holder["device"] = absolute(holder["device"])
+            holder["device"] = absolute(holder["device"], "planning.device")
     if config.resume not in ("never", "auto"):
-        document["resume"] = absolute(config.resume)
+        document["resume"] = absolute(config.resume, "resume")
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
-        document["plan"] = absolute(config.plan)
-    for reward in (*document.get("rewards", ()), *(evaluation or {}).get("rewards", ())):
-        location, _, function = reward.get("function", "").rpartition(":")
+        document["plan"] = absolute(config.plan, "plan")
+    rewards = (*document.get("rewards", ()), *(evaluation or {}).get("rewards", ()))
+    code = [*((reward, "function") for reward in rewards), (document.get("environment") or {}, "factory")]
+    for holder, key in code:
+        location, _, name = holder.get(key, "").rpartition(":")
         if location.endswith(".py"):
-            reward["function"] = f"{absolute(location)}:{function}"
+            holder[key] = f"{absolute(location, key)}:{name}"
     return type(config).model_validate(document)
 
 

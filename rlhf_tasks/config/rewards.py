@@ -93,6 +93,12 @@ class RewardService(RewardSource):
         url = urlsplit(value)
         if not url.hostname or url.port == 0:  # reading the port raises ValueError where it is none
             raise ValueError(f"{value} names no host, or the port 0")
+        try:
+            url.hostname.encode("idna")  # as it is looked up
+        except UnicodeError:
+            raise ValueError(
+                f"{value} names no host: each part between dots has 1 to 63 characters"
+            ) from None
         return value
 
     @property

@@ -6,6 +6,9 @@ the files are read, and none is kept: a data set may be larger than memory.
 
 import glob
 import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +27,13 @@ BadRow = Callable[[str, DataError], None]
 OF_FOLDERS = ((".jsonl", ".jsonl.gz", ".parquet"), (".csv",), (".json",))
 """Ends of the names of a folder's files that are its rows; those of a kind only where there are none of the kinds
 before it: beside Parquet files there are JSON files that describe them."""
+GLOB_S = 20.0  # a data set's files are in a few folders
+MOST_MATCHES = 100_000
+_GLOB = """
+import glob, itertools, os, sys
+for path in itertools.islice(glob.iglob(sys.argv[1], recursive=True), int(sys.argv[2])):
+    sys.stdout.buffer.write(os.fsencode(path) + b"\\0")
+"""
 
 
 def refuse(where: str, error: DataError) -> None:
@@ -158,18 +168,40 @@ def data_set(data: DataConfig) -> DataSet:
 def _paths(pattern: str) -> list[Path]:
     """The files that a path, glob or folder means, in the order of their names."""
     path = Path(pattern)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.is_file())
+    with reading(path, "no path", DataError, "Name files that this account can read."):
+        if path.is_file():
+            return [path]
+        files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else None
+    if files is not None:
         for suffixes in OF_FOLDERS:
             if found := [p for p in files if p.name.endswith(suffixes)]:
                 return found
         raise DataError(f"{path}: the folder has no {', '.join(KINDS)} file.")
-    found = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
+    found = list[Path]()
+    for match in sorted(set(_matches(pattern))):  # two ** find a path twice
+        with reading(match, "no path", DataError, "Let this account read it, or name fewer files."):
+            found += [match] if match.is_file() else []
     if not found:
         raise DataError(
             f"{pattern}: no such file or folder, and no file matches it as a glob."
             f"{how_to_download(pattern, 'dataset')}"
         )
+    return found
+
+
+def _matches(pattern: str) -> list[Path]:
+    """What matches a glob, found by a process of its own, since a glob that goes through a disk cannot be stopped."""
+    if not glob.has_magic(pattern):
+        return []
+    try:
+        command = [sys.executable, "-I", "-S", "-c", _GLOB, pattern, str(MOST_MATCHES + 1)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=GLOB_S, check=True)
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            f"{pattern}: to find its matches takes more than {GLOB_S:g} s. Name a folder further down; ** goes "
+            "through all folders below it."
+        ) from None
+    found = [Path(os.fsdecode(path)) for path in done.stdout.split(b"\0")[:-1]]
+    if len(found) > MOST_MATCHES:
+        raise DataError(f"{pattern}: matches more than {MOST_MATCHES:,} paths. Name fewer files.")
     return found

@@ -19,7 +19,7 @@ import tokenizers
 
 from rlhf_tasks.data.chat_template import TokenizerError, limit
 from rlhf_tasks.system.child_processes import die_with_parent, python_call
-from rlhf_tasks.system.reading import reading
+from rlhf_tasks.system.reading import reading, sentence_of
 
 MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
 CPU_S, CPU_S_PER_BYTE = 6.0, 1e-6
@@ -86,8 +86,8 @@ def serve(path: str, cpu_s: str, memory: str, parent: str) -> None:
     try:
         with reading("", "", TokenizerError):
             tokenizer = tokenizers.Tokenizer.from_file(path)
-    except TokenizerError:  # it says the same where our own process reads it
-        found = ""
+    except TokenizerError as error:  # said here, since a panic of Rust also writes to the terminal
+        found = sentence_of(error.__context__ or error)
     else:
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -105,6 +105,11 @@ def _grown(tokenizer: tokenizers.Tokenizer, most: int) -> str:
             if len(ids) > MOST_GROWTH * size:
                 return f"it makes {len(ids):,} tokens of {size:,} bytes of text"
             decoded = len(tokenizer.decode(ids, skip_special_tokens=False))
-    except TokenizerError:  # it has no tokens for a part: a fault of a text, where one has that part
-        return ""
+    except TokenizerError as error:
+        fault = error.__context__ or error
+        if isinstance(
+            fault, Exception
+        ):  # it has no tokens for a part: a fault of a text, where one has that part
+            return ""
+        return f"it fails on a text: {sentence_of(fault)}"  # a panic of Rust
     return f"it makes {decoded:,} characters of {len(ids):,} tokens" if decoded > MOST_GROWTH * size else ""

@@ -6,6 +6,7 @@ parsers inside it, so that our own mistakes are not reported as the user's.
 """
 
 import json
+import os
 import reprlib
 import unicodedata
 from collections.abc import Iterator
@@ -85,6 +86,17 @@ def sentence_of(fault: BaseException) -> str:
             return f"{shown(fault.args[0] if fault.args else None)} is not there"
     said = str(getattr(fault, "problem", None) or fault)
     return one_line(said.partition("\n")[0].partition("; use sys.")[0]) or type(fault).__name__
+
+
+def refused_by_system(fault: OSError) -> str:
+    """One sentence for what the operating system refused, which a path of the user's may have caused."""
+    paths = " -> ".join(printable(os.fsdecode(path)) for path in (fault.filename, fault.filename2) if path)
+    what = one_line(fault.strerror or str(fault))
+    if isinstance(fault, FileNotFoundError) and not paths:
+        return "the folder that this command runs in is not there any more. Change to another one."
+    if not paths:
+        return f"the operating system refused what was asked: {what}. Change that, and run the command again."
+    return f"{paths}: {what}. Change what is there, or name another path."
 
 
 def one_line(text: str, most: int = 300) -> str:

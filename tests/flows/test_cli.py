@@ -1,5 +1,6 @@
 """The command line: every mistake of a user ends in one sentence and status 2, before anything is started."""
 
+import errno
 import json
 import os
 import subprocess
@@ -246,6 +247,160 @@ def test_a_run_that_is_resumed_has_its_folder_from_the_first_look_on(call, docum
     monkeypatch.setattr("flows.commands.training.prepare", another_one)
     said = f"is in use by a run in progress (process {os.getpid()})."
     refused(call, said, command=("run", "ppo", "--resume", str(folder)))
+
+
+LONG = "x" * 300  # longer than a name may be
+FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "a null character in output_dir": (
+        ("config", "validate", "FILE", 'output_dir="a\\0b"'),
+        ("output_dir='a", "null"),
+    ),
+    "in models": (("config", "validate", "FILE", 'models.actor="a\\0b"'), ("models.actor='a", "null")),
+    "in data": (("run", "ppo", "--config", "FILE", 'data.train="a\\0b"'), ("data.train='a", "null")),
+    "in resume": (("run", "ppo", "--config", "FILE", 'resume="a\\0b"'), ("resume='a", "null")),
+    "in plan": (("plan", "--config", "FILE", 'plan="a\\0b"'), ("plan='a", "null")),
+    "in a reward": (
+        ("run", "ppo", "--config", "FILE", 'rewards.0.function="a\\0b.py:f"'),
+        ("rewards", "null"),
+    ),
+    "in a pipeline": (
+        ("run", "pipeline", "--config", "STAGES", 'output_dir="a\\0b"'),
+        ("stage 'a': output_dir=", "null"),
+    ),
+    "a long name of data": (
+        ("config", "validate", "FILE", f"data.train={LONG}"),
+        (LONG, "File name too long"),
+    ),
+    "of a model": (("run", "ppo", "--config", "FILE", f"models.actor={LONG}"), (LONG, "File name too long")),
+    "of a run to go on with": (("run", "ppo", "--resume", LONG), (LONG, "File name too long")),
+    "of a folder of runs": (
+        ("run", "ppo", "--config", "FILE", f"output_dir={LONG}"),
+        ("output_dir=", "too long"),
+    ),
+    "of the ui's run": (("ui", LONG), (LONG, "File name too long")),
+    "of the run of an export": (("export", LONG, "out"), (LONG, "File name too long")),
+    "of a run to pause": (("pause", LONG), (LONG, "File name too long")),
+    "of a run to go on": (("resume", LONG), (LONG, "File name too long")),
+    "of a run to stop": (("stop", LONG), (LONG, "File name too long")),
+    "of a run to cancel": (("cancel", LONG), (LONG, "File name too long")),
+    "of a demo": (("demo", "--folder", LONG), (LONG, "File name too long")),
+    "of a plan's file": (("plan", "--config", "FILE", "--out", LONG), (LONG, "File name too long")),
+    "of a rehearsal's file": (("rehearse", "--config", "FILE", "--json", LONG), (LONG, "File name too long")),
+    "of a model to examine": (("doctor", "--model", LONG), (LONG, "File name too long")),
+    "an output file below a file": (
+        ("profile", "--config", "FILE", "--analytic", "--out", "FILE/x"),
+        ("x cannot be written", "existing folder"),
+    ),
+    "an output folder that is a file": (
+        ("profile", "--config", "FILE", "--analytic", "output_dir=FILE"),
+        ("output_dir=", "Not a directory"),
+    ),
+    "a folder of a demo below a link that leads nowhere": (
+        ("demo", "--folder", "LINK/demo"),
+        ("--folder=", "No such file or directory"),
+    ),
+    "a folder of runs that is such a link": (
+        ("run", "ppo", "--config", "FILE", "output_dir=LINK"),
+        ("output_dir=", "No such file or directory"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_the_operating_system_refuses_is_one_sentence_of_every_command(call, tmp_path, fault):
+    command, parts = FAULTS[fault]
+    (tmp_path / "run.yaml").touch()  # `refused` compares what is there
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    stage = {"type": "sft", "models": {"actor": "m"}, "data": {"train": "d.jsonl"}, "total_iterations": 1}
+    stages = {"type": "pipeline", "name": "p", "stages": [{"name": "a", **stage}]}
+    (tmp_path / "stages.yaml").write_text(yaml.safe_dump(stages))
+    places = {"LINK": str(tmp_path / "link"), "STAGES": str(tmp_path / "stages.yaml")}
+    for name, place in places.items():
+        command = tuple(part.replace(name, place) for part in command)
+    refused(call, *parts, command=command)
+
+
+def test_every_command_that_takes_a_path_is_in_the_table_of_faults():
+    asked = {command[0] for command, _ in FAULTS.values()}
+    assert asked == {*COMMANDS, "config"} - {"graph"}  # which takes none
+
+
+def test_a_folder_that_an_export_cannot_write_is_refused_before_any_commit_is_read(call, document, tmp_path):
+    run_folder, link = new_run_folder(make_config(document)), tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    (tmp_path / "run.yaml").touch()
+    targets = {
+        link: "already exists. Remove it",
+        link / "out": "FOLDER=",
+        tmp_path / "run.yaml" / "out": "cannot be written to: Not a directory. Name another folder.",
+        tmp_path / LONG: "File name too long",
+    }
+    for target, words in targets.items():
+        refused(call, words, command=("export", str(run_folder), str(target)))
+
+
+def limited(shell: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python after some lines of bash."""
+    return subprocess.run(
+        ["bash", "-c", f'{shell}; exec "$@"', "bash", sys.executable, *command],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_run_in_a_folder_that_cannot_be_written_is_not_resumed(document, tmp_path):
+    folder = new_run_folder(make_config(document))
+    if os.geteuid():
+        shell = f"chmod 555 {folder}"
+    else:  # root writes anywhere but on a file system that is read-only
+        shell = f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder} || exit 99"
+        shell = f'[ $UNSHARED ] || UNSHARED=1 exec unshare -m bash -c \'{shell}; exec "$@"\' bash "$@"'
+    ended = limited(shell, "-m", "flows.cli", "run", "ppo", "--resume", str(folder))
+    if ended.returncode == 99 or ended.stderr.startswith("unshare"):
+        pytest.skip("this account may mount nothing")
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith(f"error: {folder} cannot be written to: ")
+    assert ended.stderr.endswith("copy the folder (cp -r) and name the copy.\n")
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_a_sentence_with_the_number_that_is_needed(
+    document, tmp_path
+):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    ended = limited("ulimit -n 64", "-m", "flows.cli", "run", "ppo", "--config", str(tmp_path / "run.yaml"))
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr == (
+        "error: this process may open 64 files, and a run of 2 ranks needs 160. Raise the limit, for example by "
+        "`ulimit -n 4096` as root, or use fewer ranks.\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_fault_of_the_system_that_names_no_path_is_a_sentence(monkeypatch, call):
+    def full(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("flows.commands.configs.load_config", full)
+    refused(
+        call,
+        "the operating system refused what was asked: Too many open files.",
+        command=("config", "show", "FILE"),
+    )
+
+
+def test_a_command_in_a_folder_that_was_removed_says_so(call, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert call("config", "show", "FILE")[2] == (
+        "error: the folder that this command runs in is not there any more. Change to another one.\n"
+    )
+
+
+def test_output_that_nobody_reads_ends_the_command_in_silence():
+    command = f"{sys.executable} -m flows.cli config schema ppo | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch, call):

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,18 @@ def test_a_container_has_the_memory_that_it_may_use(tmp_path, monkeypatch, limit
     if limit is not None:
         (tmp_path / "memory.max").write_text(limit)
     assert (memory_bytes() == 10**6) is bounds
+
+
+@pytest.mark.parametrize(
+    ("limits", "allowed"),
+    [("64:1000", "1000"), ("64:8000", "4096"), ("200:1000", "200"), ("4097:5000", "4097")],
+)
+def test_a_limit_of_open_files_is_raised_as_far_as_it_may_be_where_ranks_need_it(limits, allowed):
+    soft, hard = limits.split(":")
+    code = (
+        f"import resource; of = resource.RLIMIT_NOFILE; resource.setrlimit(of, ({soft}, {hard}))\n"
+        "from flows.cluster.this_machine import allow_open_files; allow_open_files(2)\n"
+        "print(*resource.getrlimit(of))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.split() == [allowed, hard], ended.stderr

@@ -70,8 +70,8 @@ def test_an_attempt_after_a_lost_controller_needs_no_server(
 ):
     given = []
 
-    async def train(*_, blocks, **__):
-        given.append(blocks)
+    async def train(spec, *_, **__):
+        given.append(spec.blocks)
         if len(given) == 1:
             raise ControllerLost("gone", 0)
         return TrainingResult(2, ())

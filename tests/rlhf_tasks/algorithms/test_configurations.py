@@ -1,5 +1,6 @@
 """Run configurations: defaults, overrides, paths, and one clear sentence for every fault."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,21 @@ def test_a_minimal_file_loads_with_defaults_and_absolute_paths(file: Path, monke
     assert config.rewards[0].name == "exact"
     assert config.resume == "never"
     assert manual_assignments(config) is None
+
+
+def test_the_file_of_an_environment_is_found_from_any_folder(file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(file.parent)
+    for factory, found in (("games.py:Game", f"{file.parent}/games.py:Game"), ("games:Game", "games:Game")):
+        config = load_config(file, [f"environment={{factory: {factory!r}}}"])
+        assert isinstance(config, PPOConfig)
+        assert config.environment is not None
+        assert config.environment.factory == found
+
+
+@pytest.mark.parametrize("host", [".a", "a..b", "x" * 64])
+def test_a_url_of_no_host_is_refused(file: Path, host: str):
+    with pytest.raises(ConfigError, match=rf"rewards\.0\.url: http://{re.escape(host)}/ names no host"):
+        load_config(file, [f"rewards=[{{url: 'http://{host}/'}}]"])
 
 
 def test_overrides_win_over_the_file(file: Path):

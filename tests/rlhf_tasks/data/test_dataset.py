@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data import row_files
+from rlhf_tasks.data import dataset, row_files
 from rlhf_tasks.data.dataset import DataError, data_set
 
 
@@ -99,6 +99,35 @@ def test_what_is_not_there_is_named(tmp_path: Path):
         data_set(DataConfig(train=str(tmp_path / "*.jsonl")))
     with pytest.raises(DataError, match=r"the folder has no \.jsonl"):
         data_set(DataConfig(train=str(tmp_path)))
+
+
+def test_a_file_that_a_glob_finds_twice_is_read_once(tmp_path: Path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "rows.jsonl").write_bytes(lines({"prompt": "a"}))
+    assert len(list(data_set(DataConfig(train=f"{tmp_path}/**/**/*.jsonl")))) == 1
+
+
+def test_a_match_that_cannot_be_read_is_named(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(lines({"prompt": "a"}))
+    (tmp_path / "b.jsonl").symlink_to("x" * 300)  # as a permission would, this also stops root
+    for pattern in (tmp_path / "*.jsonl", tmp_path):
+        with pytest.raises(DataError, match=r"cannot be read \(File name too long\)\. .*account"):
+            data_set(DataConfig(train=str(pattern)))
+    with pytest.raises(DataError, match=rf"^{tmp_path}/b\.jsonl: "):
+        data_set(DataConfig(train=f"{tmp_path}/*.jsonl"))
+
+
+def test_a_glob_ends_in_time_and_at_a_number_of_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for number in range(4):
+        (tmp_path / f"{number}.jsonl").write_bytes(lines({"prompt": "a"}))
+    monkeypatch.setattr(dataset, "MOST_MATCHES", 3)
+    with pytest.raises(DataError, match=r"\*\.jsonl: matches more than 3 paths\. Name fewer files\."):
+        data_set(DataConfig(train=f"{tmp_path}/*.jsonl"))
+    monkeypatch.setattr(dataset, "GLOB_S", 0.001)
+    with pytest.raises(
+        DataError, match=r"to find its matches takes more than 0\.001 s\. Name a folder further"
+    ):
+        data_set(DataConfig(train="/**/**/nothing.jsonl"))
 
 
 def test_some_rows_stand_at_even_distances_and_the_others_are_not_parsed(tmp_path: Path):

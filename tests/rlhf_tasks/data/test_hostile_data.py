@@ -388,6 +388,29 @@ def test_a_hostile_tokenizer_is_refused_before_our_process_reads_it(tmp_path: Pa
     assert sentence in sentences[0]
 
 
+@pytest.mark.parametrize(
+    ("stated", "sentence"),
+    [
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "YWJj"}},
+            "Cannot parse precompiled_charsmap",
+        ),
+        (
+            {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+            "it fails on a text: chunk size must be non-zero.",
+        ),
+    ],
+)
+def test_where_rust_panics_over_a_tokenizer_only_our_sentence_is_seen(tmp_path, capfd, stated, sentence):
+    write_model_folder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **stated}))
+    found = said(Tokenizer.from_folder, tmp_path)
+    assert found.startswith(f"{path}: cannot be read as a tokenizer: ")
+    assert sentence in found
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.timeout(60)
 def test_a_tokenizer_that_searches_for_ever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tokenizer_trial, "CPU_S", 0.5)
