@@ -139,12 +139,13 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
         document["resume"] = absolute(config.resume, "resume")
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan, "plan")
-    rewards = (*document.get("rewards", ()), *(evaluation or {}).get("rewards", ()))
-    code = [*((reward, "function") for reward in rewards), (document.get("environment") or {}, "factory")]
-    for holder, key in code:
+    code = [("environment", document.get("environment") or {}, "factory")]
+    for place, section in (("rewards", document), ("evaluation.rewards", evaluation or {})):
+        code += [(f"{place}.{n}", one, "function") for n, one in enumerate(section.get("rewards", ()))]
+    for place, holder, key in code:
         location, _, name = holder.get(key, "").rpartition(":")
         if location.endswith(".py"):
-            holder[key] = f"{absolute(location, key)}:{name}"
+            holder[key] = f"{absolute(location, f'{place}.{key}')}:{name}"
     return type(config).model_validate(document)
 
 

@@ -87,8 +87,8 @@ def points_of(*iterations: int) -> list[tuple[str, int, float]]:
 
 
 def children() -> list[psutil.Process]:
-    """This process's children, without multiprocessing's own, which an earlier test may have begun."""
-    own = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+    """This process's children, without multiprocessing's own and a server, which an earlier test may have begun."""
+    own = ("resource_tracker", "track_resources", "multiprocessing.forkserver", "server_process")
     return [
         one for one in psutil.Process().children() if not any(name in " ".join(one.cmdline()) for name in own)
     ]
