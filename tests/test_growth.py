@@ -24,14 +24,14 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 0,
-    "hundreds of lines": 0,
-    "lines of the longest file": 0,
-    "modules of the fullest folder": 0,
-    "configuration paths of PPO": 0,
-    "configuration paths of GRPO": 0,
-    "hundreds of words in docs": 0,
-    "files that name a kind of plan node": 0,
+    "files": 401,
+    "hundreds of lines": 578,
+    "lines of the longest file": 634,
+    "modules of the fullest folder": 23,
+    "configuration paths of PPO": 178,
+    "configuration paths of GRPO": 164,
+    "hundreds of words in docs": 558,
+    "files that name a kind of plan node": 20,
 }
 
 
