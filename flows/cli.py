@@ -2,6 +2,7 @@
 
 import ast
 import os
+import select
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -60,9 +61,14 @@ UNREAD = 141  # 128 + SIGPIPE
 
 def main() -> None:
     """Entry point of the process."""
-    if (
-        sys.getfilesystemencoding() != "utf-8"
-    ):  # PYTHONUTF8=0, or an old locale: paths and texts would not be read
+    # PYTHONUTF8=0, or an old locale: paths and texts would not be read.
+    if sys.getfilesystemencoding() != "utf-8":
+        if os.environ.get("PYTHONUTF8") == "1":
+            print(
+                "error: Python was started without UTF-8 (-X utf8=0, -E or -I). Leave that out.",
+                file=sys.stderr,
+            )
+            sys.exit(USER_ERROR)
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
     os.environ.update(direct_to_loopback(os.environ))
     # The terminal shows our own lines; Prefect's logs are in the UI. Workers inherit this.
@@ -98,12 +104,9 @@ def run_command(arguments: list[str]) -> int:
         sys.stdout.flush()
     except CycloptsError:  # its message is already printed
         return USER_ERROR
-    except BrokenPipeError:  # whoever read our output has ended, as `| head` does
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python writes what is left when it ends
-        return UNREAD
     except (ConfigError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return UNREAD
         said = refused_by_system(error) if isinstance(error, OSError) else str(error)
         message = escape(said).replace("\n", "\n       ")  # a line for each of several faults
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {message}", soft_wrap=True)
@@ -111,6 +114,18 @@ def run_command(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def _is_unread() -> bool:
+    """Whether whoever read our output has ended, as `| head` does. Then nothing more is written."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python writes what is left when it ends
+    return gone
 
 
 def _refuse_shadowing() -> None:

@@ -42,13 +42,34 @@ def _main_frame() -> FrameType | None:
 
 
 def _is_guarded(tree: ast.Module, line: int) -> bool:
-    """Whether a line of a script is below an `if` that asks for the module's name, or for the process."""
-    return any(
-        isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line) and _asks(node.test)
-        for node in ast.walk(tree)
+    """Whether a line of a script is part of something that asks for the module's name or for the process, or follows
+    an `if` that ends the script for all others."""
+    here = (node for node in ast.walk(tree) if node_has(node, line))
+    asks = any(_asks(node.test) for node in here if isinstance(node, ast.If | ast.IfExp)) or any(
+        _asks(node) for node in ast.walk(tree) if isinstance(node, ast.BoolOp) and node_has(node, line)
+    )
+    ends = (
+        node for node in tree.body if isinstance(node, ast.If) and _asks(node.test) and node.lineno < line
+    )
+    return asks or any(
+        isinstance(node.body[-1], ast.Raise | ast.Expr) and _leaves(node.body[-1]) for node in ends
     )
 
 
-def _asks(test: ast.expr) -> bool:
-    names = {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(test)}
-    return not names.isdisjoint(GUARDS)
+def node_has(node: ast.AST, line: int) -> bool:
+    """Whether a line is part of a node."""
+    first = getattr(node, "lineno", None)
+    return first is not None and first <= line <= (getattr(node, "end_lineno", None) or first)
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """Whether a statement ends the script: `raise SystemExit`, `sys.exit()`, `exit()`."""
+    return not {"SystemExit", "exit", "_exit"}.isdisjoint(_names(statement))
+
+
+def _asks(test: ast.AST) -> bool:
+    return not _names(test).isdisjoint(GUARDS)
+
+
+def _names(part: ast.AST) -> set[str | None]:
+    return {getattr(node, "id", None) or getattr(node, "attr", None) for node in ast.walk(part)}

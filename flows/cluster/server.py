@@ -22,7 +22,7 @@ from inspect import isawaitable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from httpx import HTTPError, HTTPStatusError, InvalidURL
+from httpx import Client, HTTPError, HTTPStatusError, InvalidURL
 from prefect.client.orchestration import get_client
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import (
@@ -40,6 +40,7 @@ from flows.view.prefect_api import NO_LOGIN
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.system.child_processes import python_call
+from rlhf_tasks.system.reading import one_line
 
 START_DEADLINE_S = 300.0  # 4 s on two quiet cores, 10-17 the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
@@ -100,10 +101,18 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
 
 
 def refuse_dead_server() -> None:
-    """Raises ConfigError when the configured server does not answer or refuses the login.
+    """Raises ConfigError when the configured server does not answer or refuses the login, and for a proxy of the
+    environment that no client can be made with.
 
     Any other answer is accepted, because some servers do not have the route that is asked for.
     """
+    try:
+        Client().close()
+    except (ImportError, ValueError) as error:  # a SOCKS proxy without its package, an unknown kind
+        raise ConfigError(
+            f"the environment names a proxy that cannot be used: {one_line(str(error))}. Unset ALL_PROXY, or install "
+            "what it needs."
+        ) from None
     api_url = PREFECT_API_URL.value()
     if not api_url:
         return
@@ -122,8 +131,6 @@ def refuse_dead_server() -> None:
                 f"PREFECT_API_URL={api_url}: the login was refused there (status {status}). Set "
                 "PREFECT_API_AUTH_STRING or PREFECT_API_KEY to one that the server knows."
             ) from None
-    except ImportError as error:  # httpx wants a package for a SOCKS proxy
-        raise ConfigError(f"PREFECT_API_URL={api_url}: cannot be asked through ALL_PROXY. {error}") from None
     except (HTTPError, InvalidURL, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"PREFECT_API_URL={api_url}: no Prefect server answers there ({error}). Start it, or unset "

@@ -116,11 +116,11 @@ def _run_in(
     refuse_blocks_without_server(settings)
     refuse_dead_server()
     resumed = folder is not None
-    with run_folder_of(settings, folder) as folder:
+    with run_folder_of(settings, folder) as folder, nullcontext() if resumed else taken(folder):
         prepared.keep_rows(folder)
         if settings.plan == "auto":  # a run that is resumed reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
-        with handed_over(HandedOver(settings, folder, prepared, is_taken=resumed)):
+        with handed_over(HandedOver(settings, folder, prepared, is_taken=True)):
             run_here(settings.type, settings, folder)
 
 

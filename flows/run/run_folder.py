@@ -225,9 +225,22 @@ def run_folder_of(config: RunConfig, folder: Path | None) -> Iterator[Path]:
     try:
         yield fresh
     except ConfigError:
-        if not (fresh / ATTEMPTS).exists():
+        if not (fresh / ATTEMPTS).exists() and not is_in_use(
+            fresh
+        ):  # another process may have resumed it already
             shutil.rmtree(fresh)
         raise
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process holds a run folder."""
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
 
 
 @contextmanager
@@ -240,8 +253,9 @@ def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     try:
         lock.acquire(timeout=patience_s)
     except Timeout:
-        holder = folder / HOLDER
-        process = f" (process {holder.read_text()})" if holder.exists() else ""
+        process = ""
+        with suppress(OSError):  # it has just let go, or not written its id yet
+            process = f" (process {(folder / HOLDER).read_text()})"
         raise ConfigError(
             f"{folder} is in use by a run in progress{process}. Wait for its end or choose another name."
         ) from None
@@ -255,7 +269,8 @@ def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         take_order(folder)  # drop an order that was for a process that has ended
         yield
     finally:
-        (folder / HOLDER).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
 
 
@@ -264,10 +279,7 @@ def leave_order(folder: Path, command: str) -> Path:
 
     Raises ConfigError when no run is in progress there.
     """
-    lock = FileLock(folder / LOCK)
-    with suppress(Timeout):
-        lock.acquire(timeout=0)
-        lock.release()
+    if not is_in_use(folder):
         raise ConfigError(f"no run is in progress in {folder}: there is nothing to {command}.")
     order = folder / ORDER
     replace_file(order, f"{command}\n")

@@ -175,7 +175,11 @@ class IterationView:
         await self._finish(RETIRE_S, RETIRE_S, 0.0)
         for task in self._writing:
             task.cancel()
-        await asyncio.gather(*self._writing, return_exceptions=True)
+        for fault in await asyncio.gather(*self._writing, return_exceptions=True):
+            if isinstance(fault, Exception):
+                logger.error(
+                    "what Prefect shows of iterations ended early: %s: %s", type(fault).__name__, fault
+                )
         self._writing = []
         self._api.unshown += self.unshown
         self._shown.clear()
@@ -190,7 +194,10 @@ class IterationView:
         self._held_until_s = time.monotonic() + held_s
         self._stir()
         deadline = time.monotonic() + seconds
-        while not all(task.done() for task in self._writing) and time.monotonic() < deadline:
+        # Each ends when all is written; one that ends alone has failed.
+        while (
+            self._writing and not any(task.done() for task in self._writing) and time.monotonic() < deadline
+        ):
             if self._api.outage_s > away_s:
                 return
             await asyncio.wait(self._writing, timeout=0.2)

@@ -11,6 +11,7 @@ from httpx import HTTPError, HTTPStatusError, Response
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
 T = TypeVar("T")
@@ -104,19 +105,19 @@ class PrefectApi:
 
     async def part(self) -> None:
         """Call it last in a flow: where the server is away, Prefect's engine tells it the flow's end once. It would
-        try for minutes, while nothing is left to do.
+        try for minutes, while nothing is left to do. A flow inside another one is followed by work: it stays patient.
         """
-
-        async def greet() -> None:
-            async with get_client() as client:
-                await client.hello()
-
-        await self.show(greet, GREETING_S)
-        if self.outage_s:
-            profile, settings = self._settings
-            SettingsContext(
-                profile=profile, settings=settings
-            ).__enter__()  # for the rest of the flow's context
+        profile, settings = self._settings
+        try:
+            async with asyncio.timeout(GREETING_S):
+                with SettingsContext(profile=profile, settings=settings):
+                    async with get_client() as client:
+                        await client.hello()
+        except (HTTPError, PrefectException, OSError, TimeoutError):
+            if not flow_run.parent_flow_run_id:
+                SettingsContext(
+                    profile=profile, settings=settings
+                ).__enter__()  # for the rest of the flow's context
 
     def missing(self) -> dict[str, object]:
         """The part of the run that Prefect does not show, for the summary; empty if the server was never away."""

@@ -48,7 +48,7 @@ DEADLINE_S = (
 MOST_AT_ONCE, FULL_CHARACTERS = 256, 256 << 10
 """A request has so many conversations at most, and no further one where it has so many characters."""
 
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ")  # of the environment: it may hold secrets
+KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ")  # of the environment: it may hold secrets
 
 
 class TokenizerError(ConfigError):
@@ -115,7 +115,7 @@ class ChatTemplate:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _KEPT if name in os.environ},
+            env={name: os.environ[name] for name in KEPT if name in os.environ},
             start_new_session=True,  # Ctrl-C is the run's to handle
         )
         lines, source = Lines(child), self._source

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tokenizers
 
-from rlhf_tasks.data.chat_template import TokenizerError, limit
+from rlhf_tasks.data.chat_template import KEPT, TokenizerError, limit
 from rlhf_tasks.system.child_processes import die_with_parent, python_call
 from rlhf_tasks.system.reading import reading, sentence_of
 
@@ -37,6 +37,7 @@ _PASSAGE = (
     "\u65e5\u672c\u8a9e, \ud55c\uad6d\uc5b4, \u0639\u0631\u0628\u064a, \u0939\u093f\u0928\u094d\u0926\u0940, "
     "\U0001f44d\U0001f3fd, \ufb01 \u00bd \u2212 \u2026 \u00a0\u3000\u200b\n\n    "
 )
+ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def why_refused(file: TokenizerFile) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env={name: os.environ[name] for name in KEPT if name in os.environ} | ONE_THREAD,
             start_new_session=True,  # Ctrl-C is the run's to handle
             timeout=DEADLINE_S,
             check=False,

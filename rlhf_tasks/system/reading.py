@@ -92,11 +92,19 @@ def refused_by_system(fault: OSError) -> str:
     """One sentence for what the operating system refused, which a path of the user's may have caused."""
     paths = " -> ".join(printable(os.fsdecode(path)) for path in (fault.filename, fault.filename2) if path)
     what = one_line(fault.strerror or str(fault))
-    if isinstance(fault, FileNotFoundError) and not paths:
+    if isinstance(fault, FileNotFoundError) and not paths and not _has_current_folder():
         return "the folder that this command runs in is not there any more. Change to another one."
     if not paths:
         return f"the operating system refused what was asked: {what}. Change that, and run the command again."
     return f"{paths}: {what}. Change what is there, or name another path."
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def one_line(text: str, most: int = 300) -> str:

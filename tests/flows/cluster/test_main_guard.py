@@ -30,6 +30,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
             None,
         ),
         ("import multiprocessing\nif multiprocessing.parent_process() is None:\n    call()", None),
+        ("__name__ == '__main__' and call()", None),
+        ("call() if __name__ == '__main__' else None", None),
+        ("if __name__ != '__main__':\n    raise SystemExit\ncall()", None),
+        ("if __name__ == '__main__':\n    print()\ncall()", 4),
     ],
 )
 def test_the_line_that_calls_a_flow_must_be_below_a_main_guard(tmp_path, text, line):

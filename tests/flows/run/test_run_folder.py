@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -175,3 +175,18 @@ def test_a_run_of_another_type_is_not_gone_on_with(tmp_path):
         ConfigError, match=r"runs/a is a run of type 'sft', and this flow carries out 'ppo'\. Go on"
     ):
         asyncio.run(carry_out("ppo", None, str(folder)))
+
+
+def test_a_new_folder_that_another_run_has_resumed_already_is_not_removed(tmp_path):
+    def begin():
+        with run_folder_of(config(tmp_path), None) as folder:
+            made.append(folder)
+            other.enter_context(taken(folder))
+            with taken(folder):
+                pytest.fail("two have it")
+
+    made = []
+    with ExitStack() as other:
+        with pytest.raises(ConfigError, match="in use"):
+            begin()
+        assert made[0].is_dir()
