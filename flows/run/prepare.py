@@ -148,7 +148,8 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     shapes = shapes_of(config)
     for name, role in config.roles().items():
         refuse_unexamined(role.folder, shapes[name])
-        beside_weights(Path(role.folder))
+        if role.optimizer is not None:  # it is exported
+            beside_weights(Path(role.folder))
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             check_weights(Path(role.folder), specs, needs_head)

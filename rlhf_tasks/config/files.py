@@ -132,7 +132,11 @@ def faults_of(error: ValidationError, model: type[BaseModel] | None = None, *kin
     model  what was validated; its keys are suggested for an unknown one
     kinds  the model's tag, where it is a member of a discriminated union, and those of such members of it
     """
-    found = dict.fromkeys(_sentence(fault, model, kinds) for fault in error.errors(include_url=False))
+    faults = error.errors(include_url=False)
+    above = {fault["loc"][:end] for fault in faults for end in range(len(fault["loc"]))}
+    # What is wrong above another fault only follows from it, such as a list without its refused item.
+    own = [fault for fault in faults if fault["loc"] not in above] or faults
+    found = dict.fromkeys(_sentence(fault, model, kinds) for fault in own)
     lines = list(found)[:MOST_FAULTS]
     return "\n".join(
         [*lines, *([f"There are {len(found) - len(lines)} more."] if len(found) > len(lines) else [])]

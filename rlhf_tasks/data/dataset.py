@@ -35,6 +35,8 @@ for path in itertools.islice(glob.iglob(sys.argv[1], recursive=True), int(sys.ar
     sys.stdout.buffer.write(os.fsencode(path) + b"\\0")
 """
 
+CONVERSATIONS = ("messages", "conversations")
+
 
 def refuse(where: str, error: DataError) -> None:
     """A `BadRow` that raises the error."""
@@ -134,14 +136,14 @@ class DataSet:
         """A row by the names that algorithms read: those that `column_map` gives, and for Alpaca's columns others
         beside them. Alpaca's `input` stands in the line after its `instruction`."""
         named = {self.column_map.get(name, name): value for name, value in row.items()}
-        if named.get("instruction") is not None and "prompt" not in named:
+        if named.get("instruction") is not None and named.keys().isdisjoint(("prompt", *CONVERSATIONS)):
             named["prompt"] = named["instruction"]
             if "output" in named:
                 named.setdefault("completion", named["output"])
         elif self.column_map.get("instruction") != "prompt":
             return named
         more = named.get("input")
-        if isinstance(more, str) and more.strip() and isinstance(named["prompt"], str):
+        if isinstance(more, str) and more.strip() and isinstance(named.get("prompt"), str):
             named["prompt"] = f"{named['prompt']}\n{more}"
         return named
 

@@ -10,6 +10,8 @@ from functools import cached_property
 
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import (
+    CallNode,
+    EvaluateNode,
     ExecutionPlan,
     Held,
     NodeKey,
@@ -156,7 +158,7 @@ class Sequencer:
                 leads = readers.pop(node.frees._replace(is_copy=False), [])
                 if leads and all(leads):
                     freed.add(node.name)
-            elif node.reads is not None:
+            elif isinstance(node, CallNode | EvaluateNode) and node.reads is not None:
                 readers.setdefault(node.reads, []).append(node.lead)
         return freed
 

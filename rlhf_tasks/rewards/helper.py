@@ -178,8 +178,9 @@ class Helper:
     def load(self) -> None:
         """Find every reward. Raises RewardError."""
         self._tell({"pid": self._pid})
-        for entry in self._settings:
-            kwargs = self._secrets.resolved(f"reward {entry.name!r}", entry.kwargs)
+        # All secrets before any user's code: what it keeps of the streams hides them.
+        resolved = [self._secrets.resolved(f"reward {each.name!r}", each.kwargs) for each in self._settings]
+        for entry, kwargs in zip(self._settings, resolved, strict=True):
             if entry.service is not None:
                 service = Service(entry.name, entry.location, kwargs, per=entry.per, **entry.service)
                 self._rewards.append(service.reward())

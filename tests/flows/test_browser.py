@@ -224,13 +224,13 @@ def test_completions_are_text_with_a_column_for_each_reward(visit, addresses, ui
 
 @BOTH
 def test_the_list_of_deployments_tells_them_apart(visit, addresses, ui):
-    page = visit("/deployments", "reward-model training")
+    page = visit("/deployments", "planning only")
     tags = {tag for each in yaml.safe_load(PREFECT_FILE.read_text())["deployments"] for tag in each["tags"]}
     assert len(tags) > 10, "they are on two pages"
     shown = shown_of(page, tags)
     page.locator("xpath=(//*[normalize-space(.)='Page 1 of 2'])[last()]/following::button[1]").click()
     page.get_by_text("Page 2 of 2", exact=True).wait_for()
-    page.get_by_text("distillation", exact=True).first.wait_for()
+    page.get_by_text("RLOO training", exact=True).first.wait_for()
     assert shown | shown_of(page, tags) == tags
 
 

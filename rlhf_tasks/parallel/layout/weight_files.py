@@ -224,7 +224,8 @@ def beside_weights(folder: Path) -> list[Path]:
     folders = dict.fromkeys((base_of(folder), folder))
     for each in folders:
         home = each.resolve()
-        blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+        cache = next((place.parent for place in home.parents if place.name == "snapshots"), None)
+        blobs = home if cache is None else (cache / "blobs").resolve()
         described = (*BESIDE_WEIGHTS, "config.json", ADAPTER_CONFIG, VERDICT)
         for path in (path for pattern in described for path in each.glob(pattern)):
             with reading(path, "cannot be read"):

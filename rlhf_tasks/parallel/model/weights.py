@@ -20,6 +20,8 @@ from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.counter_random import stream_key
 
+CACHED = 1 << 16  # numbers of a sum that stay in a core's cache
+
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
     """The model's config from its folder, or from that of an adapter's base. Never uses the network, and never runs
@@ -110,8 +112,23 @@ class _Merged:
         first, second = (*wanted, slice(None))[:2]
         outputs, inputs = (second, first) if self.added.transposed else (first, second)
         wide = torch.promote_types(torch.promote_types(own.dtype, self.a.dtype), torch.float32)
-        product = self.added.scale * (self.b[outputs].to(wide) @ self.a[:, inputs].to(wide))
+        product = self.added.scale * _outer_sum(self.b[outputs].to(wide), self.a[:, inputs].to(wide))
         return own.to(wide) + (product.T if self.added.transposed else product)
+
+
+def _outer_sum(b: Tensor, a: Tensor) -> Tensor:
+    """B A, whose elements are sums in the order of the ranks: any part has the bits of the whole. A matrix product
+    sums in an order that depends on the shapes, so that the layout would show.
+
+    b, a  [out, rank], [rank, in]
+    """
+    total = b.new_zeros(len(b), a.shape[1])
+    rows = max(1, CACHED // max(1, a.shape[1]))
+    for first in range(0, len(b), rows):
+        part = total[first : first + rows]
+        for column, row in zip(b[first : first + rows].T, a, strict=True):
+            part += column[:, None] * row
+    return total
 
 
 def stored_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval) -> Tensor:

@@ -47,12 +47,13 @@ _REPLACED = [
         (r"\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])|\\[()\[\]]", " "),
         (r"\\?\$|[€£¥₹]", ""),
         (r"\^\{?(?:\\circ|°)\}?|°|\\degree(?![A-Za-z])", " degrees "),
-        (r"\\(?:text|mathrm|mbox)\s*\{\s*[^\W\d_]\s*\}", ""),  # a unit of one letter
+        (r"</?[A-Za-z]\w*>", " "),  # of an answer in tags
+        (r"\\(?:text|mathrm|mbox)\s*\{\s*[^\W\d_]\s*\}(?:\^\{?[23]\}?)?", ""),  # a unit of one letter
         (
             r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}(?:\^\{?[23]\}?)?",
             r" \1 ",
         ),
-        (r"(?<![\\A-Za-z])([^\W\d_]{2,})\^\{?[23]\}?", r"\1"),  # cm^2
+        (r"(?<!\\)(?<![^\W\d_])([^\W\d_]{2,})\^\{?[23]\}?", r"\1"),  # cm^2
         (r"\\%|％", "%"),
         (r"(?<!\d)\*+|\*+(?!\d)|`|(?<!\w)__|__(?!\w)", ""),  # of Markdown
         (r"(?<!\s)[^\S\n]{1,9}(?=[.,;:?](?:\s|$))", ""),
@@ -85,9 +86,12 @@ def number_in(text: str) -> Number | None:
     if mark == "\\boxed{":
         behind = _closed(behind)
     line = _plain(behind).lstrip(" \n\t:=").partition("\n")[0]
-    formula, end = _formula(line)
+    formula, end = _formula(line, anywhere=mark not in _WHOLE)
     if formula is None or (mark in _WHOLE and re.search(r"[\d\\^=*+]", line[end:])):
         return None
+    before = line[: max(0, end - len(formula))].casefold().split()
+    if before and (_formula(line, end, anywhere=True)[0] or any(map(_OTHER_NUMBER.fullmatch, before))):
+        return None  # a sentence of several numbers, or one that says `not`
     return _read(formula, line[end:])
 
 

@@ -17,6 +17,7 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, nothing_left
+from rlhf_tasks.config.base import Samples
 from rlhf_tasks.config.models import Role
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.environments.process import EnvironmentProcess
@@ -49,8 +50,8 @@ def world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def engine_of(role: Role, seed: int, dtype: torch.dtype = torch.float32) -> Engine:
-    """A role's engine, its weights read from its folder or drawn."""
+def engine_of(role: Role, seed: int, dtype: torch.dtype = torch.float32, **drawn: Any) -> Engine:
+    """A role's engine, its weights read from its folder or drawn. drawn: which tokens are, as `Engine` takes it"""
     layout = Layout(ModelShape.from_folder(role.folder), role.head, PLACEMENT)
     model = load_config(role.folder)
     stage = Stage(model, layout, PLACEMENT.coordinate(0), None, device=CPU, dtype=dtype)
@@ -61,7 +62,7 @@ def engine_of(role: Role, seed: int, dtype: torch.dtype = torch.float32) -> Engi
     groups = ProcessGroups(device_sets(PLACEMENT), 240.0, CPU)
     o = role.optimizer
     settings = o and OptimizerSettings(o.adam_betas, o.adam_epsilon, o.weight_decay, o.max_grad_norm)
-    return Engine(stage, layout, groups, settings)
+    return Engine(stage, layout, groups, settings, **drawn)
 
 
 class OneRank:
@@ -71,7 +72,10 @@ class OneRank:
         self.config, self.run_folder = config, run_folder
         self.rows, self.tokenizer = prepared_rows(config), Tokenizer.from_folder(config.models.tokenizer)
         dtype = getattr(torch, config.dtype)
-        self.engines = {name: engine_of(role, config.seed, dtype) for name, role in config.roles().items()}
+        drawn = {"tokens": self.rows.vocabulary, "counts_drawn": isinstance(config, Samples)}
+        self.engines = {
+            name: engine_of(role, config.seed, dtype, **drawn) for name, role in config.roles().items()
+        }
         self.rewards, self.environment = RewardProcess(config), EnvironmentProcess(config)
         self.tallies: dict[str, list[Any]] = {}
         self.algorithm = algorithm(config.type)

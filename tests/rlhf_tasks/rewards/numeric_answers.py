@@ -26,6 +26,10 @@ READINGS: list[tuple[str, str | None, str]] = [
     ("1/0", None, "1"),
     ("x^2", None, "2"),
     # \boxed{...}
+    ("\\boxed{5 \\, \\text{m}^2}", "5", "25"),
+    ("Answer: It takes 12 days", "12", "1"),
+    ("the answer is approximately 3.14", "3.14", "3"),
+    ("Answer: <b>5</b>", "5", "1"),
     ("\\boxed{7}", "7", "8"),
     ("So \\boxed{7}. As 3 + 4 is 7, or 8?", "7", "8"),
     ("$\\boxed{1,200}$", "1200", "1"),
@@ -156,6 +160,7 @@ OTHER_VERDICTS = {
     ("#### −3", "-3"): _UNREAD,
     ("#### 1 1/2", "1.5"): _UNREAD,
     ("#### ١٢", "12"): _UNREAD,
+    ("Answer: <b>5</b>", "5"): _UNREAD,
     ("first \\boxed{3}, no: \\boxed{4}", "4"): _FIRST,
     ("#### 7\nand 8 more words", "7"): _FIRST,
     ("#### 7\nand 8 more words", "8"): _FIRST,

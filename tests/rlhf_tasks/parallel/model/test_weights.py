@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.weight_files import LowRank
 from rlhf_tasks.parallel.model import weights
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import initialise, load, load_config
+from rlhf_tasks.parallel.model.weights import _Merged, initialise, load, load_config
 from rlhf_tasks.system.memory import give_back, process_bytes
 from tests.adapter_folders import write_adapter
 from tests.tiny_models import by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
@@ -290,3 +291,16 @@ def test_a_reward_models_adapter_brings_its_head(tmp_path: Path):
     [stage] = make_stages(load_config(folder), 1, head="scalar", dtype=torch.float64)
     assert load(stage, folder, seed=4) == ()
     torch.testing.assert_close(stage.named_slices()["score.weight"], merged.score.weight.data)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 32])
+def test_any_part_of_a_merged_weight_has_the_bits_of_the_whole(rank: int):
+    generator = torch.Generator().manual_seed(rank)
+    own, b, a = (torch.randn(n, m, generator=generator) for n, m in ((64, 64), (64, rank), (rank, 64)))
+    merged = _Merged(own, a, b, LowRank(Path("f"), "a", "b", 0.5, False))
+    whole = merged[:, :]
+    torch.testing.assert_close(whole, own + 0.5 * (b @ a))
+    for first in range(0, 64, 8):
+        part = slice(first, first + 8)
+        assert torch.equal(merged[part, :], whole[part])
+        assert torch.equal(merged[:, part], whole[:, part])
