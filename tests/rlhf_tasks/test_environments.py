@@ -230,7 +230,8 @@ def test_the_gradient_is_that_of_the_drawn_tokens_alone(run, folder):
             batch["input_ids"].split(), batch["response_mask"].split(), advantages.flatten(), strict=True
         )
         for ids, mask, advantage in samples:
-            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            logits = model(ids[None]).logits[0, :-1, : begun.rows.vocabulary]  # the model's has more tokens
+            logprobs = logits.log_softmax(-1)
             loss = loss - advantage * logprobs.gather(1, ids[1:, None])[counts(mask)[1:], 0].mean() / 16
         loss.backward()
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
