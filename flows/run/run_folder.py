@@ -225,9 +225,8 @@ def run_folder_of(config: RunConfig, folder: Path | None) -> Iterator[Path]:
     try:
         yield fresh
     except ConfigError:
-        if not (fresh / ATTEMPTS).exists() and not is_in_use(
-            fresh
-        ):  # another process may have resumed it already
+        # Another process may have resumed it already.
+        if not (fresh / ATTEMPTS).exists() and not is_in_use(fresh):
             shutil.rmtree(fresh)
         raise
 

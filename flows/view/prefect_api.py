@@ -115,9 +115,8 @@ class PrefectApi:
                         await client.hello()
         except (HTTPError, PrefectException, OSError, TimeoutError):
             if not flow_run.parent_flow_run_id:
-                SettingsContext(
-                    profile=profile, settings=settings
-                ).__enter__()  # for the rest of the flow's context
+                # Not left again: it is for the rest of the flow's context.
+                SettingsContext(profile=profile, settings=settings).__enter__()
 
     def missing(self) -> dict[str, object]:
         """The part of the run that Prefect does not show, for the summary; empty if the server was never away."""
