@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+SHELL := bash
 # The suite starts many processes: without cached bytecode each of them would compile the project anew.
 export PYTHONDONTWRITEBYTECODE :=
 DEFAULT := not slow and not gpu
@@ -37,12 +38,12 @@ demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Pref
 PURE := $(addprefix tests/,planner rlhf_tasks/protocol rlhf_tasks/rehearsal)
 
 # What $(1) marks, in two halves side by side: tests that start servers and clusters, then those in $(2); and the rest.
-# A shell's background command ignores SIGINT, which tests send to what they start.
+# A shell's background command ignores SIGINT, which tests send to what they start. What failed is said again at the end.
 define HALVES
-log=$$(mktemp); env --default-signal=INT $(BIN)/python -m pytest --durations 25 -m "$(1) and not cluster" $(2:%=--ignore=%) >"$$log" 2>&1 & rest=$$!; \
-$(BIN)/python -m pytest --durations 25 -m "$(1) and cluster"; failed=$$?; \
-$(if $(2),$(BIN)/python -m pytest --durations 10 -m "$(1)" $(2) || failed=1;) \
-wait $$rest || failed=1; cat "$$log"; rm "$$log"; exit $$failed
+logs=$$(mktemp -d); env --default-signal=INT $(BIN)/python -m pytest -m "$(1) and not cluster" $(2:%=--ignore=%) >"$$logs/rest" 2>&1 & rest=$$!; \
+set -o pipefail; $(BIN)/python -m pytest -m "$(1) and cluster" | tee "$$logs/cluster"; failed=$$?; \
+$(if $(2),$(BIN)/python -m pytest -m "$(1)" $(2) | tee "$$logs/pure" || failed=1;) \
+wait $$rest || failed=1; cat "$$logs/rest"; grep -hE "^(FAILED|ERROR) |^=+ .* in .*=+$$" "$$logs"/*; rm -r "$$logs"; exit $$failed
 endef
 
 test: $(STAMP)  ## the default suite in two halves: what starts servers and clusters, then what is pure; beside it the rest
