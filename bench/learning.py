@@ -37,10 +37,6 @@ from prefect import flow
 
 from flows.demo.data import write_jsonl
 from flows.demo.stages import Demo, demo_at, make_models, measure
-from flows.ppo import rlhf_ppo
-from flows.rollout import rollout
-from flows.run.algorithm_flow import flow_of
-from flows.sft import sft
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.base import RunConfig
@@ -101,7 +97,7 @@ async def run_seed(
     start = policy.roles()["actor"].folder
     row: dict[str, Any] = {"seed": demo.seed, "sft": await measure(demo, start, "before")}
     before_s = clock.now()
-    trained = await demo.run(rlhf_ppo, policy)
+    trained = await demo.run(policy)
     budget_s = clock.now() - before_s
     row["ppo"] = await measure(demo, trained["model"], "after")
     row["cpu_s"] = budget_s
@@ -113,7 +109,7 @@ async def run_seed(
     alone = policy.model_dump()
     alone |= {"name": "alone", "rewards": (), "reward_model": {**alone["reward_model"], "weight": 1.0}}
     before_s = clock.now()
-    trained = await demo.run(rlhf_ppo, type(policy).model_validate(alone))
+    trained = await demo.run(type(policy).model_validate(alone))
     row["reward model alone"] = await measure(demo, trained["model"], "alone")
     row["reward model alone cpu_s"] = clock.now() - before_s
     return row
@@ -129,7 +125,7 @@ async def learned(demo: Demo, clock: CpuClock, policy: RunConfig, name: str) -> 
         fewer = max(1, shared["total_iterations"] // generations)
         config = config.model_copy(update={"total_iterations": fewer})
     before_s = clock.now()
-    trained = await demo.run(flow_of(name), config)
+    trained = await demo.run(config)
     used_s = clock.now() - before_s
     return {
         name: await measure(demo, trained["model"], name),
@@ -162,7 +158,7 @@ async def rejection(demo: Demo, clock: CpuClock, start: str, budget_s: float) ->
     config = demo.config(
         "pairs", "own-samples", num_generations=SAMPLES_PER_PROMPT, batch_size=2000, **changes
     )
-    await demo.run(rollout, config)
+    await demo.run(config)
     samples = read_samples(demo.folder / "stages" / "own-samples", 6000 * SAMPLES_PER_PROMPT)
     right = {(s["prompt"], s["completion"]) for s in samples if s["rewards"]["exact"] == 1}
     rows = [{"prompt": prompt, "completion": completion} for prompt, completion in sorted(right)]
@@ -187,10 +183,10 @@ async def tune(
         "num_mini_batches": 10,
     }
     before_s = clock.now()
-    await demo.run(sft, demo.config("sft", f"{name}-probe", total_iterations=1, **changes))
+    await demo.run(demo.config("sft", f"{name}-probe", total_iterations=1, **changes))
     each_s = clock.now() - before_s
     iterations = max(1, round(budget_s / each_s))
-    trained = await demo.run(sft, demo.config("sft", name, total_iterations=iterations, **changes))
+    trained = await demo.run(demo.config("sft", name, total_iterations=iterations, **changes))
     used_s = clock.now() - before_s - each_s
     return await measure(demo, trained["model"], name), used_s
 

@@ -28,7 +28,6 @@ import psutil
 from prefect import flow
 
 from flows.demo.stages import Demo, demo_at, make_models, measure
-from flows.ppo import rlhf_ppo
 
 Row = dict[str, float]
 
@@ -47,7 +46,7 @@ async def run_seed(demo: Demo, staleness: Sequence[int], iterations: int | None)
             {**policy.model_dump(), **changes, "name": name, "staleness": lag}
         )
         started_s = time.monotonic()
-        trained = await demo.run(rlhf_ppo, config)
+        trained = await demo.run(config)
         row = {"seed": demo.seed, "staleness": lag, "before": before, "seconds": time.monotonic() - started_s}
         row["accuracy"] = await measure(demo, trained["model"], name)
         rows.append(row | weights(demo.folder / "stages" / name))

@@ -5,13 +5,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import Flow, flow
 from prefect.runtime import flow_run
 
 from flows.demo.stages import BEFORE_PPO, demo_at, make_models, measure, settle_seed
-from flows.ppo import rlhf_ppo
 from flows.run.interrupted import cancelled_by_signals
 from flows.run.pipeline import carry_out_pipeline, show_pipeline
+from flows.run.stages import CheckedStages
 from rlhf_tasks.algorithms.pipelines import PipelineConfig
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json
@@ -41,6 +41,16 @@ async def rlhf_pipeline(
         return await (_demo(folder, seed) if config is None else carry_out_pipeline(config))
 
 
+async def pipeline_as_flow(config: PipelineConfig, checked: CheckedStages) -> dict[str, Any]:
+    """A flow run of a pipeline whose stages the caller has checked; gives the summary."""
+
+    async def run(config: PipelineConfig) -> dict[str, Any]:
+        async with cancelled_by_signals(lambda: "between two stages"):
+            return await carry_out_pipeline(config, checked)
+
+    return await Flow(run, rlhf_pipeline.name, flow_run_name=_run_name, persist_result=False)(config)
+
+
 async def _demo(folder: str, seed: int) -> dict[str, Any]:
     place, started_s = Path(folder).resolve(), time.time()
     finished = place / "summary.json"
@@ -50,7 +60,7 @@ async def _demo(folder: str, seed: int) -> dict[str, Any]:
     with demo_at(place, seed) as demo:
         policy = await make_models(demo)
         before = await measure(demo, policy.roles()["actor"].folder, "before")
-        trained = await demo.run(rlhf_ppo, policy)
+        trained = await demo.run(policy)
         after = await measure(demo, trained["model"], "after")
         stages = [*BEFORE_PPO, "accuracy-before", "ppo", "accuracy-after"]
         heading = f"Exact-match accuracy on held-out words: {before:.3f} before PPO, {after:.3f} after"

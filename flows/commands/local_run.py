@@ -9,20 +9,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import Flow
 from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from rich.markup import escape
 
 from flows.cluster.server import ServerError, prefect_server, refuse_dead_server
 from flows.cluster.shutdown import TERMINATED, Terminated, Watch, ending_in_time, terminable
-from flows.pipeline import rlhf_pipeline
-from flows.ppo import rlhf_ppo
-from flows.run.algorithm_flow import flow_of
+from flows.pipeline import pipeline_as_flow, rlhf_pipeline
 from flows.run.disk_room import full_disk
 from flows.run.interrupted import Interrupted
 from flows.run.planning import profile_folder
+from flows.run.prepare import Prepared
 from flows.run.profiling import rlhf_profile
 from flows.run.run_folder import SUMMARY
+from flows.run.runs import run_as_flow
+from flows.run.stages import CheckedStages
 from flows.run.summary import in_short
 from flows.run.training import RunFailed
 from flows.view.prefect_api import is_prefects, what_is_wrong
@@ -34,15 +34,16 @@ from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import printable
 
 TRACEBACK = "error.log"  # in the run folder
-OWN_FLOWS: dict[str, Flow[..., Any]] = {"ppo": rlhf_ppo}
-"""Algorithm -> its flow, for algorithms whose flows do more than run a configuration."""
 
 
-def run_here(algorithm: str, config: RunConfig, folder: Path) -> None:
-    """Run an algorithm's flow in this process. If the run fails, exit with status 1 after saying how to resume."""
-    again = f"prefect-rlhf run {algorithm.replace('_', '-')} --resume {folder}"
-    run_flow = OWN_FLOWS.get(algorithm) or flow_of(algorithm)
-    summary = _watched(folder, again, lambda: run_flow(config, str(folder)))
+def run_here(folder: Path, prepared: Prepared) -> None:
+    """Run in this process, as a flow run, what was prepared. If the run fails, exit with status 1 after saying how to
+    resume.
+
+    folder  the run's, which the caller has taken
+    """
+    again = f"prefect-rlhf run {prepared.config.type.replace('_', '-')} --resume {folder}"
+    summary = _watched(folder, again, lambda: run_as_flow(folder, prepared))
     tell(f"done in {since_start_s():.0f} s: {in_short(summary)}; {folder / SUMMARY}")
     if "scores" in summary:
         tell(_means(summary["scores"]))
@@ -63,13 +64,16 @@ def demo_here(folder: Path, seed: int) -> None:
     )
 
 
-def pipeline_here(config: PipelineConfig, file: Path) -> None:
-    """Run a pipeline in this process, and print what each stage has reached. file: with its configuration."""
+def pipeline_here(config: PipelineConfig, file: Path, checked: CheckedStages) -> None:
+    """Run a pipeline in this process, and print what each stage has reached.
+
+    file     with its configuration
+    checked  of its stages
+    """
     folder = folder_of(config)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    summary = _watched(
-        folder, f"prefect-rlhf run pipeline --config {file}", lambda: rlhf_pipeline(config=config)
-    )
+    again = f"prefect-rlhf run pipeline --config {file}"
+    summary = _watched(folder, again, lambda: pipeline_as_flow(config, checked))
     for name, stage in summary["stages"].items():
         reached = _means(stage["scores"]) if "scores" in stage else stage["model"]
         tell(f"{name} ({stage['type']}): {reached}")

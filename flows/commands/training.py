@@ -11,7 +11,7 @@ from flows.commands.numbers import whole_seed
 from flows.commands.plans import show_warnings
 from flows.demo.data import DATA, refuse_without_task
 from flows.run import run_identity
-from flows.run.prepare import HandedOver, handed_over, prepare
+from flows.run.prepare import prepare
 from flows.run.run_folder import (
     existing_run_folder,
     open_run,
@@ -32,8 +32,6 @@ from rlhf_tasks.algorithms.pipelines import (
     stages_of,
 )
 from rlhf_tasks.algorithms.registry import algorithm as registered
-from rlhf_tasks.checkpoint.plan_log import PLAN
-from rlhf_tasks.system.durable import replace_file
 
 
 def run(
@@ -117,11 +115,7 @@ def _run_in(
     refuse_dead_server()
     resumed = folder is not None
     with run_folder_of(settings, folder) as folder, nullcontext() if resumed else taken(folder):
-        prepared.keep_rows(folder)
-        if settings.plan == "auto":  # a run that is resumed reads this plan and does not search again
-            replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
-        with handed_over(HandedOver(settings, folder, prepared, is_taken=True)):
-            run_here(settings.type, settings, folder)
+        run_here(folder, prepared)
 
 
 def _refuse_other_type(named: str, kind: str, file: Path | None, folder: Path | None) -> None:
@@ -151,8 +145,7 @@ def _run_pipeline(settings: PipelineConfig, file: Path) -> None:
     for stage in configs.values():
         refuse_blocks_without_server(stage)
     refuse_dead_server()
-    with handed_over(*checked.prepared.values()):
-        pipeline_here(settings, file)
+    pipeline_here(settings, file, checked)
 
 
 def demo(

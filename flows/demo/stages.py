@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from prefect import Flow
 
 from flows.cluster.cluster import local_cluster
 from flows.cluster.forks import begin_to_load
@@ -33,8 +32,8 @@ from flows.demo.data import (
     write_demo_data,
     write_jsonl,
 )
-from flows.run.algorithm_flow import flow_of
-from flows.run.pipeline import run_stage
+from flows.run.runs import run_stage
+from flows.run.stages import prepare_stage, summary_of
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
 from rlhf_tasks.algorithms.pipelines import load_pipeline, stages_of
@@ -65,9 +64,13 @@ class Demo:
         document["cluster"] = {**document["cluster"], "address": self.scheduler}
         return resolve_paths(make_config(document), self.folder)
 
-    async def run(self, stage_flow: Flow[..., Any], config: RunConfig) -> dict[str, Any]:
-        """The summary of a stage: run it, resume it, or read its summary if it is finished."""
-        return await run_stage(config, stage_flow)
+    async def run(self, config: RunConfig) -> dict[str, Any]:
+        """The summary of a stage: run it, resume it, or read its summary if it is finished.
+
+        Raises ConfigError when a stage that was begun has changed since.
+        """
+        summary, prepared = summary_of(config), prepare_stage(config)
+        return summary or await run_stage(config, prepared)
 
     def stages(self) -> dict[str, RunConfig]:
         """The configurations of all stages, by name, from `deployments/demo/pipeline.yaml`."""
@@ -118,7 +121,7 @@ async def make_models(demo: Demo) -> RunConfig:
         await asyncio.to_thread(write_demo_data, demo.folder / DATA, demo.seed)
     stages = demo.stages()
     for name in BEFORE_PPO:
-        await demo.run(flow_of(stages[name].type), stages[name])
+        await demo.run(stages[name])
         if name == "pairs":
             await asyncio.to_thread(_write_pairs, demo, stages[name])
     mean, std = score_statistics(_samples(demo, "calibration", CALIBRATION))
@@ -131,7 +134,7 @@ async def make_models(demo: Demo) -> RunConfig:
 async def measure(demo: Demo, model: str, when: str) -> float:
     """Exact-match accuracy, from 0 to 1, of a model's greedy answers on held-out words."""
     name = f"accuracy-{when}"
-    await demo.run(flow_of("rollout"), demo.config("evaluation", name, models={"actor": model}))
+    await demo.run(demo.config("evaluation", name, models={"actor": model}))
     return accuracy(_samples(demo, name, SIZES["test"]))
 
 

@@ -6,22 +6,19 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from prefect import Flow
 from prefect.logging import get_run_logger
 
 from flows.cluster.cluster import DaskCluster
 from flows.cluster.main_guard import refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
-from flows.run.algorithm_flow import flow_of
-from flows.run.prepare import HandedOver
-from flows.run.ranks import on_ranks, rank_counts
-from flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run, run_folder_of
-from flows.run.runs import cluster_of
-from flows.run.stages import begun_folder, check_stages, result_of
+from flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run
+from flows.run.runs import cluster_of, run_stage
+from flows.run.stages import CheckedStages, check_stages, prepare_stage, summary_of
 from flows.view.artifacts import Link, show_result
 from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering, shown_metrics, tell
@@ -37,14 +34,13 @@ REACHED = 2  # metrics of a stage that are shown
 class PipelineStages:
     """The stages of a pipeline. A context manager: the cluster that they share is started by the first that runs.
 
-    configs   name -> configuration, as `stages_of` gives them
-    prepared  of `check_stages`: the rows of these stages are not tokenised again
+    configs  name -> configuration, as `stages_of` gives them
+    checked  of `check_stages`: what is prepared there is not prepared again
     """
 
-    def __init__(self, configs: Mapping[str, RunConfig], prepared: Mapping[str, HandedOver]) -> None:
-        self._configs, self._prepared, self._open = configs, prepared, ExitStack()
+    def __init__(self, configs: Mapping[str, RunConfig], checked: CheckedStages) -> None:
+        self._configs, self._checked, self._open = configs, checked, ExitStack()
         self._cluster: DaskCluster | None = None
-        self._ranks = max(rank_counts(config)[0] for config in configs.values())  # of a host, for all stages
 
     def __enter__(self) -> Self:
         return self
@@ -53,18 +49,15 @@ class PipelineStages:
         self._open.__exit__(*error)
 
     async def run(self, name: str) -> dict[str, Any]:
-        """The summary of a stage, which is run unless it is finished. Raises ConfigError as `run_stage` does."""
+        """The summary of a stage, which is run unless it is finished. Raises ConfigError as `prepare_stage` does."""
         config = self._configs[name]
-        if found := await asyncio.to_thread(result_of, config):
+        prepared = self._checked.prepared.get(name) or prepare_stage(config, self._checked.ranks)
+        if (summary := summary_of(config)) is not None:
             tell(f"{name}: is finished; its results are taken from {Path(config.output_dir, name)}")
-            return found
-        config = on_ranks(config, self._ranks)
-        place = config.cluster.model_copy(update={"address": self._address(config)})
-        config = config.model_copy(update={"cluster": place})
-        with run_folder_of(config, begun_folder(config)) as folder:
-            if (given := self._prepared.get(name)) is not None:
-                given.prepared.keep_rows(folder)
-            return await flow_of(config.type)(config, str(folder))
+            return summary
+        address = {"address": self._address(prepared.config)}
+        place = {"cluster": prepared.config.cluster.model_copy(update=address)}
+        return await run_stage(config, replace(prepared, config=prepared.config.model_copy(update=place)))
 
     def _address(self, config: RunConfig) -> str:
         """Of the scheduler of the cluster that all stages share."""
@@ -76,33 +69,23 @@ class PipelineStages:
         return self._cluster.scheduler_address
 
 
-async def run_stage(config: RunConfig, run_flow: Flow[..., Any]) -> dict[str, Any]:
-    """The summary of a stage: run it, go on from its last commit, or, if it is finished, read its summary.
-
-    config    its name is that of its run folder
-    Raises ConfigError when a stage that was begun has changed since.
-    """
-    if found := await asyncio.to_thread(result_of, config):
-        return found
-    begun = begun_folder(config)
-    return await run_flow(config, None if begun is None else str(begun))
-
-
-async def carry_out_pipeline(config: PipelineConfig) -> dict[str, Any]:
+async def carry_out_pipeline(config: PipelineConfig, checked: CheckedStages | None = None) -> dict[str, Any]:
     """Run the stages of a pipeline that are not finished; gives the summary, which its folder has too.
 
+    checked  of `check_stages`, where the stages were checked before
     Called inside a flow. Raises ConfigError, as `stages_of` and `check_stages` do, before anything starts.
     """
     refuse_unguarded_script()
     started_s, folder, configs = time.time(), folder_of(config), stages_of(config)
-    checked = await asyncio.to_thread(check_stages, configs)
+    if checked is None:
+        checked = await asyncio.to_thread(check_stages, configs)
     for warning in checked.warnings:
         get_run_logger().warning(warning)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
         ending_in_time(asyncio.current_task()),
         prefect_server(folder),
-        PipelineStages(configs, checked.prepared) as stages,
+        PipelineStages(configs, checked) as stages,
     ):
         summaries = {name: await stages.run(name) for name in configs}
         await show_pipeline(config.name, folder, list(configs))

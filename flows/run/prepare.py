@@ -1,11 +1,8 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from flows.cluster.shutdown import run_in_thread
 from flows.cluster.this_machine import cores_here, gpus_here
@@ -13,7 +10,7 @@ from flows.rewards.find import check_environment, check_rewards
 from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.examination import refuse_unexamined
 from flows.run.planning import ITEMSIZES, hardware_of, shapes_of, typed
-from flows.run.ranks import fastest, rank_choices
+from flows.run.ranks import fastest, on_ranks, rank_choices
 from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph
@@ -85,54 +82,15 @@ class Prepared:
             rows.keep(folder, name)
 
 
-class HandedOver(NamedTuple):
-    """What was prepared of a configuration.
-
-    folder    its run's, which has the rows; None where there is none yet
-    is_taken  whether the command holds the folder's lock
-    """
-
-    config: RunConfig
-    folder: Path | None
-    prepared: Prepared
-    is_taken: bool = False
-
-
-_HANDED_OVER: ContextVar[tuple[HandedOver, ...]] = ContextVar("handed_over", default=())
-
-
-@contextmanager
-def handed_over(*given: HandedOver) -> Iterator[None]:
-    """What a command has prepared serves the flow that it runs inside this block: nothing is prepared twice.
-
-    A flow of another configuration or folder prepares its own.
-    """
-    token = _HANDED_OVER.set(given)
-    try:
-        yield
-    finally:
-        _HANDED_OVER.reset(token)
-
-
-def is_taken(folder: Path) -> bool:
-    """Whether the command that runs this flow holds the lock of a run folder."""
-    return any(given.is_taken and given.folder == folder for given in _HANDED_OVER.get())
-
-
-def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
+def prepare(config: RunConfig, folder: Path | None = None, ranks: int | None = None) -> Prepared:
     """Check everything that can be checked before a process starts, and make the plan.
 
     folder  of a run that has its plan already
+    ranks   of a host, where they are decided: those of a cluster that several runs share
     Raises ConfigError with one sentence that says what to change, whichever part found the fault.
     """
-    wanted = config, folder and folder.resolve()
-    for given in _HANDED_OVER.get():
-        if wanted == (given.config, given.folder and given.folder.resolve()):
-            return (
-                given.prepared if folder is None else replace(given.prepared, changes=logged_changes(folder))
-            )
     try:
-        return _prepare(config, folder)
+        return _prepare(config, folder, ranks)
     except ConfigError:
         raise
     except (
@@ -141,8 +99,10 @@ def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
         raise ConfigError(str(error)) from error
 
 
-def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
+def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepared:
     _refuse_what_cannot_run(config)
+    if ranks is not None:
+        config = on_ranks(config, ranks)
     config = typed(config, hardware_of(config).classes)
     config, of_export = _exports_what_loads(config)
     shapes = shapes_of(config)
@@ -185,7 +145,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
     refuse_full_disk(need, folder or Path(config.output_dir))
     chosen, plan, of_ranks = fastest(
-        rank_choices(config, rows.tokens, kept=_kept_ranks(config, folder)),
+        rank_choices(config, rows.tokens, kept=ranks or _kept_ranks(config, folder)),
         lambda ranks: make_plan(ranks.config, ranks.problem, folder),
         lambda plan: plan,
     )

@@ -5,11 +5,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prefect import Flow
 from prefect.exceptions import Abort
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -25,13 +26,14 @@ from flows.rewards.secret_blocks import secret_blocks
 from flows.run.disk_room import full_disk
 from flows.run.interrupted import cancelled_by_signals
 from flows.run.orders import ENDINGS, Order, Orders, leave_to_prefect, watched_orders
-from flows.run.planned_and_measured import Planned, keep_drift, planned, planned_and_measured
+from flows.run.planned_and_measured import keep_drift, planned, planned_and_measured
 from flows.run.planning import hardware_of
-from flows.run.prepare import Prepared, is_taken, prepare
+from flows.run.prepare import Prepared, prepare
 from flows.run.progress import RunView
 from flows.run.replanning import Replanning
 from flows.run.run_folder import SUMMARY, open_run, remember_folder, run_folder_of, taken
 from flows.run.run_identity import keep_identity, refuse_changes
+from flows.run.stages import begun_folder
 from flows.run.summary import metrics_of_step, model_card, read_jsonl, rows_by_plan, run_figures
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
 from flows.run.users_seconds import users_seconds
@@ -52,20 +54,19 @@ from rlhf_tasks.system.reading import read_json, reading
 
 EXPORT = "rlhf_tasks.rank.export:export_written"
 RESTARTS = "restarts.json"
-
-
 NOTICED_S = 5.0  # within this the run has heard of an order in Prefect
-NEXT_COMMIT_S = (
-    18.0  # that a cancelled run has to reach its next commit and end; else it ends at its last one
-)
+# That a cancelled run has to reach its next commit and end; else it ends at its last one.
+NEXT_COMMIT_S = 18.0
 ENDS_S = 600.0  # what the process before may take to end where Prefect starts a flow run again
+FLOW_NAMES = {"ppo": "rlhf-ppo"}
+"""Algorithm -> the name of its flow, where that is not the algorithm's with hyphens."""
 
 
 async def carry_out(
     algorithm: str, config: RunConfig | None, run_folder: str | None = None
 ) -> dict[str, Any] | State[Any]:
-    """Run a configuration to its end, or go on from the last commit in `run_folder`; gives the summary, or the state
-    of a run that is cancelled.
+    """Open and prepare a run, then run it to its end, from the last commit in `run_folder` if it has one; gives the
+    summary, or the state of a run that is cancelled.
 
     algorithm  the type of configuration that the flow carries out
 
@@ -73,55 +74,109 @@ async def carry_out(
     RunFailed for what happened on the way, and Prefect's signals where the flow run is suspended or was ended.
     """
     refuse_unguarded_script()
-    begun = flow_run.run_count or 1  # how often a process has taken this flow run up
     folder, config = open_run(config, run_folder, flow_run.id)
     if config.type != algorithm:
         raise ConfigError(
             f"{folder} is a run of type {config.type!r}, and this flow carries out {algorithm!r}. Go on with it by "
             f"prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
         )
-    most = config.runtime.max_restarts
+    begun, most = _times_begun(), config.runtime.max_restarts
     if folder is None and begun > 1 + most:
         raise RunFailed(
             f"its process has ended {begun - 1} times without a run folder (runtime.max_restarts={most}). Start a "
             "new flow run."
         )
-    blocks = await secret_blocks(config)  # once: a later attempt needs no server for them
-    made = _prepared(config, None) if folder is None else None  # a run that is refused leaves no folder
+    blocks = await secret_blocks(config)  # before any code of the user's
+    prepared = prepare(config) if folder is None else None  # a run that is refused leaves no folder
     with (
         run_folder_of(config, folder) as place,
         ending_in_time(asyncio.current_task()),
-        nullcontext() if is_taken(place) else taken(place, ENDS_S if begun > 1 else 0.0),
+        taken(place, ENDS_S if begun > 1 else 0.0),
     ):
-        async with cancelled_by_signals(lambda: f"at commit {newest_step(place) or 0}"):
-            return await _carry_out_in(place, config, made, blocks, started_again=begun > 1)
+        async with _cancelled_at_its_commit(place):
+            rebuilds = _take_up(place, most)  # at once: whatever ends the process from here on counts
+            if prepared is None:
+                prepared = prepare(config, place)
+                refuse_changes(place, prepared)
+            return await run_prepared(place, prepared, blocks, rebuilds)
 
 
-async def _carry_out_in(
-    place: Path,
-    config: RunConfig,
-    made: tuple[Prepared, dict[int, Planned]] | None,
-    blocks: Mapping[str, str],
-    started_again: bool,
+async def run_as_flow(folder: Path, prepared: Prepared) -> dict[str, Any]:
+    """Run what the caller has prepared, in a flow run of its own; gives the summary.
+
+    folder  the run's, which the caller has taken
+    Raises what `carry_out` does, and `prefect.exceptions.CancelledRun`.
+    """
+    config = prepared.config
+
+    async def run(config: RunConfig, run_folder: str) -> Any:
+        """The parameters are what Prefect shows of the run."""
+        blocks = await secret_blocks(config)
+        with ending_in_time(asyncio.current_task()):
+            async with _cancelled_at_its_commit(folder):
+                rebuilds = _take_up(folder, config.runtime.max_restarts)
+                return await run_prepared(folder, prepared, blocks, rebuilds)
+
+    name = FLOW_NAMES.get(config.type, config.type.replace("_", "-"))
+    of_run = Flow(run, name, flow_run_name=flow_run_name, persist_result=False, validate_parameters=False)
+    return await of_run(config, str(folder))
+
+
+async def run_stage(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
+    """Run a stage to its end, from its last commit if it has one; gives its summary.
+
+    config    its name is that of its run folder
+    prepared  by `prepare_stage`; its configuration is the one to run
+    """
+    with (
+        run_folder_of(config, begun_folder(config)) as folder,
+        taken(folder, ENDS_S if _times_begun() > 1 else 0.0),
+    ):
+        return await run_as_flow(folder, prepared)
+
+
+def _times_begun() -> int:
+    """How often a process has taken this flow run up."""
+    return flow_run.run_count or 1
+
+
+def _cancelled_at_its_commit(folder: Path) -> AbstractAsyncContextManager[None]:
+    return cancelled_by_signals(lambda: f"at commit {newest_step(folder) or 0}")
+
+
+def _take_up(folder: Path, max_restarts: int) -> int:
+    """This flow run takes a run up, as its folder records: attempts and rebuilds since the newest commit. Raises
+    RunFailed when they are too many."""
+    remember_folder(folder, flow_run.id)
+    return Restarts(folder, max_restarts).begin(started_again=_times_begun() > 1)
+
+
+async def run_prepared(
+    folder: Path, prepared: Prepared, blocks: Mapping[str, str], rebuilds: int
 ) -> dict[str, Any] | State[Any]:
-    """The same in a run folder that is taken. made: what `_prepared` gave for a new run."""
-    remember_folder(place, flow_run.id)
-    restarts = Restarts(place, config.runtime.max_restarts)
-    rebuilds = restarts.begin(started_again)  # at once: whatever ends the process from here on counts
-    prepared, expected = made or _prepared(config, place)
-    begin_to_load_for(prepared.config.cluster)
-    with prefect_server(place):
-        keep_identity(place, prepared)
-        prepared.keep_rows(place)
-        view = RunView(prepared, place, expected)
+    """Run to its end what was opened, taken and prepared; gives what `carry_out` does.
+
+    blocks    Prefect Secret block that rewards and environment name -> its value; a later attempt needs no server
+    rebuilds  attempts and rebuilds since the newest commit, in processes before this one
+    """
+    for warning in prepared.warnings:
+        get_run_logger().warning(warning)
+    config = prepared.config
+    expected = {p.iteration: planned(config, p.plan, prepared.problem) for p in prepared.plans}
+    begin_to_load_for(config.cluster)
+    with prefect_server(folder):
+        keep_identity(folder, prepared)
+        prepared.keep_rows(folder)
+        view = RunView(prepared, folder, expected)
         try:
             await view.begin()
-            async with watched_orders(place, flow_run.id, view.say) as orders:
-                attempts = Attempts(prepared, place, blocks, view, orders, restarts)
+            async with watched_orders(folder, flow_run.id, view.say) as orders:
+                restarts = Restarts(folder, config.runtime.max_restarts)
+                attempts = Attempts(prepared, folder, blocks, view, orders, restarts)
                 by_worker = bool(os.environ.get("PREFECT__FLOW_RUN_ID"))
                 with patient(lambda: patience_s(orders)) if by_worker else nullcontext():
                     order = await attempts.run(rebuilds)
-            return await _end(order, orders, prepared, place, view)
+            return await _end(order, orders, prepared, folder, view)
         finally:
             await view.close()
             await view.api.part()
@@ -134,16 +189,6 @@ def patience_s(orders: Orders) -> float:
     that is to end at its next commit has some time to reach it.
     """
     return NEXT_COMMIT_S if orders.wanted in ENDINGS and orders.wanted is not Order.END else NOTICED_S
-
-
-def _prepared(config: RunConfig, folder: Path | None) -> tuple[Prepared, dict[int, Planned]]:
-    """A configuration that was found fit, and what is expected of its plans."""
-    prepared = prepare(config, folder)
-    if folder is not None:
-        refuse_changes(folder, prepared)
-    for warning in prepared.warnings:
-        get_run_logger().warning(warning)
-    return prepared, {p.iteration: planned(config, p.plan, prepared.problem) for p in prepared.plans}
 
 
 async def _end(

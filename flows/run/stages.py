@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.run.prepare import HandedOver, Prepared, check_without_models, prepare
+from flows.run.prepare import Prepared, check_without_models, prepare
+from flows.run.ranks import rank_counts
 from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
 from flows.run.run_identity import compared, refuse_changes
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
@@ -17,10 +18,16 @@ from rlhf_tasks.system.reading import read_json
 
 
 class CheckedStages(NamedTuple):
-    """warnings: each with its stage's name; prepared: stage -> what was prepared of it, where its models are there"""
+    """What was found of a pipeline's stages.
+
+    warnings  each with its stage's name
+    prepared  stage -> what was prepared of it, where its models are there
+    ranks     of a host, for all stages
+    """
 
     warnings: list[str]
-    prepared: dict[str, HandedOver]
+    prepared: dict[str, Prepared]
+    ranks: int
 
 
 def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
@@ -29,14 +36,13 @@ def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
     A stage whose models are there is prepared as a run is, and must be unchanged where it was begun. The models of
     the others are still to be trained; their data and rewards are looked at. Raises ConfigError, naming the stage.
     """
-    checked = CheckedStages([], {})
+    ranks = max(rank_counts(config)[0] for config in configs.values())
+    checked = CheckedStages([], {}, ranks)
     for name, config in configs.items():
         try:
             if all(is_model_folder(role.folder) for role in config.roles().values()):
-                folder = begun_folder(config)
-                prepared = prepare(config) if folder is None else _unchanged(config, folder)
-                checked.prepared[name] = HandedOver(config, folder, prepared)
-                warnings: Iterable[str] = prepared.warnings
+                checked.prepared[name] = prepare_stage(config, ranks)
+                warnings: Iterable[str] = checked.prepared[name].warnings
             else:
                 warnings = check_without_models(config)
         except ConfigError as fault:
@@ -45,31 +51,17 @@ def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
     return checked
 
 
-def begun_folder(config: RunConfig) -> Path | None:
-    """The run folder of a stage that was begun; None of one that was not."""
-    folder = Path(config.output_dir, str(config.name))
-    return folder if (folder / CONFIG).exists() else None
+def prepare_stage(config: RunConfig, ranks: int | None = None) -> Prepared:
+    """Prepare a stage whose models are there, as `prepare` does.
 
-
-def result_of(config: RunConfig) -> dict[str, Any] | None:
-    """The summary of a stage that is finished; None of one that is not.
-
-    Raises ConfigError for a stage that has changed since it was begun, and for a summary that cannot be read.
+    config  its name is that of its run folder
+    Raises ConfigError, also for what has changed since its last commit, or before the first.
     """
-    folder, found = Path(config.output_dir, str(config.name)), None
-    if (folder / SUMMARY).exists():
-        remedy = f"Remove it: the stage {config.name} writes it again."
-        found = read_json(folder / SUMMARY, remedy=remedy)
-    if begun_folder(config) is not None:
-        _unchanged(config, folder)
-    return found
-
-
-def _unchanged(config: RunConfig, folder: Path) -> Prepared:
-    """A stage that was begun. Raises ConfigError for what has changed since its last commit, or before the first."""
-    folder, before = existing_run_folder(folder)
+    if (begun := begun_folder(config)) is None:
+        return prepare(config, ranks=ranks)
+    folder, before = existing_run_folder(begun)
     refuse_foreign(folder)
-    prepared = prepare(config, folder)
+    prepared = prepare(config, folder, ranks)
     refuse_changes(folder, prepared)
     if newest_step(folder) is None and compared(before) != compared(config):
         raise ConfigError(
@@ -77,3 +69,17 @@ def _unchanged(config: RunConfig, folder: Path) -> Prepared:
             "stage another name."
         )
     return prepared
+
+
+def begun_folder(config: RunConfig) -> Path | None:
+    """The run folder of a stage that was begun; None of one that was not."""
+    folder = Path(config.output_dir, str(config.name))
+    return folder if (folder / CONFIG).exists() else None
+
+
+def summary_of(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of a finished stage; None of another one. Raises ConfigError where it cannot be read."""
+    path = Path(config.output_dir, str(config.name), SUMMARY)
+    if not path.exists():
+        return None
+    return read_json(path, remedy=f"Remove it: the stage {config.name} writes it again.")

@@ -9,6 +9,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from transformers import AutoModelForCausalLM
 
 from flows.pipeline import rlhf_pipeline
+from flows.run import prepare
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.pipelines import make_pipeline
 from rlhf_tasks.data.token_file import new_token_file
@@ -87,13 +88,27 @@ def tokenised(monkeypatch):
     return places
 
 
+@pytest.fixture
+def preparations(monkeypatch):
+    """The types of the runs that are prepared, one entry for each time."""
+    types, prepare_once = [], prepare._prepare
+
+    def counted(config, *more):
+        types.append(config.type)
+        return prepare_once(config, *more)
+
+    monkeypatch.setattr(prepare, "_prepare", counted)
+    return types
+
+
 @pytest.mark.whole
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("prefect")
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
-def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypatch, tokenised):
+def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypatch, tokenised, preparations):
     summary = run(document)
+    assert preparations == ["sft", "evaluate"], "each is prepared once"
     assert len(tokenised) == 3, "the rows and held-out rows of the first stage, and the rows of the second"
     folder = tmp_path / "runs" / "mine"
     assert summary == json.loads((folder / "summary.json").read_text())
@@ -130,6 +145,7 @@ def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypa
     with monkeypatch.context() as nothing_starts:
         nothing_starts.setattr("flows.run.pipeline.cluster_of", start)
         again = run(document)
+        assert preparations == ["sft", "evaluate"] * 2, "each is compared with what it was"
         assert {**again, "seconds": 0} == {**summary, "seconds": 0}
         assert {path: path.stat().st_mtime_ns for path in made} == made
 

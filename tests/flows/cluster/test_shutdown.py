@@ -108,15 +108,16 @@ def test_a_second_ctrl_c_leaves_work_that_does_not_end(soon, monkeypatch):
 COMMAND = """
     import asyncio, sys
     from pathlib import Path
+    from types import SimpleNamespace
     from flows.commands import local_run as session
     from tests.flows.cluster.signals import handled_as_by_prefect, lose_a_signal
 
-    async def rlhf_ppo(config, folder):
+    async def run_as_flow(folder, prepared):
         await lose_a_signal()
 
-    session.OWN_FLOWS["ppo"] = rlhf_ppo
+    session.run_as_flow = run_as_flow
     with handled_as_by_prefect():
-        session.run_here("ppo", None, Path("mine"))
+        session.run_here(Path("mine"), SimpleNamespace(config=SimpleNamespace(type="ppo")))
 """
 
 
@@ -131,6 +132,7 @@ WHILE_ITS_SERVER_STARTS = """
     import os, sys, time
     from contextlib import contextmanager, nullcontext
     from pathlib import Path
+    from types import SimpleNamespace
     from flows.commands import local_run as session
 
     @contextmanager
@@ -144,7 +146,7 @@ WHILE_ITS_SERVER_STARTS = """
 
     session.prefect_server = starting
     try:
-        session.run_here("ppo", None, Path("mine"))
+        session.run_here(Path("mine"), SimpleNamespace(config=SimpleNamespace(type="ppo")))
     except KeyboardInterrupt:  # as the command line does
         sys.exit(130)
 """

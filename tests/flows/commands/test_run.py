@@ -1,11 +1,15 @@
 """`prefect-rlhf run` before anything is started: its folder, and which run it goes on with."""
 
+import asyncio
 import sys
+from pathlib import Path
 
 import pytest
 
-from flows.run import prepare
-from flows.run.run_folder import new_run_folder, open_run
+from flows.run import prepare, runs
+from flows.run.run_folder import new_run_folder
+from flows.run.run_identity import compared, keep_identity
+from flows.run.runs import carry_out
 from rlhf_tasks.algorithms.configurations import make_config
 from tests.flows.checked_files import refused
 
@@ -56,27 +60,53 @@ def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, 
     monkeypatch.setattr("flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments))
     status, _, err = call(*resume, "cluster.address=tcp://127.0.0.1:8786")
     assert status == 0, err
+    ((place, prepared),) = ran
     moved = began.cluster.model_copy(update={"address": "tcp://127.0.0.1:8786"})
-    assert ran == [("ppo", began.model_copy(update={"cluster": moved}), folder)]
+    assert (place, prepared.config.cluster) == (folder, moved)
+    assert compared(prepared.config) == compared(began) | {"dtype": "float32"}
+
+
+@pytest.fixture
+def preparations(monkeypatch):
+    """What was prepared, one after the other."""
+    made, prepare_once = [], prepare._prepare
+    monkeypatch.setattr(prepare, "_prepare", lambda *a: made.append(prepare_once(*a)) or made[-1])
+    return made
+
+
+@pytest.fixture
+def carried_out(monkeypatch):
+    """(folder, what was prepared) of each run whose ranks would start, in a flow without a server."""
+    begun = []
+
+    async def run_prepared(folder, prepared, blocks, rebuilds):
+        keep_identity(folder, prepared)
+        begun.append((folder, prepared))
+        return {}
+
+    monkeypatch.setattr(runs, "run_prepared", run_prepared)
+    monkeypatch.setattr(runs.flow_run, "id", "0")
+    return begun
 
 
 @pytest.mark.parametrize("plan", ["heuristic", "auto"])
-def test_a_command_and_its_flow_prepare_once(call, document, monkeypatch, plan):
-    document["plan"] = plan
-    found, made, prepared_once = [], [], prepare._prepare
-    monkeypatch.setattr(prepare, "_prepare", lambda *a: made.append(prepared_once(*a)) or made[-1])
-
-    def flow(algorithm, config, folder):
-        """What a flow does first."""
-        place, config = open_run(config, str(folder))
-        found.append(prepare.prepare(config, place))
-        prepare.prepare(config.model_copy(update={"seed": 7}), place)
-
-    monkeypatch.setattr("flows.commands.local_run.run_here", flow)
+def test_a_command_hands_what_it_prepared_to_its_flow(call, document, monkeypatch, preparations, plan):
+    document |= {"plan": plan, "name": "mine"}
+    ran = []
+    monkeypatch.setattr("flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments))
     status, _, err = call("run", "ppo", "--config", "FILE")
     assert status == 0, err
-    assert found == made[:1]
-    assert len(made) == 2, "another configuration is prepared anew"
+    ((folder, prepared),) = ran
+    assert folder == Path(document["output_dir"], "mine")
+    assert preparations == [prepared]
+
+
+def test_a_flow_prepares_a_new_run_and_one_that_it_goes_on_with_once(document, preparations, carried_out):
+    config = make_config({**document, "name": "mine"})
+    asyncio.run(carry_out("ppo", config))
+    asyncio.run(carry_out("ppo", None, str(carried_out[0][0])))
+    assert [prepared for _, prepared in carried_out] == preparations
+    assert len(preparations) == 2
 
 
 def test_ctrl_c_before_there_is_a_run_folder_names_none_and_leaves_none(call, tmp_path, monkeypatch, capsys):
@@ -104,7 +134,9 @@ def test_resume_in_the_configuration_goes_on_with_that_run(call, document, monke
     monkeypatch.setattr("flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments))
     status, _, err = call("run", "ppo", "--config", "FILE")
     assert status == 0, err
-    assert ran == [("ppo", began, folder)]
+    ((place, prepared),) = ran
+    assert place == folder
+    assert compared(prepared.config) == compared(began) | {"dtype": "float32"}
     assert "2 iterations." in call("config", "validate", "FILE")[1]
 
 

@@ -152,7 +152,7 @@ def test_a_damaged_demo_says_which_file_to_mend(tmp_path):
     summary.write_text("{")
     stage = config(tmp_path, name="sft", output_dir=str(tmp_path / "stages"))
     with pytest.raises(ConfigError, match=r"summary\.json:1: not valid JSON.*Remove it"):
-        asyncio.run(Demo(tmp_path, 1, "").run(None, stage))
+        asyncio.run(Demo(tmp_path, 1, "").run(stage))
 
 
 def test_only_a_new_run_that_never_began_leaves_no_folder(tmp_path):

@@ -93,7 +93,7 @@ def resume(call, run, monkeypatch):
     """Go on with the run; gives (status, output and errors, the configurations that were begun)."""
     begun = []
     monkeypatch.setattr(
-        "flows.commands.local_run.run_here", lambda kind, config, folder: begun.append(config)
+        "flows.commands.local_run.run_here", lambda folder, prepared: begun.append(prepared.config)
     )
 
     def go_on(*more):

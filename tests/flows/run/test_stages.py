@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.run.prepare import handed_over
 from flows.run.stages import check_stages
 from rlhf_tasks.algorithms.pipelines import make_pipeline, stages_of
 from tests.tiny_runs import write_model, write_prompts
@@ -160,11 +159,8 @@ def test_an_override_reaches_a_stage(call):
     assert (status, "stage 'rl': batch_size" in err) == (2, True)
 
 
-def test_what_a_command_has_checked_is_not_prepared_again_by_its_flow(document):
-    configs = stages_of(make_pipeline(document))
-    checked = check_stages(configs)
+def test_the_stages_whose_models_are_there_are_prepared_for_the_ranks_that_all_share(document):
+    document["cluster"] = {"devices_per_host": 2}
+    checked = check_stages(stages_of(make_pipeline(document)))
     assert list(checked.prepared) == ["sft"], "the models of the others are still to be trained"
-    prepared = checked.prepared["sft"].prepared
-    with handed_over(*checked.prepared.values()):
-        assert check_stages(configs).prepared["sft"].prepared is prepared
-    assert check_stages(configs).prepared["sft"].prepared is not prepared
+    assert checked.ranks == checked.prepared["sft"].plan.n_devices == 2
