@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.run.algorithm_flow import flow_of
+from flows.algorithms import flow_of
 from rlhf_tasks.algorithms.configurations import make_config
 from tests.committed import assert_same_run
 

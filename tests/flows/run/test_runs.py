@@ -23,9 +23,9 @@ from prefect.client.schemas.filters import (
 from transformers import AutoModelForCausalLM
 
 import deployments
+from flows.algorithms import rollout
 from flows.cluster.this_machine import device_here
 from flows.ppo import rlhf_ppo
-from flows.rollout import rollout
 from flows.run.prepare import prepare
 from flows.run.progress import RunView
 from flows.run.runs import cluster_of

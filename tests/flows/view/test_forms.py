@@ -7,12 +7,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import Field, TypeAdapter, ValidationError
 
-from flows.grpo import grpo
+from flows.algorithms import grpo, reward_model, rollout, sft
 from flows.plan import plan
 from flows.ppo import rlhf_ppo
-from flows.reward_model import reward_model
-from flows.rollout import rollout
-from flows.sft import sft
 from flows.view.forms import Form, title_of
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.registry import OURS, algorithm, algorithm_names

@@ -1,4 +1,4 @@
-"""The Prefect flow of an algorithm, made from its record."""
+"""The flow of every algorithm, made from its record. Each is an entry point of a deployment; PPO's is in ppo.py."""
 
 from functools import cache
 from inspect import getdoc
@@ -25,7 +25,6 @@ Args:
 def flow_of(name: str) -> Flow[..., Any]:
     """The flow that runs an algorithm. Its name is the algorithm's, with hyphens.
 
-    A module that binds it is an entry point of a deployment: `sft = flow_of("sft")`.
     Raises ConfigError for an unknown algorithm.
     """
     record = algorithm(name)
@@ -37,3 +36,17 @@ def flow_of(name: str) -> Flow[..., Any]:
     run.__doc__ = _DOCUMENTATION.format(getdoc(record.config))
     run.__annotations__["config"] = Annotated[record.config, Form()]
     return flow(name=name.replace("_", "-"), flow_run_name=flow_run_name, persist_result=False)(run)
+
+
+dpo = flow_of("dpo")
+kto = flow_of("kto")
+grpo = flow_of("grpo")
+rloo = flow_of("rloo")
+remax = flow_of("remax")
+reinforce_pp = flow_of("reinforce_pp")
+expert_iteration = flow_of("expert_iteration")
+distillation = flow_of("distillation")
+sft = flow_of("sft")
+reward_model = flow_of("reward_model")
+rollout = flow_of("rollout")
+evaluate = flow_of("evaluate")

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
-from flows.run.algorithm_flow import flow_of
-from flows.sft import sft
+from flows.algorithms import flow_of, sft
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from tests.rlhf_tasks.algorithms.registered import FILES, install, installed
 
-FLOWS = Path(__file__).parents[3] / "flows"
+FLOWS = Path(__file__).parents[2] / "flows" / "algorithms.py"
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -27,7 +26,7 @@ def test_every_algorithm_has_a_flow_of_its_configuration(name):
 
 @pytest.mark.parametrize("name", ["sft", "reward_model", "rollout"])
 def test_prefect_loads_it_from_an_entry_point(name):
-    loaded = load_flow_from_entrypoint(f"{FLOWS / name}.py:{name}")
+    loaded = load_flow_from_entrypoint(f"{FLOWS}:{name}")
     assert loaded.name == name.replace("_", "-")
     assert loaded.parameters.required == ["config"]
 

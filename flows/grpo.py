@@ -1,5 +1,0 @@
-"""Flow `grpo`."""
-
-from flows.run.algorithm_flow import flow_of
-
-grpo = flow_of("grpo")
