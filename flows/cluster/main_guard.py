@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from rlhf_tasks.system.reading import ConfigError
+from rlhf_tasks.system.source import parsed
 
 GUARDS = ("__name__", "parent_process", "current_process")
 """Names by which a script asks whether it is run or imported by a worker process."""
@@ -26,7 +27,7 @@ def refuse_unguarded_script() -> None:
     if script is None or frame is None or (spec is not None and spec.name.split(".")[-1] == "__main__"):
         return
     try:
-        tree = ast.parse(Path(script).read_bytes())
+        tree = parsed(Path(script).read_bytes())
     except (OSError, SyntaxError, ValueError):  # it is not there as it was run: nobody can import it, either
         return
     if not _is_guarded(tree, frame.f_lineno):

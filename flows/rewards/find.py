@@ -17,7 +17,7 @@ from rlhf_tasks.environments import builtin as environments
 from rlhf_tasks.rewards import builtin
 from rlhf_tasks.rewards.forms import BUILTIN, Parameters, RewardError
 from rlhf_tasks.rewards.user_code import secret_named
-from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound
+from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound, parsed
 
 _SECRETS = (
     "key",
@@ -136,7 +136,7 @@ def _read(what: str, place: str) -> tuple[Path, ast.Module] | None:
     if path is None:
         return None
     try:
-        return path, ast.parse(path.read_bytes(), str(path))
+        return path, parsed(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(
             f"{what}: {path} cannot be read ({error.strerror}). Name an existing file."

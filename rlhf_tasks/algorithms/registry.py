@@ -5,7 +5,6 @@ Others are entry points of the group `prefect_rlhf.algorithms` in any installed 
 when it is asked for.
 """
 
-import ast
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -26,7 +25,7 @@ from rlhf_tasks.config.sampling import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader
 from rlhf_tasks.spec import ModelFunctionCall
 from rlhf_tasks.system.reading import ConfigError, one_line, shown
-from rlhf_tasks.system.source import module_file, names_bound, names_imported
+from rlhf_tasks.system.source import module_file, names_bound, names_imported, parsed
 
 GROUP = "prefect_rlhf.algorithms"
 OURS = "prefect-rlhf"
@@ -144,7 +143,7 @@ class Algorithm:
         if file is None:  # e.g. a compiled module: the ranks will find out
             return
         try:
-            body = ast.parse(file.read_bytes(), str(file)).body
+            body = parsed(file.read_bytes(), str(file)).body
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as fault:
             raise ConfigError(
                 f"{_whose(self.name, self.package)} has its functions in {file}, which is not valid Python "
@@ -278,7 +277,7 @@ def _registered() -> Iterator[tuple[str, _EntryOf]]:
     places = {name: f"{algorithms.__name__}.{name}:ALGORITHM" for name in folders}
     file = module_file(PRESETS)
     assert file is not None, "presets are read from their source"
-    named = names_bound(ast.parse(file.read_bytes()).body)
+    named = names_bound(parsed(file.read_bytes()).body)
     places |= {name: f"{PRESETS}:{name}" for name in named if name.islower()}  # GRPO is what they are made of
     for name, place in places.items():
         yield name, _EntryOf(OURS, EntryPoint(name, place, GROUP))

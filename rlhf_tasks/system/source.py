@@ -10,7 +10,23 @@ from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+PARSED_TRIES = 10
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def parsed(source: bytes, name: str = "<source>") -> ast.Module:
+    """The syntax tree of Python source.
+
+    Python 3.11 counts the depth of the tree for all threads together, and raises SystemError where another thread has
+    parsed meanwhile (CPython's issue 106905). Prefect's threads do.
+    Raises SyntaxError, ValueError, RecursionError or MemoryError where it is no Python.
+    """
+    for _ in range(PARSED_TRIES - 1):
+        try:
+            return ast.parse(source, name)
+        except SystemError:
+            continue
+    return ast.parse(source, name)
 
 
 def module_file(module: str) -> Path | None:

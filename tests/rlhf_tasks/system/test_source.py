@@ -1,11 +1,14 @@
 """Where a module's source is, and which names it binds, without running it."""
 
 import ast
+import gc
 import sys
+import threading
+import time
 
 import pytest
 
-from rlhf_tasks.system.source import module_file, names_bound, names_imported
+from rlhf_tasks.system.source import module_file, names_bound, names_imported, parsed
 
 
 @pytest.mark.parametrize(
@@ -59,3 +62,30 @@ def test_a_module_without_source_gives_none_and_one_that_is_not_there_is_refused
     for missing in ("no_such_package.module", "outer_package.other", "outer_package.inner.module.more"):
         with pytest.raises(ModuleNotFoundError, match=missing):
             module_file(missing)
+
+
+def test_source_is_parsed_though_other_threads_parse_too():
+    """Threads change places inside a parse where a callback of the garbage collector runs Python: Dask sets one."""
+    source = b"\n".join(b"f(g(h(x + %d, [y, (z, 1)])))" % i for i in range(2000))
+    ended = threading.Event()
+
+    def parse_on() -> None:
+        while not ended.is_set():
+            parsed(source)
+
+    def yield_to_others(*_: object) -> None:
+        time.sleep(1e-5)
+
+    thresholds = gc.get_threshold()
+    other = threading.Thread(target=parse_on)
+    gc.callbacks.append(yield_to_others)
+    gc.set_threshold(50)
+    try:
+        other.start()
+        for _ in range(20):
+            assert len(parsed(source).body) == 2000
+    finally:
+        ended.set()
+        other.join()
+        gc.callbacks.remove(yield_to_others)
+        gc.set_threshold(*thresholds)
