@@ -19,7 +19,7 @@ from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
     ("taker", "names"),
     [
         (RunSpec, ["limits"]),
-        (Limits, ["runtime", "snapshot_every", "snapshot_max_s"]),
+        (Limits, ["deadline_floor_s", "max_restarts", "snapshot_every", "snapshot_max_s"]),
         (Ledger, ["limits"]),
         (Sequencer, ["deadlines"]),
         (Deadlines, ["factor", "floor_s"]),

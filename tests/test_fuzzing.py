@@ -41,7 +41,7 @@ PLAN = {"a": {"devices": [0, 1], "dp": 2}, "b": {"hosts": [0], "tp": 2, "micro_b
 CONFIGS = [
     ppo(),
     ppo(plan=PLAN, cluster={"n_hosts": 1, "devices_per_host": 2}, planning={"new_tokens": {"8": 1.0}}),
-    {"type": "sft", "models": {"actor": {"config": LLAMA}}, "data": {"train": "d"}, "total_iterations": 2},
+    {"type": "sft", "models": {"actor": LLAMA}, "data": {"train": "d"}, "total_iterations": 2},
     {
         "type": "rollout",
         "models": {"actor": "a", "reward": "r"},

@@ -217,7 +217,7 @@ def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
         came = len(cast(Scheduler, cluster.scheduler).workers)
         raise ClusterError(
             f"{came} of {n_ranks + 1} workers ({n_ranks} ranks and a controller) came up within "
-            f"runtime.startup_timeout_s={deadline_s:g}. Raise it, or end other work that keeps this machine busy."
+            f"{deadline_s:g} s. Raise runtime.patience, or end other work that keeps this machine busy."
         ) from None
 
 
@@ -333,7 +333,7 @@ def form_cluster(client: Client, n_ranks: int, deadline_s: float, devices_per_ho
             break
         if time.monotonic() > deadline:
             lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
-            raise ClusterError(f"{lack} (waited for runtime.startup_timeout_s={deadline_s:g})")
+            raise ClusterError(f"{lack} (waited for {deadline_s:g} s, times runtime.patience)")
         leave_if_cancelled()
         time.sleep(LOOK_EVERY_S)
     serving = (*ranks[:n_ranks], controllers[0])

@@ -44,7 +44,7 @@ from rlhf_tasks.system.reading import reading
 
 RANKS = 4
 BEFORE_PPO = ("sft", "pairs", "reward-model", "calibration")
-STARTUP_S = RuntimeConfig().startup_timeout_s
+STARTUP_S = RuntimeConfig().startup_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ def hardware_of(config: RunConfig, cluster_file: Path | None = None) -> Hardware
         return Hardware(DeviceClasses.alike(cluster, profile))
     if isinstance(device, str):
         return named_hardware(cluster, device)
-    return named_hardware(cluster, [(part.n_hosts, part.device) for part in device])
+    return named_hardware(cluster, [(n_hosts, one) for one, n_hosts in device.items()])
 
 
 def typed(config: RunConfig, classes: DeviceClasses) -> RunConfig:

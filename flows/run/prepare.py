@@ -32,7 +32,6 @@ from rlhf_tasks.algorithms.held_out import (
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
-from rlhf_tasks.config.models import InlineModel
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
@@ -320,7 +319,7 @@ def _refuse_what_cannot_run(config: RunConfig) -> None:
     refuse_missing(config.report_to)
     algorithm(config.type).calls(config)  # here, before minutes go into checking data
     for role in type(config.models).model_fields:
-        if isinstance(getattr(config.models, role), InlineModel):
+        if isinstance(getattr(config.models, role), dict):
             raise ConfigError(
                 f"models.{role} is an inline config, which has no weights: enough to plan, not to run. "
                 "Name a Hugging Face model folder."

@@ -30,7 +30,6 @@ from flows.run.training import RunControl, run_training
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.profile_cache import store
 from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.config.cluster import Limits
 from rlhf_tasks.profiling.measurements import Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import Committed, RunSpec
@@ -69,7 +68,7 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
     folder = profile_folder(config) / f"run-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     folder.mkdir(parents=True)
     results: dict[str, Sequence[NodeResult]] = {}
-    runtime = config.runtime.model_copy(update={"deadline_floor_s": PIECE_DEADLINE_S, "max_restarts": 0})
+    limits = {"deadline_floor_s": PIECE_DEADLINE_S, "max_restarts": 0, "snapshot_every": 1}
 
     async def on_commit(committed: Committed, control: RunControl) -> None:
         results.update(committed.results)
@@ -85,7 +84,7 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
             config=spec.model_dump(mode="json"),
             run_folder=str(folder),
             iterations=1,
-            limits=Limits(runtime=runtime, snapshot_every=1, snapshot_max_s=config.snapshot_max_s),
+            limits=config.limits.model_copy(update=limits),
             executor="rlhf_tasks.profiling.executor:make_executor",
             snapshots="rlhf_tasks.profiling.spec:NoSnapshots",
         )

@@ -368,7 +368,7 @@ def cluster_of(
             place.n_devices,
             folder=folder,
             devices_per_host=place.per_host,
-            deadline_s=config.runtime.startup_timeout_s,
+            deadline_s=config.runtime.startup_s,
             assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
             needs=needs,
             again=again,
@@ -386,7 +386,7 @@ def cluster_of(
             place.n_devices,
             gpus=gpus,
             folder=folder / "scratch",
-            deadline_s=config.runtime.startup_timeout_s,
+            deadline_s=config.runtime.startup_s,
         ) as cluster:
             yield cluster
 

@@ -120,10 +120,18 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
 
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir, "output_dir")
-    for source in document["data"]["train"] if not isinstance(config.data.train, str) else ():
-        source["path"] = absolute(source["path"], "data.train.path")
-    if isinstance(config.data.train, str):
-        document["data"]["train"] = absolute(config.data.train, "data.train")
+    train = config.data.train
+    paths = {path: absolute(path, "data.train") for path in ([train] if isinstance(train, str) else train)}
+    if isinstance(train, dict) and len({*paths.values()}) < len(paths):
+        twice = next(path for path in paths.values() if [*paths.values()].count(path) > 1)
+        raise ConfigError(f"data.train names {twice} twice. Give it one weight.")
+    document["data"]["train"] = (
+        {paths[path]: weight for path, weight in train.items()}
+        if isinstance(train, dict)
+        else paths[train]
+        if isinstance(train, str)
+        else tuple(paths[path] for path in train)
+    )
     evaluation = document.get("evaluation")
     if evaluation is not None:
         evaluation["data"] = absolute(evaluation["data"], "evaluation.data")
@@ -131,10 +139,15 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
         role: absolute(source, f"models.{role}") if isinstance(source, str) else source
         for role, source in document["models"].items()
     }
-    devices = document["planning"]["device"]
-    for holder in [document["planning"]] if isinstance(devices, str) else devices or ():
-        if holder["device"].endswith(FIGURES):
-            holder["device"] = absolute(holder["device"], "planning.device")
+
+    def figures(device: str) -> str:
+        return absolute(device, "planning.device") if device.endswith(FIGURES) else device
+
+    device = config.planning.device
+    if device is not None:
+        document["planning"]["device"] = (
+            figures(device) if isinstance(device, str) else {figures(one): n for one, n in device.items()}
+        )
     if config.resume not in ("never", "auto"):
         document["resume"] = absolute(config.resume, "resume")
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:

@@ -114,7 +114,7 @@ class RunConfig(Settings):
     planning: PlanningConfig = Field(
         default=PlanningConfig(), description="Settings that only the planner reads."
     )
-    runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines, waits, restarts.")
+    runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Waits and restarts.")
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -187,8 +187,8 @@ class RunConfig(Settings):
     @property
     def limits(self) -> Limits:
         """What the ledger needs to know of the configuration."""
-        return Limits(
-            runtime=self.runtime,
+        return Limits.of(
+            self.runtime,
             snapshot_every=self.snapshot_every,
             snapshot_max_s=self.snapshot_max_s,
             evaluated_every=self.evaluated_every,

@@ -50,47 +50,56 @@ class ClusterConfig(Settings):
 
 
 class RuntimeConfig(Settings):
-    """Deadlines, waits for the disk, and restarts."""
+    """How long a run waits, and how often it starts again."""
 
-    deadline_floor_s: float = Field(
-        default=120.0,
-        gt=0,
-        le=MOST_SECONDS,
-        description="Least deadline of a call, in seconds after its last rank entered it.",
-    )
-    deadline_factor: float = Field(
-        default=20.0, ge=1, le=MOST_SECONDS, description="A call's deadline divided by its predicted time."
-    )
-    io_floor_s: float = Field(
-        default=300.0,
-        ge=1,
-        le=MOST_SECONDS,
-        description="Seconds in which writing or reading a snapshot must make progress; in all it may take any time.",
-    )
-    io_least_bytes_per_s: float = Field(
-        default=1e6,
-        gt=0,
-        le=1e15,
-        description="Bytes per second that count as progress, over io_floor_s seconds.",
-    )
-    startup_timeout_s: float = Field(
-        default=180.0, gt=0, le=MOST_SECONDS, description="Seconds within which the workers must start."
+    patience: float = Field(
+        default=1.0,
+        ge=0.05,
+        le=1e6,
+        description="Factor of every wait for ranks, disks and starting workers: 2 waits twice as long.",
     )
     max_restarts: int = Field(
         default=3, ge=0, le=10**6, description="Restarts of the ranks that are allowed between two commits."
     )
 
+    @property
+    def startup_s(self) -> float:
+        """Seconds within which the workers must start."""
+        return 180.0 * self.patience
+
 
 class Limits(Settings):
     """How long a run waits, how often it starts again, how often it commits: what only the ledger and its like read.
 
-    evaluated_every  iterations after which there is a snapshot besides, as its evaluation may be the best; None: none
+    deadline_floor_s      the least deadline of a call, in seconds after its last rank entered it
+    deadline_factor       a call's deadline divided by its predicted time, where that is more
+    io_floor_s            seconds in which writing or reading a snapshot must make progress; in all it has no limit
+    io_least_bytes_per_s  bytes per second that count as progress, over `io_floor_s` seconds
+    evaluated_every       iterations after which there is a snapshot besides, as its evaluation may be the best; None:
+                          none
     """
 
-    runtime: RuntimeConfig
+    deadline_floor_s: float
+    deadline_factor: float
+    io_floor_s: float
+    io_least_bytes_per_s: float
+    max_restarts: int
     snapshot_every: int | Literal["auto"]
     snapshot_max_s: float
     evaluated_every: int | None = None
+
+    @classmethod
+    def of(cls, runtime: RuntimeConfig, **cadence: Any) -> Self:
+        """Those of a configuration's section; `cadence`: the fields about snapshots."""
+        patience = runtime.patience
+        return cls(
+            deadline_floor_s=120.0 * patience,
+            deadline_factor=20.0 * patience,
+            io_floor_s=300.0 * patience,
+            io_least_bytes_per_s=1e6 / patience,  # the same bytes in a longer time
+            max_restarts=runtime.max_restarts,
+            **cadence,
+        )
 
 
 Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
@@ -177,15 +186,11 @@ def _as_distribution(value: Any) -> Any:
     return {value: 1.0} if isinstance(value, int | str) else value
 
 
-class HostDevices(Settings):
-    """Consecutive hosts that have the same device."""
-
-    n_hosts: int = Field(gt=0, le=MAX_DEVICES, description="Number of hosts of this class.")
-    device: str = Field(description="Their device: a preset's name, or a YAML file with its figures.")
-
-
+HostCount = Annotated[int, Field(gt=0, le=MAX_DEVICES)]
 DeviceSource = Annotated[
-    Annotated[str, Tag("path")] | Annotated[tuple[HostDevices, ...], Tag("inline")], Discriminator(form)
+    Annotated[str, Tag("path")]
+    | Annotated[Annotated[dict[str, HostCount], Field(min_length=1)], Tag("inline")],
+    Discriminator(form),
 ]
 
 
@@ -212,7 +217,7 @@ class PlanningConfig(Settings):
     device: DeviceSource | None = Field(
         default=None,
         description="Device: a preset (a100-80g-sxm, h100-sxm, cpu-slot, ...), or a YAML file with its figures; "
-        "where hosts differ, [{n_hosts, device}] in the order of the hosts; default: this machine's.",
+        "where hosts differ, {device: number of hosts} in the order of the hosts; default: this machine's.",
     )
     reward_seconds_per_sequence: float = Field(
         default=0.0,

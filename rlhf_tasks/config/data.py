@@ -1,35 +1,42 @@
 """The section of a run's data sets. Torch-free."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    Discriminator,
-    Field,
-    Tag,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from rlhf_tasks.config.settings import MOST_TOKENS, Settings
+from rlhf_tasks.system.reading import shown
+
+MOST_SOURCES = 100
 
 
-class DataSource(Settings):
-    """One of several sources of rows."""
+class DataSource(NamedTuple):
+    """One of the sources of rows. weight: its share of the samples, relative to the other sources'"""
 
-    path: str = Field(
-        min_length=1, description="JSONL (.gz), JSON, CSV or Parquet: a file, a glob or a folder."
-    )
-    weight: float = Field(
-        default=1.0, gt=0, le=1e9, description="Its share of the samples, relative to the other sources'."
-    )
+    path: str
+    weight: float = 1.0
 
 
 def _form_of_data(value: Any) -> str:
-    return "path" if isinstance(value, str) else "inline"
+    return "path" if isinstance(value, str) else "inline" if isinstance(value, dict) else "several"
 
 
+def _paths(value: Any) -> Any:
+    if isinstance(value, str | dict) or (
+        isinstance(value, list | tuple) and all(isinstance(path, str) for path in value)
+    ):
+        return value
+    raise ValueError(f"give a path, a list of paths, or {{path: weight}}, found {shown(value)}")
+
+
+Source = Annotated[str, Field(min_length=1)]
+Weight = Annotated[float, Field(gt=0, le=1e9)]
 DataFiles = Annotated[
-    Annotated[Annotated[str, Field(min_length=1)], Tag("path")]
-    | Annotated[Annotated[tuple[DataSource, ...], Field(min_length=1, max_length=100)], Tag("inline")],
+    Annotated[Source, Tag("path")]
+    | Annotated[Annotated[tuple[Source, ...], Field(min_length=1, max_length=MOST_SOURCES)], Tag("several")]
+    | Annotated[Annotated[dict[Source, Weight], Field(min_length=1, max_length=MOST_SOURCES)], Tag("inline")],
     Discriminator(_form_of_data),
+    BeforeValidator(_paths),
 ]
 
 
@@ -37,7 +44,8 @@ class DataConfig(Settings):
     """Where the rows come from."""
 
     train: DataFiles = Field(
-        description="JSONL (.gz), JSON, CSV or Parquet: a file, a glob or a folder; or several: [{path, weight}].",
+        description="JSONL (.gz), JSON, CSV or Parquet: a file, a glob or a folder; "
+        "or several: [path, path], or with their shares of the samples {path: weight}.",
     )
     column_map: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: {name in the file: expected name}."
@@ -62,7 +70,10 @@ class DataConfig(Settings):
     @property
     def sources(self) -> tuple[DataSource, ...]:
         """The sources; one where only a path is given."""
-        return (DataSource(path=self.train),) if isinstance(self.train, str) else self.train
+        if isinstance(self.train, dict):
+            return tuple(DataSource(path, weight) for path, weight in self.train.items())
+        paths = (self.train,) if isinstance(self.train, str) else self.train
+        return tuple(map(DataSource, paths))
 
     @property
     def weights(self) -> tuple[float, ...]:

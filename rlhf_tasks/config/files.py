@@ -145,7 +145,7 @@ def faults_of(error: ValidationError, model: type[BaseModel] | None = None, *kin
 
 def _sentence(fault: ErrorDetails, model: type[BaseModel] | None, kinds: Sequence[str]) -> str:
     *above, last = ("", *fault["loc"])
-    tags = (*kinds, "inline", "path", FUNCTION_REWARD, SERVICE_REWARD)
+    tags = (*kinds, "path", "inline", "several", FUNCTION_REWARD, SERVICE_REWARD)
     keyed = fault["type"] in (
         "extra_forbidden",
         "missing",

@@ -52,7 +52,19 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("stop", "stop_token"), ("sampling.stop_strings",)),
     "stop_token_id": ("sampling.stop_token_ids",),
     "importance_sampling_cap": ("importance_cap",),
-    "vf_coef": ("critic_optimizer",),
+    "vf_coef": ("critic_learning_rate",),
+    # names of before
+    "critic_optimizer": ("critic_learning_rate",),
+    **dict.fromkeys(
+        (
+            "deadline_floor_s",
+            "deadline_factor",
+            "io_floor_s",
+            "io_least_bytes_per_s",
+            "startup_timeout_s",
+        ),
+        ("runtime.patience",),
+    ),
     # peft
     **dict.fromkeys(("peft_config", "use_peft", "lora_config"), ("lora",)),
     **dict.fromkeys(("lora.r", "lora_r", "lora_rank"), ("lora.rank",)),
@@ -76,7 +88,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "n_gpus_per_node": ("cluster.devices_per_host",),
     "nnodes": ("cluster.n_hosts",),
 }
-"""What TRL, transformers, peft and verl call it -> its names here; the first that a configuration has counts."""
+"""What TRL, transformers, peft, verl and earlier versions call it -> its names here; the first there is counts."""
 
 _EXAMPLES: Mapping[str, str] = {
     "actor": "models/my-model",

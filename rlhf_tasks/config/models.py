@@ -3,31 +3,30 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 
 from rlhf_tasks.config.settings import MOST_ITERATIONS, Settings, form
 from rlhf_tasks.parallel.layout.adapter_folder import MOST_RANK
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
 
 
-class InlineModel(Settings):
-    """A model that is given by its configuration only, without weights: enough to plan with, not to run."""
-
-    config: dict[str, Any] = Field(description="The content of a Hugging Face config.json, as a mapping.")
+def _content_of_a_config(value: dict[str, Any]) -> dict[str, Any]:
+    if set(value) == {"config"}:
+        raise ValueError("a model's configuration stands here itself: {model_type: ...}, not under config")
+    return value
 
 
 ModelSource = Annotated[
-    Annotated[str, Tag("path")] | Annotated[InlineModel, Tag("inline")], Discriminator(form)
+    Annotated[str, Tag("path")]
+    | Annotated[Annotated[dict[str, Any], AfterValidator(_content_of_a_config)], Tag("inline")],
+    Discriminator(form),
 ]
+"""A model's folder; or the content of a Hugging Face config.json, without weights: enough to plan, not to run."""
 
 
 class ActorOnly(Settings):
-    """Hugging Face folder of the one role of SFT and reward modelling. Planning also accepts `{config: {...}}`."""
+    """Hugging Face folder of the one role of SFT and reward modelling. Planning also accepts a mapping, the
+    content of a config.json."""
 
     actor: ModelSource = Field(
         description="Folder the training starts from; its tokenizer serves the whole run."
@@ -36,7 +35,7 @@ class ActorOnly(Settings):
     @property
     def tokenizer(self) -> str:
         """The folder whose tokenizer serves the run. Raises ValueError where the actor has no folder."""
-        if isinstance(self.actor, InlineModel):
+        if not isinstance(self.actor, str):
             raise ValueError(
                 "models.actor is an inline config, which has no tokenizer. Name a model folder; to plan without one, "
                 "give planning.prompt_tokens."
@@ -149,6 +148,6 @@ class Role(NamedTuple):
     @staticmethod
     def of(source: ModelSource, head: Head, optimizer: OptimizerConfig | None = None) -> "Role":
         """The role of a model given by folder or inline."""
-        if isinstance(source, InlineModel):
-            return Role("", head, optimizer, config=source.config)
-        return Role(source, head, optimizer)
+        if isinstance(source, str):
+            return Role(source, head, optimizer)
+        return Role("", head, optimizer, config=source)

@@ -25,7 +25,7 @@ class Pace:
     def __str__(self) -> str:
         return (
             f"fewer than {self.least_bytes:.0f} bytes in {self.floor_s:g} s; if the disk was only slow, raise "
-            "runtime.io_floor_s or lower runtime.io_least_bytes_per_s"
+            "runtime.patience"
         )
 
 

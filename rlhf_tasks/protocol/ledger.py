@@ -88,11 +88,10 @@ class Ledger:
         for planned in plans:
             self._check_devices(planned.plan)
         self.last_iteration = total_iterations - 1
-        runtime = limits.runtime
-        self.max_rebuilds = runtime.max_restarts  # without a commit in between; one more ends the attempt
+        self.max_rebuilds = limits.max_restarts  # without a commit in between; one more ends the attempt
         self.timeouts = timeouts or Timeouts()
-        self.pace = pace = Pace(runtime.io_floor_s, runtime.io_least_bytes_per_s)
-        deadlines = Deadlines(runtime.deadline_factor, runtime.deadline_floor_s, users_s=users_s or {})
+        self.pace = pace = Pace(limits.io_floor_s, limits.io_least_bytes_per_s)
+        deadlines = Deadlines(limits.deadline_factor, limits.deadline_floor_s, users_s=users_s or {})
         self.phase = Phase.NEW
         self.fault: Cause | None = None
         self.account = Account(

@@ -145,7 +145,7 @@ class IterationProgress:
             if node.deadline is not None and not node.done and now > node.deadline:
                 error = (
                     f"not finished {node.deadline_s:g} s after the last rank entered; if it was only slow, raise "
-                    "runtime.deadline_floor_s"
+                    "runtime.patience"
                 )
                 return Cause(error, tuple(sorted(node.unfinished)), name, self.iteration)
         return None

@@ -141,7 +141,7 @@ class Rehearsal:
     def __init__(self, loop: VirtualTime, asked: RehearsalRequest) -> None:
         self._loop, self._asked = loop, asked
         self._story, self._watch = Story(), WaitLog()
-        plan, runtime = asked.spec.plan, asked.spec.limits.runtime
+        plan, limits = asked.spec.plan, asked.spec.limits
         self._cluster = SimulatedCluster(
             loop,
             plan,
@@ -149,7 +149,7 @@ class Rehearsal:
             asked.machines,
             asked.noise,
             self._watch,
-            Pace(runtime.io_floor_s, runtime.io_least_bytes_per_s),
+            Pace(limits.io_floor_s, limits.io_least_bytes_per_s),
             lambda idle: self._story.idle(idle, loop.time()),
             self._hit,
         )
@@ -208,7 +208,7 @@ class Rehearsal:
         return self._snapshots
 
     def _commit_took(self, seconds: float) -> None:
-        self._watch.used("commit", seconds, self._asked.spec.limits.runtime.io_floor_s)
+        self._watch.used("commit", seconds, self._asked.spec.limits.io_floor_s)
 
     def _hear(self, attempt: Attempt, event: Any) -> None:
         """An event for the flow."""
@@ -298,7 +298,7 @@ class Rehearsal:
         await asyncio.gather(starting, return_exceptions=True)
         await old.close()
         self._rebuilds += 1
-        if self._rebuilds > self._asked.spec.limits.runtime.max_restarts:
+        if self._rebuilds > self._asked.spec.limits.max_restarts:
             self._end(f"the run gave up: its controller was lost, after {self._rebuilds - 1} restarts", False)
             return
         await asyncio.sleep(self._asked.machines.attempt_s)

@@ -47,7 +47,7 @@ def ppo(**changes: Any) -> dict[str, Any]:
     document = {
         "type": "ppo",
         "dtype": "float32",
-        "models": {"actor": {"config": LLAMA}, "reward": {"config": LLAMA}},
+        "models": {"actor": LLAMA, "reward": LLAMA},
         "data": {"train": "nowhere.jsonl"},
         "output_dir": "nowhere",  # where no profiles are: those in ./runs would change what is planned
         "sampling": {"max_completion_length": 16},

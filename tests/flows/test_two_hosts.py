@@ -24,7 +24,7 @@ from tests.tiny_runs import TWO_RANKS, ppo_config
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]
 PORT = 8786  # of the scheduler: nobody else listens in its namespace
 ITERATIONS = 4
-DEADLINE_S = 10.0
+PATIENCE = 1 / 8  # the least deadline of a call is then 15 s
 NAMED = (*RANK, "--name", "second-0")
 # As docs/clusters.md advises: a worker ends with its connection to the scheduler, and nobody else starts it again.
 LOOP = "trap 'kill $!; wait; exit' TERM; while true; do \"$@\" & wait $!; sleep 1; done"
@@ -158,7 +158,7 @@ def cut_off(cluster: Cluster, away_s: float) -> Iterator[tuple[MarkedCommand, Pa
         cluster.worker(first, *CONTROLLER),
         cluster.worker(first, *RANK),
         cluster.worker(second, *NAMED, again=True),
-        cluster.run("cut", runtime={"deadline_floor_s": DEADLINE_S, "deadline_factor": 2.0}) as run,
+        cluster.run("cut", runtime={"patience": PATIENCE}) as run,
     ):
         run.wait_until(step_folder(folder, 1).exists)
         cluster.hosts.cut_off_second()

@@ -10,16 +10,14 @@ STARTUP_S = 500.0  # that the workers of a busy machine may take
 
 
 def limits(**changes: Any) -> Limits:
-    """Limits of a test: those given, by their names in the configuration, and defaults."""
-    runtime: dict[str, Any] = {"deadline_factor": DEADLINES.factor, "deadline_floor_s": DEADLINES.floor_s}
-    runtime |= {name: changes.pop(name) for name in list(changes) if name in RuntimeConfig.model_fields}
-    return Limits(
-        runtime=RuntimeConfig(**runtime), **{"snapshot_every": 1, "snapshot_max_s": 1800.0} | changes
-    )
+    """Limits of a test: those given, and defaults."""
+    made = Limits.of(RuntimeConfig(), snapshot_every=1, snapshot_max_s=1800.0)
+    of_tests = {"deadline_factor": DEADLINES.factor, "deadline_floor_s": DEADLINES.floor_s}
+    return Limits(**made.model_dump() | of_tests | changes)
 
 
 def with_limits(options: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a `RunSpec`, in which limits may stand by their names in the configuration."""
-    names = {*RuntimeConfig.model_fields, *Limits.model_fields} - {"runtime"}
-    own = {name: value for name, value in options.items() if name in names}
-    return {"limits": limits(**own)} | {name: value for name, value in options.items() if name not in names}
+    """Fields of a `RunSpec`, among which limits may stand by their names."""
+    own = {name: value for name, value in options.items() if name in Limits.model_fields}
+    others = {name: value for name, value in options.items() if name not in own}
+    return {"limits": limits(**own), **others}

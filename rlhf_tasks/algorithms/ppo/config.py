@@ -15,7 +15,12 @@ class PPOConfig(PolicyConfig):
 
     type: Literal["ppo"] = "ppo"
     groups: ClassVar[Groups] = {
-        "Training": ("num_ppo_epochs", "critic_optimizer", "critic_warmup_iterations", "early_stop_ratio"),
+        "Training": (
+            "num_ppo_epochs",
+            "critic_learning_rate",
+            "critic_warmup_iterations",
+            "early_stop_ratio",
+        ),
         "Score": ("score_clip", "truncated_responses"),
         "KL": ("kl_coef", "kl_estimator", "kl_target", "kl_horizon"),
         "Advantages": ("gamma", "lam", "whiten_rewards", "whiten_advantages", "normalize_values"),
@@ -74,10 +79,18 @@ class PPOConfig(PolicyConfig):
     critic_warmup_iterations: int = Field(
         default=0, ge=0, le=MOST_ITERATIONS, description="First iterations, in which only the critic trains."
     )
-    critic_optimizer: OptimizerConfig | None = Field(
+    critic_learning_rate: float | None = Field(
         default=None,
-        description="The critic's optimizer; its learning rate replaces TRL's vf_coef. Default: as the actor's.",
+        gt=0,
+        description="The critic's peak learning rate, which replaces TRL's vf_coef; the rest of its optimizer is as "
+        "the actor's. Default: the actor's.",
     )
+
+    @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The actor's, with `critic_learning_rate` where that is given."""
+        rate = self.critic_learning_rate
+        return self.optimizer if rate is None else self.optimizer.model_copy(update={"learning_rate": rate})
 
     @property
     def passes(self) -> int:
@@ -90,7 +103,7 @@ class PPOConfig(PolicyConfig):
         critic = models.critic or models.reward or models.actor
         roles = {
             "actor": Role.of(models.actor, "lm", self.optimizer),
-            "critic": Role.of(critic, "scalar", self.critic_optimizer or self.optimizer),
+            "critic": Role.of(critic, "scalar", self.critic_optimizer),
             "ref": Role.of(models.ref or models.actor, "lm"),
         }
         if models.reward is not None:

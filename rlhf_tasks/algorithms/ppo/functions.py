@@ -130,7 +130,7 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
         return LossTerms(torch.where(mask, terms, 0.0).sum(), {"clip_ratio": (mask & clipped).sum()})
 
     steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, ["clip_ratio"])
-    settings = config.critic_optimizer or config.optimizer
+    settings = config.critic_optimizer
     for step in optimizer_steps(learned, context, settings, config.num_ppo_epochs):
         if targets.mini_batch_tokens[
             step.block

@@ -17,8 +17,8 @@ def write_inline(document, tmp_path):
 
     def make(**changes):
         models = {
-            "actor": {"config": LLAMA},
-            "reward": {"config": {**LLAMA, "num_hidden_layers": 1}},
+            "actor": LLAMA,
+            "reward": {**LLAMA, "num_hidden_layers": 1},
         }
         planning = {"prompt_tokens": 4, "device": "h100-sxm"}
         document.pop("rewards", None)
@@ -44,7 +44,7 @@ def test_a_profile_needs_no_file_of_a_model_but_its_configuration(call, document
         if file.name != "config.json":
             file.unlink()
     assert call("profile", "--config", "FILE")[0] == 0
-    document["models"]["actor"] = {"config": LLAMA}
+    document["models"]["actor"] = LLAMA
     refused(call, "role 'actor' are given inline", command=("profile", "--config", "FILE"))
     assert len(measured) == 1
 
@@ -99,7 +99,7 @@ def test_a_computed_profile_is_not_taken_for_a_measured_one(call, write_inline, 
 
 
 def test_a_profile_is_of_one_device_class(call, write_inline, tmp_path):
-    devices = [{"n_hosts": 1, "device": name} for name in ("h100-sxm", "a100-80g-sxm")]
+    devices = {"h100-sxm": 1, "a100-80g-sxm": 1}
     write_inline(
         cluster={"n_hosts": 2, "devices_per_host": 2}, planning={"prompt_tokens": 4, "device": devices}
     )

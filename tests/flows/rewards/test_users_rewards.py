@@ -75,7 +75,7 @@ def test_a_reward_that_fails_in_the_second_iteration_ends_the_run_at_the_first_c
 @pytest.mark.slow
 def test_a_reward_that_hangs_beyond_a_nodes_own_deadline_is_the_users_late_reward(run):
     """It is no rank that hangs: nothing is started anew."""
-    limits = {"deadline_floor_s": 20, "deadline_factor": 1, "max_restarts": 0}
+    limits = {"patience": 1 / 6, "max_restarts": 0}
     with pytest.raises(RunFailed) as failed:
         run("broken:hangs", reward_timeout_s=30, runtime=limits)
     assert "reward 'hangs' gave no answer in 30 s at " in str(failed.value)

@@ -24,7 +24,7 @@ def test_rewards_in_python_are_no_forward_pass(run_plan, tmp_path):
     times = []
     for planning in ({}, {"reward_seconds_per_sequence": 0.25}):
         document = ppo(
-            models={"actor": {"config": LLAMA}},
+            models={"actor": LLAMA},
             rewards=[{"function": "score.py:score"}],
             planning={"prompt_tokens": 16, "device": "cpu-slot", **planning},
         )
@@ -51,7 +51,7 @@ def test_the_head_and_micro_batches_are_planned_for_as_the_engine_computes_them(
     assert (workload.counted_tokens, workload.counted_share) == (10, 10 / 26)
     assert workload.micro_batch_tokens == 64
     assert workload.recompute == "selective"
-    rows = ppo(type="sft", models={"actor": {"config": LLAMA}})
+    rows = ppo(type="sft", models={"actor": LLAMA})
     del rows["sampling"]
     assert workload_of(SFTConfig.model_validate(rows)).counted_share == 1
 
@@ -248,7 +248,7 @@ MEANT_IN_OTHER_UNITS = {
 def test_figures_are_judged_wherever_a_device_is_stated(run_plan, write, place):
     """A sentence for each, with the value, where it stands, and the unit that was likely meant."""
     stated = write(MEANT_IN_OTHER_UNITS, "mine.yaml")
-    device = stated if place == "configuration" else [{"n_hosts": 1, "device": stated}]
+    device = stated if place == "configuration" else {stated: 1}
     cluster = {"n_hosts": 1, "devices_per_host": 2, "device": MEANT_IN_OTHER_UNITS}
     given = (
         (ppo(), "--cluster", write(cluster, "mine.yaml"))
@@ -303,21 +303,24 @@ def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(run_plan, 
         ({"cluster": {"n_hosts": 10**8}}, ("cluster.n_hosts", "less than or equal to 131072", "100000000")),
         ({"planning": {"prompt_tokens": 16, "device": "my.yaml"}}, ("my.yaml: no such file",)),
         (
-            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 3, "device": "cpu-slot"}]}},
+            {"planning": {"prompt_tokens": 16, "device": {"cpu-slot": 3}}},
             ("planning.device: n_hosts=1", "given for 3 hosts"),
         ),
         (
-            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 0, "device": "cpu-slot"}]}},
-            ("planning.device.0.n_hosts", "greater than 0"),
+            {"planning": {"prompt_tokens": 16, "device": {"cpu-slot": 0}}},
+            ("planning.device.cpu-slot", "greater than 0"),
         ),
         (
-            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 1, "device": "tpu"}]}},
+            {"planning": {"prompt_tokens": 16, "device": {"tpu": 1}}},
             ("'tpu'", "cpu-slot"),
         ),
-        ({"models": {"actor": {"config": {"model_type": "bert"}}, "reward": "x"}}, ("actor", "bert")),
-        ({"models": {"actor": {"config": LLAMA}, "reward": "x"}}, ("role 'critic'", "is not there")),
-        ({"models": {"actor": {"configs": LLAMA}}}, ("models.actor.config",)),
-        ({"models": {"actor": {"config": {**LLAMA, "hidden_size": -1}}, "reward": "x"}}, ("hidden_size=-1",)),
+        ({"models": {"actor": {"model_type": "bert"}, "reward": "x"}}, ("actor", "bert")),
+        ({"models": {"actor": LLAMA, "reward": "x"}}, ("role 'critic'", "is not there")),
+        (
+            {"models": {"actor": {"config": LLAMA}, "reward": "x"}},
+            ("models.actor: a model's", "{model_type: "),
+        ),
+        ({"models": {"actor": {**LLAMA, "hidden_size": -1}, "reward": "x"}}, ("hidden_size=-1",)),
     ],
 )
 def test_what_cannot_be_planned_is_refused(run_plan, change, parts):
@@ -361,7 +364,7 @@ def test_a_run_without_a_dtype_takes_bfloat16_on_gpus_that_multiply_it(write, de
         "one without a figure for CUDA's context": "like: a100-40g-sxm\nname: mine\ncontext_bytes: 0\n",
     }
     named = write(files[device], "mine.yaml") if isinstance(device, str) and device in files else device
-    parts = named if isinstance(named, str) else [{"n_hosts": 1, "device": one} for one in named]
+    parts = named if isinstance(named, str) else dict.fromkeys(named, 1)
     cluster = {"n_hosts": 1 if isinstance(named, str) else 2, "devices_per_host": 2}
     document = {**ppo(planning={"prompt_tokens": 16, "device": parts}, cluster=cluster)}
     del document["dtype"]
@@ -385,7 +388,7 @@ def test_a_device_file_with_an_infinite_figure_is_refused(run_plan, write, figur
 
 def test_models_that_no_device_holds_are_refused_with_device_and_bytes(run_plan):
     large = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
-    models = {"actor": {"config": large}, "reward": {"config": large}}
+    models = {"actor": large, "reward": large}
     refused(run_plan(ppo(models=models), "--mode", "heuristic"), " bytes", "would lower it")
 
 

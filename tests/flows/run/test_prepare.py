@@ -126,7 +126,7 @@ LAYER_OF_70B = {  # as in Llama 2 70B, which has 80 such layers
 
 def large(layers: int, **changes) -> RunConfig:
     """PPO of an actor with so many layers, and a small reward model and critic, on 2 hosts of 8 GPUs."""
-    actor, reward = ({"config": {**LAYER_OF_70B, "num_hidden_layers": n}} for n in (layers, 4))
+    actor, reward = ({**LAYER_OF_70B, "num_hidden_layers": n} for n in (layers, 4))
     fields = {
         "models": {"actor": actor, "reward": reward},
         "dtype": "bfloat16",
@@ -347,8 +347,8 @@ def test_a_run_that_begins_from_an_adapter_reads_its_bases_tokenizer_and_exports
 
 
 def test_a_reference_of_another_architecture_cannot_follow():
-    ref = {"config": {**INLINE, "num_hidden_layers": 3}}
-    models = {"actor": {"config": INLINE}, "ref": ref, "reward": {"config": INLINE}}
+    ref = {**INLINE, "num_hidden_layers": 3}
+    models = {"actor": INLINE, "ref": ref, "reward": INLINE}
     config = make_config(ppo(models=models, sync_ref_model=True, ref_model_sync_steps=9))
     with pytest.raises(
         ConfigError, match=r"'ref' and 'actor' cannot be blended, they differ: layers 3 and 2"

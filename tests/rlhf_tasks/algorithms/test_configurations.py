@@ -54,7 +54,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, bool]:
     for name, field in model.model_fields.items():
         candidates = (field.annotation, *getattr(field.annotation, "__args__", ()))
         inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if inner is None or name == "critic_optimizer":
+        if inner is None:
             found[prefix + name] = field.is_required()
         else:
             found |= leaves(inner, f"{prefix}{name}.")
@@ -184,9 +184,18 @@ def test_no_staleness_is_what_every_algorithm_has(kind: str):
 
 
 def test_the_critic_has_its_own_optimizer_where_given():
-    config = make_config(ppo(optimizer={"learning_rate": 1e-4}, critic_optimizer={"learning_rate": 1e-3}))
+    config = make_config(ppo(optimizer={"learning_rate": 1e-4}, critic_learning_rate=1e-3))
     rates = {r: role.optimizer.learning_rate for r, role in config.roles().items() if role.optimizer}
     assert rates == {"actor": 1e-4, "critic": 1e-3}
+
+
+def test_patience_lengthens_every_wait_and_asks_for_the_same_bytes():
+    usual, twice = (make_config(ppo(runtime={"patience": factor})) for factor in (1, 2))
+    assert twice.runtime.startup_s == 2 * usual.runtime.startup_s
+    longer, limits = twice.limits, usual.limits
+    for name in ("deadline_floor_s", "deadline_factor", "io_floor_s"):
+        assert getattr(longer, name) == 2 * getattr(limits, name)
+    assert longer.io_floor_s * longer.io_least_bytes_per_s == limits.io_floor_s * limits.io_least_bytes_per_s
 
 
 @pytest.mark.parametrize(
@@ -491,16 +500,12 @@ def test_another_cadence_is_refused_in_one_sentence(every):
     [
         ({"snapshot_max_s": 0}, "snapshot_max_s: input should be greater than 0, found 0."),
         (
-            {"runtime": {"io_floor_s": 0}},
-            "runtime.io_floor_s: input should be greater than or equal to 1, found 0.",
-        ),
-        (
-            {"runtime": {"io_least_bytes_per_s": 0}},
-            "runtime.io_least_bytes_per_s: input should be greater than 0, found 0.",
+            {"runtime": {"patience": 0}},
+            "runtime.patience: input should be greater than or equal to 0.05, found 0.",
         ),
     ],
 )
-def test_a_wait_without_progress_and_a_rate_of_zero_are_refused(changes, told):
+def test_a_run_without_patience_is_refused(changes, told):
     with pytest.raises(ConfigError) as refused:
         make_config(ppo(**changes))
     assert str(refused.value) == told

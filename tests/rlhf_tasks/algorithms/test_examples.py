@@ -818,7 +818,7 @@ def sourced(folder: Path, base: Path, sizes: dict[str, int], weights: list[float
     for letter, size in sizes.items():
         rows = (json.dumps({"prompt": letter * (i + 1)}) for i in range(size))
         (base / f"{letter}.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    train = [{"path": str(base / f"{x}.jsonl"), "weight": w} for x, w in zip(sizes, weights, strict=True)]
+    train = {str(base / f"{x}.jsonl"): weight for x, weight in zip(sizes, weights, strict=True)}
     document = config(folder, base / "x").model_dump(mode="json")
     return make_config({**document, "data": {"train": train, **data}})
 
@@ -862,9 +862,14 @@ def test_max_rows_is_of_each_source_and_a_source_without_rows_is_refused(
     [
         ([], "data.train: "),
         ("", "data.train: "),
-        ([{"path": "a", "weight": 0}], "data.train.0.weight: "),
-        ([{"weight": 1}], "data.train.0.path: required"),
-        ([{"path": "a", "wieght": 1}], "data.train.0.wieght: unknown key, did you mean 'weight'?"),
+        ({"a": 0}, "data.train.a: input should be greater than 0"),
+        ({}, "data.train: "),
+        (["a", ""], "data.train.1: "),
+        (5, "data.train: "),
+        (
+            [{"path": "a", "weight": 3}],
+            "data.train: give a path, a list of paths, or {path: weight}, found [{'path': 'a', 'weight': 3}].",
+        ),
     ],
 )
 def test_faults_of_sources_are_named(plain_folder: Path, tmp_path: Path, train: Any, sentence: str):
@@ -876,8 +881,17 @@ def test_faults_of_sources_are_named(plain_folder: Path, tmp_path: Path, train: 
 
 def test_paths_of_sources_become_absolute(plain_folder: Path, tmp_path: Path):
     document = config(plain_folder, tmp_path / "x").model_dump(mode="json")
-    found = make_config({**document, "data": {"train": [{"path": "a.jsonl"}, {"path": "/b"}]}})
+    found = make_config({**document, "data": {"train": ["a.jsonl", "/b"]}})
     assert [source.path for source in resolve_paths(found, tmp_path).data.sources] == [
         str(tmp_path / "a.jsonl"),
         "/b",
     ]
+    weighted = resolve_paths(make_config({**document, "data": {"train": {"a.jsonl": 3, "/b": 1}}}), tmp_path)
+    assert weighted.data.train == {str(tmp_path / "a.jsonl"): 3, "/b": 1}
+
+
+def test_a_file_that_has_two_weights_is_refused(plain_folder: Path, tmp_path: Path):
+    document = config(plain_folder, tmp_path / "x").model_dump(mode="json")
+    twice = make_config({**document, "data": {"train": {"a.jsonl": 3, "./a.jsonl": 1}}})
+    with pytest.raises(ConfigError, match=r"data\.train names .*a\.jsonl twice\. Give it one weight\."):
+        resolve_paths(twice, tmp_path)
