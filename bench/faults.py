@@ -1,6 +1,6 @@
 """Runs the tests of each fault that the project promises to survive, and writes a page with the results.
 
-    python -m bench.faults [ROW ...] [--timeout 3600] [--page docs/reliability.md]
+    python -m bench.faults [ROW ...] [--timeout 3600] [--page bench/results/faults.md]
 
 Without ROW, all rows are run. A row that is not run keeps its result on the page. Rows whose tests need ranks take at
 least half a minute each on two idle cores.
@@ -256,23 +256,11 @@ def _named(fault: Fault) -> str:
     return f"`{fault.file}{chosen}`" if fault.file else ""
 
 
-_HEAD = """# Reliability
+_HEAD = """# Faults
 
 Written by `python -m bench.faults`, which runs the tests of each fault. *R*: the run continues, and its final
-weights, moments and metrics are bit-equal to those of an undisturbed run. A row without a test, or that was not run,
-promises nothing.
-
-A run's folder (flows/run/run_folder.py) has everything that is needed to resume it: commits that are renamed into
-place and hashed, journals whose committed part is hashed, the configuration, and digests of data and models. Changes
-since the last commit are refused, with the difference, unless `--accept-changes` is given. A full or read-only disk
-is not a fault of the ranks: the run ends at once, naming path and bytes, and the last commit is intact. The digest of
-a model file above 64 MiB is computed from samples: it detects another or retrained model, but not a few altered
-bytes.
-
-What comes after the last commit is done again: at most two iterations with `snapshot_every: 1`, about
-`snapshot_max_s` seconds of work with `auto`, which is the default. Complete iterations that a fault has undone become
-Failed in Prefect, and their message says so. A run that a worker of Prefect's cancels may lose as much
-(control.md).
+weights, moments and metrics are bit-equal to those of an undisturbed run, on CPUs. A row without a test, or that was
+not run, promises nothing. docs/running.md has the summary.
 
 | # | fault | expected | tests | seen |
 |---|---|---|---|---|"""
@@ -300,7 +288,7 @@ def main() -> None:
     )
     parser.add_argument("rows", nargs="*", choices=[*FAULTS, []], help="numbers of faults")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the tests of a file")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reliability.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "bench" / "results" / "faults.md")
     arguments = parser.parse_args()
     for number, seen in outcomes(arguments.rows or list(FAULTS), arguments.timeout):
         print(f"{number}: {FAULTS[number].what}: {seen}", flush=True)

@@ -4,7 +4,7 @@
                               [--json FILE]
 
 All runs of a seed start from its SFT model and share its reward model and Prefect server. Each has the heuristic's
-plan. Prints a row for each run, then the table of docs/algorithms.md: means over the seeds, and their range.
+plan. Prints a row for each run, then the table of bench/results/learning.md: means over the seeds, and their range.
 
     accuracy    exact match of greedy answers on held-out words; before is that of the SFT model
     seconds     of the whole run. Four ranks share one machine here, so running ahead cannot gain time

@@ -25,7 +25,7 @@ from rlhf_tasks.spec import ExecutionPlan
 
 ITERATION_CPU_S, NODE_CPU_S = 0.25, 0.025
 """CPU seconds of a run's own processes (flow, Prefect's server, controller) for each iteration, and for each of its
-nodes: what PPO and SFT of tiny models took on two cores (docs/measured.md)."""
+nodes: what PPO and SFT of tiny models took on two cores (bench/results/runs.md)."""
 
 
 @dataclass(frozen=True)

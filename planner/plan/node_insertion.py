@@ -107,7 +107,7 @@ class Where:
 
 
 def where(call: ModelFunctionCall, placement: Placement, balance: Balance) -> Where:
-    """Where a call's samples lie (docs/interfaces.md, "who holds which sample").
+    """Where a call's samples lie (docs/architecture.md, "who holds which sample").
 
     With one dp rank, all samples are on its head. If samples are dealt by count, the number of blocks (mini-batches
     or parts) matters only where dp does not divide a block's groups. If they are dealt by tokens, two calls agree

@@ -40,11 +40,9 @@ COPY_BYTES = 4  # what stays of each copy of a token for an expert: the token's 
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
 DRAWN_BYTES = 16  # of a logit that is being drawn from: its float64 score and the sum up to it (sampling.py)
 LOGPROB_BYTES = 8  # of a logit whose log-probability is being computed: two float32 copies (logprobs.py)
-NUCLEUS_BYTES = (
-    96  # of one among which a nucleus is sought: measured 54 to 94 on 1 to 4 tp ranks (docs/measured.md)
-)
+NUCLEUS_BYTES = 96  # of one among which a nucleus is sought: measured 54 to 94 (bench/results/engine.md)
 MATRICES = 7  # of a layer of Llama's kind
-TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
+TOKEN_BYTES = 4  # per token of most keys of a batch (docs/architecture.md)
 
 
 @dataclass(frozen=True)

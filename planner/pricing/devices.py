@@ -167,7 +167,7 @@ _EFFICIENCIES = (
     "layer_overhead_s, optimizer_overhead_s: estimates for eager kernels; decode_overhead_s: for CUDA graphs",
     "communicator_bytes: 688 MB on four A100s with NVLink (github.com/NVIDIA/nccl/issues/964); an estimate on PCIe, "
     "where NCCL has fewer channels",
-    "context_bytes: .96 GB on an H200 (docs/measured.md); fragmentation: an estimate, for a process of one "
+    "context_bytes: .96 GB on an H200 (bench/results/gpu.md); fragmentation: an estimate, for a process of one "
     "run; one that ran several models by turns left 11.5% of the allocator's memory unused",
 )
 _STATED = (

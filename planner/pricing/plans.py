@@ -42,7 +42,7 @@ _TOKEN_BYTES = {
     "mismatched_ids": 8,
     "mismatched_mask": 1,
 }
-"""Bytes per token of the keys that are not float32 per token (docs/interfaces.md)."""
+"""Bytes per token of the keys that are not float32 per token (docs/architecture.md)."""
 
 _SAMPLE_BYTES = {
     "scores": 4,

@@ -43,7 +43,7 @@ class Imbalance(NamedTuple):
 
 def imbalance(prompts: Lengths, answers: Lengths, n_groups: int, group_size: int, dp: int) -> Imbalance:
     """What is to be expected of a (mini-)batch, for both ways of dealing it: the mean over batches that are drawn and
-    dealt as a run deals them (docs/interfaces.md, "who holds which sample").
+    dealt as a run deals them (docs/architecture.md, "who holds which sample").
 
     prompts, answers  distributions of the tokens of a prompt, and of an answer to it
     n_groups          groups of a mini-batch; each has one prompt and `group_size` answers

@@ -28,7 +28,7 @@ from rlhf_tasks.system.threads import take_stated_threads
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "ProfileExecutor":
-    """The factory for the engine host; see docs/interfaces.md."""
+    """The factory for the engine host; see docs/architecture.md."""
     take_stated_threads()
     return ProfileExecutor(rank)
 

@@ -19,7 +19,7 @@ from rlhf_tasks.system.threads import take_stated_threads
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "NodeExecutor":
-    """The `ExecutorFactory` of a run's ranks; see docs/interfaces.md."""
+    """The `ExecutorFactory` of a run's ranks; see docs/architecture.md."""
     take_stated_threads()
     return NodeExecutor(rank, on_saved)
 

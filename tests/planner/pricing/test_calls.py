@@ -327,7 +327,7 @@ def test_kv_cache_counts_grouped_heads(active, llama):
     ids=["all tokens", "top-k", "top-p"],
 )
 def test_drawing_from_the_likeliest_tokens_needs_the_memory_that_was_measured(active, llama, how, measured):
-    """MB, 64 tokens of 131,072 in float32 at tp 1, 2 and 4 (docs/measured.md, recomputation and drawing)."""
+    """MB, 64 tokens of 131,072 in float32 at tp 1, 2 and 4 (bench/results/engine.md, recomputation and drawing)."""
     shape = llama(
         hidden_size=64,
         num_hidden_layers=1,

@@ -180,7 +180,7 @@ def test_a_partition_deals_each_group_once_and_mini_batches_evenly(n, dp, mini_b
 
 
 def test_who_gets_which_sample():
-    """The rule of docs/interfaces.md, on numbers."""
+    """The rule of docs/architecture.md, on numbers."""
     assert partition(range(10, 20), 2) == [[10, 12, 14, 16, 18], [11, 13, 15, 17, 19]]
     assert partition(range(10, 20), 2, "count", 3) == [[10, 12, 13, 15, 16, 18], [11, 14, 17, 19]]
     lengths = {0: 9, 1: 1, 2: 4, 3: 5}

@@ -1,0 +1,48 @@
+"""The documentation: links lead somewhere, paths exist, decisions are short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PACKAGES = ("bench", "blocks", "deployments", "docs", "flows", "planner", "rlhf_tasks", "tests")
+NAMED = re.compile(rf"(?<![\w/.-])(?:{'|'.join(PACKAGES)})/[\w./-]*\w")
+WORDS_OF_A_DECISION = 250
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            path, _, anchor = target.partition("#")
+            linked = (page.parent / path).resolve() if path else page
+            assert linked.exists(), f"{target}: no such file"
+            assert not anchor or anchor in anchors(linked), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_that_a_page_names_exists(page: Path):
+    for path in NAMED.findall(page.read_text()):
+        path = path.partition("/NAME")[0]
+        assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), path
+
+
+def test_every_page_that_code_names_exists():
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            for path in re.findall(r"\b(?:docs|bench/results)/[\w/-]+\.md", file.read_text()):
+                assert (ROOT / path).exists(), f"{file.relative_to(ROOT)} names {path}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/adr").glob("*.md")), ids=lambda page: page.stem)
+def test_a_decision_is_short(page: Path):
+    _title, text = page.read_text().split("\n", 1)
+    assert len(text.split()) <= WORDS_OF_A_DECISION
