@@ -10,7 +10,7 @@ DEFAULT := not slow and not gpu
 # The environment is rebuilt when one of these changes.
 STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-16)
 
-FAST := $(addprefix tests/,planner/plan rlhf_tasks/config rlhf_tasks/parallel/layout rlhf_tasks/rewards/test_forms.py)
+FAST := $(addprefix tests/,planner/plan rlhf_tasks/config rlhf_tasks/parallel/layout rlhf_tasks/user_code/test_forms.py)
 
 .PHONY: help coverage demo check format test test-ci test-slow lint venv lock wheel wheel-check clean
 

@@ -150,9 +150,11 @@ FAULTS = {
     ),
     "34": Fault("data changed before resume", "refused unless accepted", IDENTITY, "data"),
     "35": Fault(
-        "rewards that raise, hang, exit", "contained, named", "tests/rlhf_tasks/rewards/test_process.py", ""
+        "rewards that raise, hang, exit", "contained, named", "tests/rlhf_tasks/user_code/test_rewards.py", ""
     ),
-    "36": Fault("reward server fails or redirects", "bounded", "tests/rlhf_tasks/rewards/test_remote.py", ""),
+    "36": Fault(
+        "reward server fails or redirects", "bounded", "tests/rlhf_tasks/user_code/test_service.py", ""
+    ),
     "37": Fault("rank out of memory", "hint", "tests/rlhf_tasks/rank/test_executor.py", "memory"),
     "38": Fault(
         "a configuration too large for memory", "refused", "tests/flows/run/test_prepare.py", "does_not_fit"

@@ -40,7 +40,7 @@ from flows.demo.stages import Demo, demo_at, make_models, measure
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.rewards.samples_folder import read_samples
+from rlhf_tasks.user_code.rewards import read_samples
 
 SAMPLES_PER_PROMPT = 2
 TWICE = {"num_iterations": 2}

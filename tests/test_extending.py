@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.environments.episodes import Answer, Episode
-from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.layout.families import FAMILIES
-from rlhf_tasks.rewards.forms import Answers, TrainerState, load_reward
+from rlhf_tasks.user_code.environments import EnvironmentProcess
+from rlhf_tasks.user_code.episodes import Answer, Episode
+from rlhf_tasks.user_code.forms import Answers, TrainerState, load_reward
 from tests.committed import assert_same_run, generations_of
 from tests.flows.marked_command import MarkedCommand
 from tests.tiny_runs import write_model, write_prompts
@@ -31,7 +31,7 @@ def test_the_reward_is_found_and_judges(tmp_path):
     (tmp_path / "rewards.py").write_text(REWARD)
     reward = load_reward("brief", f"{tmp_path / 'rewards.py'}:brief", {"most": 8})
     answers = Answers(["p"] * 3, ["yes", "no", "yes, indeed"], [[0]] * 3, {"answer": ["yes"] * 3}, ["p"] * 3)
-    (arguments,) = reward.arguments(answers, TrainerState(0, 1), {})
+    arguments = reward.arguments(answers, TrainerState(0, 1), {})
     assert reward.values(reward.function(**arguments), range(3), answers) == [1.0, 0.0, 0.0]
 
 

@@ -39,8 +39,8 @@ from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_co
 from rlhf_tasks.algorithms.pipelines import load_pipeline, stages_of
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
 from rlhf_tasks.config.cluster import RuntimeConfig
-from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.system.reading import reading
+from rlhf_tasks.user_code.rewards import read_samples
 
 RANKS = 4
 BEFORE_PPO = ("sft", "pairs", "reward-model", "calibration")

@@ -13,11 +13,11 @@ from typing import Any
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.config.base import RunConfig, Scores, rewards_of
 from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardFunction, RewardService
-from rlhf_tasks.environments import builtin as environments
-from rlhf_tasks.rewards import builtin
-from rlhf_tasks.rewards.forms import BUILTIN, Parameters, RewardError
-from rlhf_tasks.rewards.user_code import secret_named
 from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound, parsed
+from rlhf_tasks.user_code import builtin_environments, builtin_rewards
+from rlhf_tasks.user_code.child import secret_named
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.forms import BUILTIN, Parameters
 
 _SECRETS = (
     "key",
@@ -73,10 +73,10 @@ def check_environment(environment: EnvironmentConfig, is_here: bool) -> list[str
 def _refuse_unfit(environment: EnvironmentConfig) -> None:
     place, _, name = environment.factory.rpartition(":")
     if place == BUILTIN:
-        if name not in environments.__all__:
+        if name not in builtin_environments.__all__:
             raise ConfigError(
                 f"environment {environment.factory}: there is none of that name. Built in are "
-                f"{', '.join(environments.__all__)}."
+                f"{', '.join(builtin_environments.__all__)}."
             )
         return
     found = _read(f"environment {environment.factory}", place)
@@ -148,10 +148,11 @@ def _read(what: str, place: str) -> tuple[Path, ast.Module] | None:
 def _try_builtin(reward: RewardFunction, columns: Sequence[str]) -> None:
     """Raises ConfigError where a built-in reward does not exist, or refuses its arguments or the rows' columns."""
     name = reward.name
-    function = getattr(builtin, name) if name in builtin.__all__ else None
+    function = getattr(builtin_rewards, name) if name in builtin_rewards.__all__ else None
     if function is None:
         raise ConfigError(
-            f"reward {reward.function}: there is none of that name. Built in are {', '.join(builtin.__all__)}."
+            f"reward {reward.function}: there is none of that name. Built in are "
+            f"{', '.join(builtin_rewards.__all__)}."
         )
     try:
         names = [

@@ -12,10 +12,11 @@ from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.observations import Observations
 from rlhf_tasks.data.rows import prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.environments.episodes import Answer, Episode, observed, shown
-from rlhf_tasks.environments.process import EnvironmentProcess
-from rlhf_tasks.rewards.forms import Answers, RewardError, total
-from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.user_code.environments import EnvironmentProcess, observed
+from rlhf_tasks.user_code.episodes import Answer, Episode, shown
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.forms import Answers, total
+from rlhf_tasks.user_code.rewards import RewardProcess
 
 COMPLETION_TOKENS = 16
 

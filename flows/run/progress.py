@@ -43,8 +43,8 @@ from rlhf_tasks.protocol.messages import (
     PlanKept,
 )
 from rlhf_tasks.protocol.scheduled_plans import plan_at
-from rlhf_tasks.rewards.samples_folder import SAMPLES
 from rlhf_tasks.spec import ExecutionPlan, NodeResult
+from rlhf_tasks.user_code.rewards import SAMPLES
 
 DRAWN_S = 40.0  # for a picture that is drawn first, on a core that others use too
 REFRESH_S = 20.0  # least time between two drawings of curves and timeline

@@ -47,10 +47,10 @@ from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.checkpoint.plan_log import logged_changes
 from rlhf_tasks.config.base import OnePass
 from rlhf_tasks.protocol.messages import RunSpec
-from rlhf_tasks.rewards.samples_folder import mean_scores
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.reading import read_json, reading
+from rlhf_tasks.user_code.rewards import mean_scores
 
 EXPORT = "rlhf_tasks.rank.export:export_written"
 RESTARTS = "restarts.json"

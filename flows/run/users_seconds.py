@@ -2,9 +2,9 @@
 
 from rlhf_tasks.algorithms.held_out import evaluation_of, section_of
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.environments.process import longest_play_s
-from rlhf_tasks.rewards.process import longest_s
 from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
+from rlhf_tasks.user_code.environments import longest_play_s
+from rlhf_tasks.user_code.rewards import longest_s
 
 
 def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) -> dict[str, float]:

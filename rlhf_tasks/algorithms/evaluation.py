@@ -24,13 +24,13 @@ from rlhf_tasks.algorithms.shared.scores.scoring import refuse_all_skipped, scor
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.layout.transfers import shares
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
-from rlhf_tasks.rewards.process import Fault, RewardProcess
 from rlhf_tasks.spec import DataSide
+from rlhf_tasks.user_code.environments import EnvironmentProcess
+from rlhf_tasks.user_code.rewards import Fault, RewardProcess
 
 PURPOSE = "evaluation"
 """Names the random numbers of sampled answers: training samples draw others."""

@@ -5,7 +5,7 @@ from importlib import import_module
 
 from rlhf_tasks.algorithms.registry import Algorithm
 from rlhf_tasks.algorithms.shared.context import CallFunction
-from rlhf_tasks.rewards.user_code import UserCodeError
+from rlhf_tasks.user_code.errors import UserCodeError
 
 
 def load_functions(algorithm: Algorithm, calls: Iterable[str]) -> dict[str, CallFunction]:

@@ -39,12 +39,12 @@ from rlhf_tasks.protocol.messages import (
     Told,
 )
 from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
-from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, at, reach
 from rlhf_tasks.system.reading import printable
 from rlhf_tasks.system.writer import Writer
+from rlhf_tasks.user_code.errors import UserCodeError
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5

@@ -23,7 +23,6 @@ from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.config.base import MovesReference, TrainingConfig
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
@@ -32,7 +31,6 @@ from rlhf_tasks.parallel.state.reallocation import union_set
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.role_engines import RoleEngines
-from rlhf_tasks.rewards.process import KEPT_VALUES, RewardProcess
 from rlhf_tasks.spec import (
     CallNode,
     DataSide,
@@ -54,6 +52,8 @@ from rlhf_tasks.spec import (
 from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import require
+from rlhf_tasks.user_code.environments import EnvironmentProcess
+from rlhf_tasks.user_code.rewards import KEPT_VALUES, RewardProcess
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Lines of JSON to and from a child process, which may stall, stop reading or end at any time."""
+"""Lines of JSON between a process and its child, which may stall, stop reading or end at any time."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 LOOK_EVERY_S = 0.25
@@ -63,3 +63,24 @@ def _wait(pipe: int, event: int, until_s: float, look: Callable[[], None]) -> No
         look()
         if waiting.poll(min(left_s, LOOK_EVERY_S) * 1000):
             return
+
+
+class Requests:
+    """A child's ends: what it is asked, and its replies.
+
+    Its own code may read standard input and print: neither mixes with these.
+    """
+
+    def __init__(self) -> None:
+        self._requests, self._replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(json.loads, self._requests)
+
+    def reply(self, reply: Mapping[str, Any]) -> None:
+        """Send a line. What JSON does not have is sent as its text."""
+        self._replies.write(json.dumps(reply, default=str).encode() + b"\n")
+        self._replies.flush()

@@ -19,7 +19,7 @@ from flows.demo.stages import BEFORE_PPO, Demo
 from rlhf_tasks.algorithms.configurations import RunConfig, load_config
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
-from rlhf_tasks.rewards.samples_folder import read_samples
+from rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 
 FOLDER = Path(__file__).parents[2] / "deployments" / "demo"

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.protocol.messages import SavedPart
-from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import CallNode, NodeResult, SaveNode
 from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.user_code.errors import UserCodeError
 
 
 def wait_for(path):

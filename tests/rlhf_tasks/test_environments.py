@@ -16,8 +16,8 @@ from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.system.counter_random import counter_bits
+from rlhf_tasks.user_code.errors import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
 from tests.rlhf_tasks.test_parts import of_calls

@@ -11,9 +11,9 @@ from rlhf_tasks.spec import WHOLE, Part
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.tokenizer import Tokenizer
-    from rlhf_tasks.environments.process import EnvironmentProcess
     from rlhf_tasks.parallel.train.engine import Engine
-    from rlhf_tasks.rewards.process import RewardProcess
+    from rlhf_tasks.user_code.environments import EnvironmentProcess
+    from rlhf_tasks.user_code.rewards import RewardProcess
 
 
 @dataclass(frozen=True, slots=True)

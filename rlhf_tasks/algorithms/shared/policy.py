@@ -36,8 +36,8 @@ from rlhf_tasks.config.base import Samples
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms
-from rlhf_tasks.rewards.forms import RewardError
-from rlhf_tasks.rewards.samples_folder import SKIPPED_SAMPLES
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.rewards import SKIPPED_SAMPLES
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: a larger log-ratio carries no information
 

@@ -35,8 +35,8 @@ from planner.report.text import short_names
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.protocol.messages import Cause, Enterable, Faulted, IterationRan
-from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.user_code.rewards import read_samples
 from tests.flows.events import wait_events
 from tests.flows.trackers.tracked import in_event_files
 from tests.markdown import table_of

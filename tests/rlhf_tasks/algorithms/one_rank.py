@@ -20,7 +20,6 @@ from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, nothing
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.config.models import Role
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.environments.process import EnvironmentProcess
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
@@ -30,8 +29,9 @@ from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise, load, load_config
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
-from rlhf_tasks.rewards.process import RewardProcess
 from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
+from rlhf_tasks.user_code.environments import EnvironmentProcess
+from rlhf_tasks.user_code.rewards import RewardProcess
 
 CPU = torch.device("cpu")
 PLACEMENT = Placement((0,), ParallelStrategy())

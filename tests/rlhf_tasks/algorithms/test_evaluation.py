@@ -20,7 +20,7 @@ from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import load, load_config
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
-from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.user_code.rewards import RewardProcess
 from tests.tiny_runs import ppo_config, write_prompts
 
 ROWS, TOKENS = 5, 6

@@ -18,7 +18,7 @@ from rlhf_tasks.algorithms.shared.policy import kl_divergence
 from rlhf_tasks.algorithms.shared.scores.scoring import reward_model_part
 from rlhf_tasks.config.rewards import RewardModelScore
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.rewards.samples_folder import read_samples
+from rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms import listed
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 

@@ -11,7 +11,7 @@ from planner.report.text import algorithm_graph
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from rlhf_tasks.rewards.user_code import UserCodeError
+from rlhf_tasks.user_code.errors import UserCodeError
 from tests.rlhf_tasks.algorithms.registered import FILES, RECORD, install, installed
 
 SIZES = SimpleNamespace(

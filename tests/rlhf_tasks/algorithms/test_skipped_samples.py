@@ -12,9 +12,8 @@ import torch
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.shared.scores.reward_call import write_skipped
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.rewards.forms import RewardError
-from rlhf_tasks.rewards.process import Fault
-from rlhf_tasks.rewards.samples_folder import mean_scores
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.rewards import Fault, mean_scores
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
 from tests.rlhf_tasks.algorithms.test_one_rank import N_SEQS, document, folder, trained, weights, whole, world
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_tasks.rewards.forms import RewardError
 from rlhf_tasks.system.reading import ConfigError, one_line, printable
+from rlhf_tasks.user_code.errors import RewardError
 
 ORDERS = {
     "CSI": ("\x1b[2J", r"\x1b[2J"),

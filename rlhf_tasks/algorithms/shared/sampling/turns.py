@@ -18,13 +18,14 @@ from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.observations import Observations
-from rlhf_tasks.environments.episodes import Answer, Episode, FailedAnswer, observed
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
-from rlhf_tasks.rewards.forms import RewardError, shortened
 from rlhf_tasks.system.counter_random import counter_bits
+from rlhf_tasks.user_code.environments import observed
+from rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
+from rlhf_tasks.user_code.errors import RewardError, shortened
 
 
 def draw(

@@ -11,8 +11,7 @@ from rlhf_tasks.algorithms.shared.scores.scoring import Scored, reward_metrics, 
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.rewards.process import Fault
-from rlhf_tasks.rewards.samples_folder import SAMPLES, SKIPPED_SAMPLES
+from rlhf_tasks.user_code.rewards import SAMPLES, SKIPPED_SAMPLES, Fault
 
 EXAMPLES = 8
 """Samples per iteration that are written for users to look at."""

@@ -16,10 +16,10 @@ from rlhf_tasks.config.rewards import RewardModelScore
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.rewards.forms import Answers, RewardError, Values, shortened, total
-from rlhf_tasks.rewards.process import Fault, Judged
-from rlhf_tasks.rewards.samples_folder import SKIPPED_SAMPLES
 from rlhf_tasks.system.failpoints import Point, reach
+from rlhf_tasks.user_code.errors import RewardError, shortened
+from rlhf_tasks.user_code.forms import Answers, Values, total
+from rlhf_tasks.user_code.rewards import SKIPPED_SAMPLES, Fault, Judged
 
 PROMPT_CHARACTERS = 100
 """Characters of a prompt that are shown in an error."""

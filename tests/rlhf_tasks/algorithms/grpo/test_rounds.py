@@ -16,8 +16,8 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.sampling.staying import generated, on_generated, with_others
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import WHOLE, Part
+from rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.tiny_runs import write_model
 

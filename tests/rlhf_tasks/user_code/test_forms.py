@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_tasks.rewards.forms import TRL, FoundReward, Parameters, RewardError, TrainerState, load_reward
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.forms import TRL, FoundReward, Parameters, TrainerState, load_reward
 from tests.judged import LABELLED, SUMS, VERL, answers
 
 REWARDS = Path(__file__).parents[2] / "second_user_rewards"
@@ -19,12 +20,10 @@ REWARDS = Path(__file__).parents[2] / "second_user_rewards"
 def judge(name: str, judged: Any = SUMS, **kwargs: Any) -> list[float | None]:
     file, _, function = name.partition(":")
     reward = load_reward(function, f"{REWARDS / file}.py:{function}", kwargs)
-    calls = reward.arguments(judged, TrainerState(0, 1), {})
-    n = len(judged) if len(calls) == 1 else 1  # answers of a call
-    given = zip(range(0, len(judged), n), calls, strict=True)
-    values = [
-        v for at, call in given for v in reward.values(reward.function(**call), range(at, at + n), judged)
-    ]
+    values = []
+    for places in [[n] for n in range(len(judged))] if reward.form.per_answer else [range(len(judged))]:
+        arguments = reward.arguments(judged.select(places), TrainerState(0, 1), {})
+        values += reward.values(reward.function(**arguments), places, judged)
     for value in values:
         if isinstance(value, RewardError):
             raise value
@@ -80,7 +79,7 @@ def test_completions_among_the_parameters_show_the_form_of_trl_whatever_the_colu
     file.write_text("def f(completions, queries, solution_str, **kwargs): return [1.0]")
     reward = load_reward("f", f"{file}:f", {})
     judged = answers({"prompt": "p", "queries": "q", "solution_str": "s"}, completions=["c"])
-    (arguments,) = reward.arguments(judged, TrainerState(0, 1), {})
+    arguments = reward.arguments(judged, TrainerState(0, 1), {})
     assert (arguments["completions"], arguments["queries"], arguments["solution_str"]) == (
         ["c"],
         ["q"],

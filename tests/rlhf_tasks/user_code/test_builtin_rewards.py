@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.rewards import builtin
-from rlhf_tasks.rewards.builtin.unit_tests import _fault, _folder_bound, code_of
-from rlhf_tasks.rewards.forms import RewardError
-from tests.rlhf_tasks.rewards.numeric_answers import OTHER_VERDICTS, PAIRS
+from rlhf_tasks.user_code import builtin_rewards
+from rlhf_tasks.user_code.builtin_rewards import code_of
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.sandbox import _fault, _folder_bound
+from tests.rlhf_tasks.user_code.numeric_answers import OTHER_VERDICTS, PAIRS
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -22,26 +23,26 @@ def chat(text: str) -> list[dict[str, str]]:
 def test_exact_match_compares_texts_or_what_a_pattern_finds():
     said = ["7", " 7 \n", "it is 7", "<a>3</a> no, <a>7</a>", chat("7")]
     rights = ["7"] * 5
-    assert builtin.exact_match(said, answer=rights) == [1, 1, 0, 0, 1]
-    assert builtin.exact_match(said, answer=rights, extract="<a>(.*?)</a>") == [0, 0, 0, 1, 0]
-    assert builtin.exact_match(["Yes", "no"], label=["YES", None], ignore_case=True) == [1, 0]
+    assert builtin_rewards.exact_match(said, answer=rights) == [1, 1, 0, 0, 1]
+    assert builtin_rewards.exact_match(said, answer=rights, extract="<a>(.*?)</a>") == [0, 0, 0, 1, 0]
+    assert builtin_rewards.exact_match(["Yes", "no"], label=["YES", None], ignore_case=True) == [1, 0]
     models = [{"style": "rule", "ground_truth": "7"}]
-    assert builtin.exact_match(["7"], reward_model=models) == [1], "verl's rows"
+    assert builtin_rewards.exact_match(["7"], reward_model=models) == [1], "verl's rows"
 
 
 def test_a_numeric_answer_is_the_last_number_or_the_marked_one_read_whole():
     wrong = [
         (said, gold, value)
         for said, gold, value in PAIRS
-        if builtin.numeric_answer([said], answer=[gold]) != [value]
+        if builtin_rewards.numeric_answer([said], answer=[gold]) != [value]
     ]
     assert wrong == []
-    assert builtin.numeric_answer(["7"] * 3, answer=[7, "5 - 2 = 3\n#### 7", "$7$"]) == [1, 1, 1]
+    assert builtin_rewards.numeric_answer(["7"] * 3, answer=[7, "5 - 2 = 3\n#### 7", "$7$"]) == [1, 1, 1]
 
 
 def test_a_numeric_answer_and_math_verify_differ_where_the_table_says_so():
     said, rights, values = zip(*PAIRS, strict=True)
-    verified = builtin.math_verify(said, answer=rights)
+    verified = builtin_rewards.math_verify(said, answer=rights)
     differ = {pair[:2] for pair, value, other in zip(PAIRS, values, verified, strict=True) if value != other}
     assert differ == OTHER_VERDICTS.keys()
     assert len(PAIRS) >= 200
@@ -51,21 +52,21 @@ def test_a_numeric_answer_and_math_verify_differ_where_the_table_says_so():
     "text", ["\\boxed{" + "9" * 100_000 + "}", "9" * 5000, "\\boxed{9^9999}", "1e999", "1 " * 50_000]
 )
 def test_an_answer_made_to_take_long_is_read_at_once_or_not_at_all(text: str):
-    assert builtin.numeric_answer([text], answer=["7"]) == [0]
+    assert builtin_rewards.numeric_answer([text], answer=["7"]) == [0]
 
 
 def test_the_rows_of_several_sources_may_have_their_answers_in_different_columns():
     columns = {"answer": ["7", None, None], "reward_model": [None, {"ground_truth": "8"}, None]}
-    assert builtin.exact_match(["7", "8", "9"], **columns) == [1, 1, 0]
+    assert builtin_rewards.exact_match(["7", "8", "9"], **columns) == [1, 1, 0]
 
 
 def test_a_numeric_answer_may_be_off_by_a_relative_tolerance():
-    assert builtin.numeric_answer(["3.14", "3.2"], answer=["3.1416"] * 2, tolerance=0.001) == [1, 0]
+    assert builtin_rewards.numeric_answer(["3.14", "3.2"], answer=["3.1416"] * 2, tolerance=0.001) == [1, 0]
 
 
 def test_math_verify_knows_equal_formulas():
     said = ["so it is $\\frac{1}{2}$", "$\\boxed{0.5}$", "$\\frac{1}{3}$", "no idea"]
-    assert builtin.math_verify(said, answer=["\\frac{1}{2}"] * 4) == [1, 1, 0, 0]
+    assert builtin_rewards.math_verify(said, answer=["\\frac{1}{2}"] * 4) == [1, 1, 0, 0]
 
 
 def test_reasoning_gym_scores_by_the_task_that_the_row_names():
@@ -75,32 +76,34 @@ def test_reasoning_gym_scores_by_the_task_that_the_row_names():
     metadata = [items[0]["metadata"], json.dumps(items[1]["metadata"]), items[2]["metadata"]]
     rights = [item["answer"] for item in items]
     said = [items[0]["answer"], f"<answer>{items[1]['answer']}</answer>", "nothing"]
-    scored = builtin.reasoning_gym(said, answer=rights, metadata=metadata, extract="(?:<answer>)?([^<]+)")
+    scored = builtin_rewards.reasoning_gym(
+        said, answer=rights, metadata=metadata, extract="(?:<answer>)?([^<]+)"
+    )
     assert scored[0] == 1
     assert scored[2] < 1
-    assert builtin.reasoning_gym(said[1:2], answer=rights[1:2], metadata=metadata[1:2], extract=">(.*)<") == [
-        1
-    ]
+    assert builtin_rewards.reasoning_gym(
+        said[1:2], answer=rights[1:2], metadata=metadata[1:2], extract=">(.*)<"
+    ) == [1]
 
 
 def test_a_format_is_a_pattern_for_the_whole_answer_or_a_part():
     said = ["<think>a\nb</think>7", "  <think></think>7\n", "7", "x <think></think>7"]
-    assert builtin.format(said, pattern="<think>.*</think>.*") == [1, 1, 0, 0]
-    assert builtin.format(said, pattern="<think>.*</think>", whole=False) == [1, 1, 0, 1]
+    assert builtin_rewards.format(said, pattern="<think>.*</think>.*") == [1, 1, 0, 0]
+    assert builtin_rewards.format(said, pattern="<think>.*</think>", whole=False) == [1, 1, 0, 1]
 
 
 def test_a_pattern_that_never_ends_is_named_with_the_answer():
     with pytest.raises(RewardError, match=r"takes more than 1 s on an answer") as caught:
-        builtin.format(["aa", "a" * 60 + "b"], pattern="(a|aa)+$", whole=False)
+        builtin_rewards.format(["aa", "a" * 60 + "b"], pattern="(a|aa)+$", whole=False)
     assert caught.value.place == 1
 
 
 def test_length_counts_tokens_beside_a_target_or_limits():
     ids = [[0] * n for n in (0, 5, 10, 12, 14, 20)]
     said = [""] * len(ids)
-    assert builtin.length(said, ids, most=10, within=4) == [0, 0, 0, -0.5, -1, -1]
-    assert builtin.length(said, ids, least=5) == [-1, 0, 0, 0, 0, 0]
-    assert builtin.length(said, ids, target=12, within=2) == [-1, -1, -1, 0, -1, -1]
+    assert builtin_rewards.length(said, ids, most=10, within=4) == [0, 0, 0, -0.5, -1, -1]
+    assert builtin_rewards.length(said, ids, least=5) == [-1, 0, 0, 0, 0, 0]
+    assert builtin_rewards.length(said, ids, target=12, within=2) == [-1, -1, -1, 0, -1, -1]
 
 
 ADD = "def add(a, b):\n    return a + b"
@@ -108,7 +111,7 @@ ADD = "def add(a, b):\n    return a + b"
 
 def passed(*codes: str, tests: Any = "assert add(1, 2) == 3", **kwargs: Any) -> list[float]:
     kwargs = {"sandbox": "process", **kwargs}
-    return builtin.unit_tests(list(codes), tests=[tests] * len(codes), **kwargs)
+    return builtin_rewards.unit_tests(list(codes), tests=[tests] * len(codes), **kwargs)
 
 
 def test_code_passes_where_every_test_of_its_row_does():
@@ -224,4 +227,4 @@ def test_without_bubblewrap_code_is_refused_unless_the_user_opts_in(monkeypatch:
 )
 def test_what_a_reward_cannot_use_is_one_sentence(name: str, kwargs: dict, sentence: str):
     with pytest.raises(RewardError, match=re.escape(sentence)):
-        getattr(builtin, name)(completions=["7"], **kwargs)
+        getattr(builtin_rewards, name)(completions=["7"], **kwargs)

@@ -6,8 +6,8 @@ from flows.run.summary import read_jsonl
 from rlhf_tasks.algorithms.shared.scores.reward_call import write_samples
 from rlhf_tasks.algorithms.shared.scores.scoring import Scored
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.rewards.forms import Answers
-from rlhf_tasks.rewards.samples_folder import SAMPLES, read_samples
+from rlhf_tasks.user_code.forms import Answers
+from rlhf_tasks.user_code.rewards import SAMPLES, read_samples
 
 LINES = "a\u2028b\u0085c"  # what str.splitlines takes for the end of a line, and JSON does not
 HALF = "\ud83d"  # of a surrogate pair, as where a reward cuts a text that it got from elsewhere

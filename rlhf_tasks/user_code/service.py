@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rlhf_tasks.rewards.forms import TRL, FoundReward, Parameters, RewardError, shortened
+from rlhf_tasks.user_code.errors import RewardError, shortened
+from rlhf_tasks.user_code.forms import TRL, FoundReward, Parameters
 
 MOST_BYTES = 16 << 20  # of an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; twice as long after each

@@ -1,6 +1,6 @@
 """Python rewards: the forms, told apart by their parameters; how each is called; what each may return.
 
-Torch-free. The user's code runs only in the helper process, which runs helper.py and which process.py starts.
+The user's code runs only in a process of its own (child.py, judge.py).
 """
 
 import importlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_tasks.rewards.user_code import UserCodeError
+from rlhf_tasks.user_code.errors import RewardError, shortened
 
 RewardValue = float | list[float] | None
 """What a reward gives for an answer: a number, or one for each of its tokens (a reward per token or per step). None
@@ -27,17 +27,6 @@ Values = list[RewardValue]
 def total(value: float | list[float]) -> float:
     """A value for a whole answer."""
     return sum(value) if isinstance(value, list) else value
-
-
-class RewardError(UserCodeError):
-    """A Python reward cannot be found, failed, was late or returned something other than values.
-
-    place  index of the answer that it failed on, among those that were judged; None where that is unknown
-    """
-
-    def __init__(self, message: str, traceback: str = "", place: int | None = None) -> None:
-        super().__init__(message, traceback)
-        self.place = place
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,63 +103,54 @@ Arguments = dict[str, Any]
 class CallForm:
     """One way to call a reward.
 
-    arguments   (answers, state) -> the keyword arguments of each call
-    per_answer  each call judges one answer and returns one value; otherwise one call judges all answers
+    arguments   (answers, state) -> the keyword arguments of the call that judges them
+    per_answer  a call judges one answer and returns one value; otherwise it judges several, and returns one for each
     """
 
-    arguments: Callable[[Answers, TrainerState], list[Arguments]]
+    arguments: Callable[[Answers, TrainerState], Arguments]
     per_answer: bool = False
 
 
-def _trl(answers: Answers, state: TrainerState) -> list[Arguments]:
+def _trl(answers: Answers, state: TrainerState) -> Arguments:
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(answers.prompts, answers.completions, strict=True)
     ]
-    return [
-        {
-            **answers.columns,
-            "prompts": answers.prompts,
-            "completions": completions,
-            "completion_ids": answers.completion_ids,
-            "completions_ids": answers.completion_ids,  # TRL's documentation uses both names
-            "trainer_state": state,
-        }
-    ]
+    return {
+        **answers.columns,
+        "prompts": answers.prompts,
+        "completions": completions,
+        "completion_ids": answers.completion_ids,
+        "completions_ids": answers.completion_ids,  # TRL's documentation uses both names
+        "trainer_state": state,
+    }
 
 
-def _verl_rows(answers: Answers) -> tuple[list[Any], list[str], list[Any], list[Any]]:
+def _verl_batch(answers: Answers, state: TrainerState) -> Arguments:
     nothing = [None] * len(answers)
     columns = answers.columns
     models = columns.get("reward_model", nothing)
-    truths = [
-        model.get("ground_truth") if isinstance(model, dict) else other
-        for model, other in zip(models, columns.get("ground_truth", nothing), strict=True)
-    ]
-    infos = [info or {} for info in columns.get("extra_info", nothing)]
-    return columns.get("data_source", nothing), answers.completions, truths, infos
+    truths = zip(models, columns.get("ground_truth", nothing), strict=True)
+    return {
+        "data_sources": columns.get("data_source", nothing),
+        "solution_strs": answers.completions,
+        "ground_truths": [m.get("ground_truth") if isinstance(m, dict) else other for m, other in truths],
+        "extra_infos": [info or {} for info in columns.get("extra_info", nothing)],
+    }
 
 
-def _verl(answers: Answers, state: TrainerState) -> list[Arguments]:
-    names = ("data_source", "solution_str", "ground_truth", "extra_info")
-    return [dict(zip(names, row, strict=True)) for row in zip(*_verl_rows(answers), strict=True)]
+def _verl(answer: Answers, state: TrainerState) -> Arguments:
+    return {name.removesuffix("s"): only for name, (only,) in _verl_batch(answer, state).items()}
 
 
-def _verl_batch(answers: Answers, state: TrainerState) -> list[Arguments]:
-    names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-    return [dict(zip(names, _verl_rows(answers), strict=True))]
-
-
-def _openrlhf(answers: Answers, state: TrainerState) -> list[Arguments]:
+def _openrlhf(answers: Answers, state: TrainerState) -> Arguments:
     texts = zip(answers.prompt_texts, answers.completions, strict=True)
     label = next((name for name in ("label", "labels", "answer") if name in answers.columns), None)
-    return [
-        {
-            "queries": [prompt + completion for prompt, completion in texts],
-            "prompts": answers.prompt_texts,
-            "labels": answers.columns[label] if label else [""] * len(answers),
-        }
-    ]
+    return {
+        "queries": [prompt + completion for prompt, completion in texts],
+        "prompts": answers.prompt_texts,
+        "labels": answers.columns[label] if label else [""] * len(answers),
+    }
 
 
 TRL = CallForm(_trl)
@@ -186,7 +166,7 @@ SIGNS = (
 )
 """(parameter names, form): a function with any of the names has the form. The first match counts."""
 BUILTIN = "builtin"
-"""`builtin:NAME` is a reward of rlhf_tasks/rewards/builtin."""
+"""`builtin:NAME` is a reward of builtin_rewards.py, or an environment of builtin_environments.py."""
 LOGS = ("log_extra", "log_metric")
 """Functions that TRL's form may also take: `log_extra(column, values)`, `log_metric(name, value)`."""
 
@@ -246,8 +226,7 @@ class Parameters:
     ) -> None:
         """Raises RewardError for a required parameter that neither the form, a column nor `kwargs` supplies."""
         one = Answers([""], [""], [[]], {name: [None] for name in columns}, [""])
-        given = form.arguments(one, TrainerState(0, 1))
-        offered = {*given[0], *kwargs, *(LOGS if form is TRL else ())}
+        offered = {*form.arguments(one, TrainerState(0, 1)), *kwargs, *(LOGS if form is TRL else ())}
         missing = [name for name in self.required if name not in offered]
         if missing:
             raise RewardError(
@@ -279,14 +258,13 @@ class FoundReward:
 
     def arguments(
         self, answers: Answers, state: TrainerState, logs: Mapping[str, Callable[[str, Any], None]]
-    ) -> list[Arguments]:
-        """The keyword arguments of each call. Raises RewardError where a required one is missing."""
+    ) -> Arguments:
+        """The keyword arguments of the call that judges these. Raises RewardError where a required one is missing."""
         self.parameters.refuse_missing(self.location, self.form, self.kwargs, list(answers.columns))
-        more = {**(logs if self.form is TRL else {}), **self.kwargs}
-        calls = [{**given, **more} for given in self.form.arguments(answers, state)]
-        if self.parameters.takes_any:
-            return calls
-        return [{n: value for n, value in given.items() if n in self.parameters.names} for given in calls]
+        logs = logs if self.form is TRL else {}
+        every = {**self.form.arguments(answers, state), **logs, **self.kwargs}
+        takes_any, names = self.parameters.takes_any, self.parameters.names
+        return {name: value for name, value in every.items() if takes_any or name in names}
 
     def values(
         self, returned: Any, places: Sequence[int], answers: Answers
@@ -417,11 +395,6 @@ def _keys(mapping: Mapping[Any, Any]) -> str:
     return shortened(", ".join(map(str, mapping)), 200) or "none"
 
 
-def shortened(text: str, most: int) -> str:
-    """A text of at most `most` characters."""
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
-
-
 def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = "sequence") -> FoundReward:
     """The reward at `module:function` or `file.py:function`. From a class, an object is made with `kwargs`.
 
@@ -450,16 +423,16 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = 
     return FoundReward(name, location, target, parameters, form, kwargs, file, per=per)
 
 
-def module_at(place: str, room: str = "rewards") -> ModuleType:
-    """A module by its name, or the one in a file, or `builtin` of a room of ours. Raises RewardError."""
+def module_at(place: str, kind: str = "rewards") -> ModuleType:
+    """A module by its name, or the one in a file, or the one of `kind` that is built in. Raises RewardError."""
     if place == BUILTIN:
-        return importlib.import_module(f"rlhf_tasks.{room}.builtin")
+        return importlib.import_module(f"rlhf_tasks.user_code.builtin_{kind}")
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place)
     if not path.is_file():
-        raise RewardError(f"file {path} of the {room}: no such file.")
-    name = f"{room}_file_{path.stem}"
+        raise RewardError(f"file {path} of the {kind}: no such file.")
+    name = f"{kind}_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

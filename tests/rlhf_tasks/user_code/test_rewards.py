@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.rewards.forms import Answers, RewardError
-from rlhf_tasks.rewards.process import RewardProcess
 from rlhf_tasks.system.child_output import MOST_OUTPUT_BYTES
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.forms import Answers
+from rlhf_tasks.user_code.rewards import RewardProcess
 from tests.judged import LABELLED, SUMS, VERL, answers
 
 pytestmark = pytest.mark.cluster
@@ -179,7 +180,7 @@ def test_a_late_reward_ends_at_its_deadline_and_says_where_it_was(start: Any):
         assert line_of(line) in str(caught.value)
         assert "raise reward_timeout_s." in str(caught.value)
         assert line in caught.value.traceback
-        assert late[name].helpers == [None]
+        assert late[name].processes[0].pid is None
 
 
 def test_a_reward_that_takes_too_much_memory_is_ended_and_the_figure_told(start: Any):
@@ -197,7 +198,7 @@ def test_memory_that_a_module_takes_at_its_import_is_seen_while_the_request_wait
     process = start(rewards=[reward], reward_memory_bytes=600_000_000, reward_timeout_s=15.0)
     large = answers({"prompt": "p" * 200_000}, completions=["c"])
     with pytest.raises(
-        RewardError, match=r"a reward takes 0\.\d GB of memory at .*mine\.py:[23]; reward_memory"
+        RewardError, match=r"of the rewards 'good' takes 0\.\d GB of memory at .*mine\.py:[23]; reward_memory"
     ):
         judge(process, large)
 
@@ -373,11 +374,17 @@ def test_what_a_reward_starts_ends_with_it_at_a_good_end_too(start: Any, tmp_pat
     assert gone(pid)
 
 
+def pid_of(process: RewardProcess) -> int:
+    pid = process.processes[0].pid
+    assert pid is not None
+    return pid
+
+
 def hanging(process: RewardProcess) -> int:
     """The pid of a helper that is inside its reward."""
-    while process.helpers[0] is None or not process.helpers[0].at:
+    while not process.processes[0].who.startswith("reward '"):
         time.sleep(0.01)
-    return process.helpers[0]._pid
+    return pid_of(process)
 
 
 def test_closing_ends_a_reward_under_way(start: Any):
@@ -395,7 +402,7 @@ def test_a_helper_that_somebody_kills_is_started_again_and_leaves_nothing(start:
     process = start("broken:starts_a_process", kwargs={"pid_file": str(pids)})
     assert judge(process) == {"starts_a_process": [1.0] * 3}
     for above in range(3):  # the helper, its keeper, and who keeps that
-        helper = psutil.Process(process.helpers[0]._pid)
+        helper = psutil.Process(pid_of(process))
         victim = [helper, *helper.parents()][above]
         victim.kill()
         assert gone(helper.pid)
@@ -406,7 +413,9 @@ def test_a_helper_that_somebody_kills_is_started_again_and_leaves_nothing(start:
 
 
 def test_a_reward_that_kills_its_process_again_and_again_is_named(start: Any):
-    with pytest.raises(RewardError, match="the process of the rewards 'kills_itself' was killed twice"):
+    with pytest.raises(
+        RewardError, match="the process of the rewards 'kills_itself' was killed from outside"
+    ):
         judge(start("broken:kills_itself"))
 
 
@@ -414,17 +423,17 @@ RANK = """
 import sys, time
 sys.path.insert(0, {root!r})
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.user_code.rewards import RewardProcess
 from rlhf_tasks.system.child_output import MOST_OUTPUT_BYTES
-from rlhf_tasks.rewards.forms import Answers
+from rlhf_tasks.user_code.forms import Answers
 config = make_config(dict(type="ppo", models=dict(actor="a"), data=dict(train="d"), total_iterations=1,
     sampling=dict(max_completion_length=4), rewards=[dict(function=f) for f in {functions!r}]))
 config = config.model_copy(update={{"rewards": (config.rewards[0].model_copy(update={{"kwargs": {kwargs!r}}}),
     *config.rewards[1:])}})
 process = RewardProcess(config)
 process.submit(Answers(["p"], ["c"], [[1]], {{}}, ["p"]))
-while process.helpers[0] is None or "regex" not in process.helpers[0].at: time.sleep(0.01)
-print(process.helpers[0]._pid, flush=True)
+while not process.processes[0].who.startswith("reward 'stuck"): time.sleep(0.01)
+print(process.processes[0].pid, flush=True)
 time.sleep(600)
 """
 
@@ -508,9 +517,9 @@ def test_prefects_login_is_in_no_environment_of_a_reward(start: Any, monkeypatch
         monkeypatch.setenv(name, CANARY)
     process = start("broken:looks_for", kwargs={"text": CANARY})
     assert judge(process) == {"looks_for": [0.0] * 3}
-    helper = psutil.Process(process.helpers[0]._pid)
-    for found in (helper, helper.parent()):
-        assert CANARY not in "".join(found.environ().values())
+    helper = psutil.Process(pid_of(process))
+    for each in (helper, *helper.parents()[:1]):
+        assert CANARY not in "".join(each.environ().values())
 
 
 # --- output -------------------------------------------------------------------------------------------------

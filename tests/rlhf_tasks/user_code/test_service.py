@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.rewards import remote
-from rlhf_tasks.rewards.forms import RewardError
-from rlhf_tasks.rewards.process import RewardProcess
-from rlhf_tasks.rewards.remote import is_public
 from rlhf_tasks.system.reading import ConfigError
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.rewards import RewardProcess
+from rlhf_tasks.user_code.service import MOST_BYTES, Service, is_public
 from tests.judged import SUMS
 
 
@@ -90,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         self.say(200, b"very good")
 
     def do_long(self, body: dict, tries: int) -> None:
-        self.say(200, b"[" + b" " * (remote.MOST_BYTES + 10))
+        self.say(200, b"[" + b" " * (MOST_BYTES + 10))
 
     def do_refuses_sums(self, body: dict, tries: int) -> None:
         sums = any("10 + 5" in prompt for prompt in body["prompts"])
@@ -160,7 +159,7 @@ def in_process(url: str, **settings: Any) -> list[Any]:
 def judged(url: str, n_answers: int = 3, **settings: Any) -> list[Any]:
     """One request, in this process: what goes wrong does not depend on where it is asked."""
     reward = config_of(url, **settings).rewards[0]
-    service = remote.Service(
+    asked = Service(
         reward.name,
         reward.url,
         {},
@@ -169,7 +168,7 @@ def judged(url: str, n_answers: int = 3, **settings: Any) -> list[Any]:
         reward.retries,
         reward.allow_private,
     )
-    values = list(service._ask({"prompts": ["p"] * 3, "completions": ["c"] * n_answers, "columns": {}}))
+    values = list(asked._ask({"prompts": ["p"] * 3, "completions": ["c"] * n_answers, "columns": {}}))
     for value in values:
         if isinstance(value, RewardError):
             raise value
@@ -198,7 +197,7 @@ def test_a_fault_of_a_service_ends_the_judging_with_its_sentence(server: Server)
 
 
 def test_a_busy_service_is_asked_again_and_one_that_is_down_is_given_up(server: Server, monkeypatch: Any):
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
     assert judged(server.url("busy_twice"), retries=2) == [0.5] * 3
     server.asked.clear()
     with pytest.raises(RewardError, match=r"/down answers with status 500 \(3 tries\)"):

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.environments.episodes import Answer, Episode, FailedAnswer
-from rlhf_tasks.environments.process import MOST_KILLED, EnvironmentProcess, longest_play_s
-from rlhf_tasks.rewards.forms import RewardError
-from rlhf_tasks.rewards.process import ENDING_S, MOST_LOST
+from rlhf_tasks.user_code.environments import MOST_KILLED, EnvironmentProcess, longest_play_s
+from rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
+from rlhf_tasks.user_code.errors import RewardError
+from rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
 
 pytestmark = pytest.mark.cluster
 
@@ -241,7 +241,7 @@ def test_a_process_that_is_killed_from_outside_is_given_all_turns_again(start, t
 
 def kill() -> None:
     """Kill the only helper process, as the system does when memory runs out."""
-    [keeper] = [child for child in psutil.Process().children() if "environments" in " ".join(child.cmdline())]
+    [keeper] = [child for child in psutil.Process().children() if "episodes" in " ".join(child.cmdline())]
     os.kill(keeper.children(recursive=True)[-1].pid, signal.SIGKILL)
 
 
@@ -400,7 +400,7 @@ def test_as_many_samples_of_a_batch_may_cost_a_process_in_all_its_turns_together
 
 
 def test_what_is_played_again_takes_no_longer_than_the_deadline_allows(start, monkeypatch):
-    monkeypatch.setattr("rlhf_tasks.environments.process.MOST_KILLED", 0)
+    monkeypatch.setattr("rlhf_tasks.user_code.environments.MOST_KILLED", 0)
     process = start("Room")
     process.answers(episodes("a", samples=(1,)))
     kill()

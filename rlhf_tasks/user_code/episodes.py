@@ -1,0 +1,185 @@
+"""Plays episodes: one environment of the user's for each sequence, in the process that runs these (child.py)."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
+from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, raised, shortened, traced
+from rlhf_tasks.user_code.forms import as_float, module_at, unwrapped
+
+METHODS = ("reset", "step")
+TIMEOUT_KEY = "environment.turn_timeout_s"
+
+
+class Episode(NamedTuple):
+    """A sequence that waits for its environment's answer.
+
+    sample  its global id
+    row     its row of the data, the prompt included
+    seed    of everything random in the environment
+    texts   of all its turns so far; the last one is to be answered
+    """
+
+    sample: int
+    row: Mapping[str, Any]
+    seed: int
+    texts: Sequence[str]
+
+
+class Answer(NamedTuple):
+    """An environment's answer to a turn: what the policy reads next, a reward, whether the episode is over."""
+
+    observation: str
+    reward: float
+    done: bool
+
+
+class FailedAnswer(NamedTuple):
+    """In place of an answer where failed samples are skipped: a sentence that says how the environment failed."""
+
+    reason: str
+
+
+class Environments:
+    """The environments of one process, each with the number of turns that it has answered.
+
+    begin  `factory`: `module:name`, `file.py:name` or `builtin:NAME` of a class or a factory; `kwargs`: what that is
+           called with; `skips`: an episode in which the environment fails has a FailedAnswer, else it is a fault
+    Raises RewardError where the factory is not there.
+    """
+
+    def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
+        self._caller, self._skips = caller, begin["skips"]
+        self._name = f"environment {begin['factory']}"
+        self._kwargs = caller.secrets.resolved(self._name, begin["kwargs"])
+        with importing(self._name):
+            self._factory = self._found(*begin["factory"].rsplit(":", 1))
+        self._loop = asyncio.Runner()  # one for all requests: an environment may keep a connection open
+        self._running: dict[int, tuple[Any, int]] = {}
+        self._open = 0  # episodes that were begun and wait for their answers
+
+    def _found(self, place: str, name: str) -> Callable[..., Any]:
+        factory = getattr(module_at(place, "environments"), name, None)
+        if factory is None:
+            raise RewardError(f"{self._name}: {place} has no {name!r}. Name a class or a function.")
+        if not callable(factory):
+            raise RewardError(f"{self._name}: {name!r} is neither a class nor a function.")
+        return factory
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answers to a request's episodes, in their order, whichever comes first.
+
+        request  `begins`: a new batch begins, so that all environments are dropped
+        Raises RewardError, whose `place` is the sample, for the first episode that has none; where such are skipped,
+        only where no environment could be made.
+        """
+        if request["begins"]:
+            self._running.clear()
+        episodes = [Episode(*each) for each in request["episodes"]]
+        return {"answers": self._loop.run(self._answers(episodes, request["until_s"], request["timeout_s"]))}
+
+    async def _answers(
+        self, episodes: Sequence[Episode], until_s: float, timeout_s: float
+    ) -> list[Answer | FailedAnswer]:
+        tasks = [asyncio.ensure_future(self._answer(episode)) for episode in episodes]
+        late = await late_ones(tasks, until_s - MARGIN_S)
+        answers = list[Answer | FailedAnswer]()
+        for episode, task in zip(episodes, tasks, strict=True):
+            if task not in late:
+                answers.append(task.result())
+                continue
+            where = at_line(late[task], self._file)
+            message = late_message(f"{self._name}: step", timeout_s, where, TIMEOUT_KEY)
+            answers.append(self._failed(RewardError(message, traced(late[task]), episode.sample)))
+        return answers
+
+    def _failed(self, error: RewardError) -> FailedAnswer:
+        if not self._skips:
+            raise error
+        return FailedAnswer(self._caller.sentence(error))
+
+    async def _answer(self, episode: Episode) -> Answer | FailedAnswer:
+        """The answer to an episode's last turn.
+
+        An environment that is not here, as after its process was lost, is begun anew and given all turns again.
+        """
+        called = ""
+
+        async def call(environment: Any, method: str, *arguments: Any) -> Any:
+            nonlocal called
+            called = method
+            place = episode.sample if self._open == 1 else None
+            returned = self._caller.call(method, place, getattr(environment, method), *arguments)
+            return await returned if inspect.isawaitable(returned) else returned
+
+        self._open += 1
+        try:
+            environment, answered = self._running.pop(episode.sample, (None, 0))
+            if environment is None or answered != len(episode.texts) - 1:
+                environment, answered = self._made(), 0
+                begun = await call(environment, "reset", dict(episode.row), episode.seed)
+                if begun is not None:
+                    raise RewardError(
+                        f"{self._name}: reset returned {shown(begun)}. What the policy reads first is the row's "
+                        "prompt: return nothing."
+                    )
+            returned = None
+            for text in episode.texts[answered:]:
+                returned = await call(environment, "step", text)
+            answer = self._checked(returned)
+        except RewardError as error:
+            failed = RewardError(str(error), error.traceback, episode.sample)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit among it
+            failed = raised(f"{self._name}: {called or 'making it'}", error, self._file, episode.sample)
+        else:
+            if not answer.done:
+                self._running[episode.sample] = (environment, len(episode.texts))
+            return answer
+        finally:
+            self._open -= 1
+        if not called:  # it could not be made, for this sample as for any other
+            raise failed
+        return self._failed(failed)
+
+    @property
+    def _file(self) -> str:
+        """The user's source file; "" where Python does not know it."""
+        try:
+            return inspect.getsourcefile(inspect.unwrap(self._factory)) or ""
+        except TypeError:
+            return ""
+
+    def _made(self) -> Any:
+        made = self._factory(**self._kwargs)
+        missing = [name for name in METHODS if not callable(getattr(made, name, None))]
+        if missing:
+            raise RewardError(
+                f"{self._name}: {type(made).__name__} has no method {missing[0]!r}. Give it "
+                "reset(row, seed) and step(text)."
+            )
+        return made
+
+    def _checked(self, returned: Any) -> Answer:
+        who = f"{self._name}: step"
+        if not isinstance(returned, tuple | list) or len(returned) != len(Answer._fields):
+            raise RewardError(f"{who} returned {shown(returned)}. Return (observation, reward, done).")
+        observation, reward, done = returned
+        if not isinstance(observation, str):
+            raise RewardError(f"{who} returned the observation {shown(observation)}: not a text.")
+        number = as_float(unwrapped(reward))
+        if not math.isfinite(number):
+            raise RewardError(f"{who} returned the reward {shown(reward)}: not a finite number.")
+        done = unwrapped(done)
+        if not isinstance(done, bool | int):
+            raise RewardError(f"{who} returned done={shown(done)}: neither True nor False.")
+        return Answer(observation, number, bool(done))
+
+
+def shown(value: Any) -> str:
+    """A value, for sentences."""
+    return shortened(repr(value), 80)

@@ -1,0 +1,380 @@
+"""Judges answers by the user's rewards, in the process that runs these (child.py)."""
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
+from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, raised, traced
+from rlhf_tasks.user_code.forms import Answers, FoundReward, RewardValue, TrainerState, load_reward
+from rlhf_tasks.user_code.service import RequestError, Service
+
+TIMEOUT_KEY = "reward_timeout_s"
+MOST_KEPT = 1 << 20  # values in memory, about 200 bytes each; the oldest go first
+
+
+class _Late(Exception):
+    """An async reward has not ended in time.
+
+    frames    of the user's code where it waits
+    had_time  whether it ran for more than half of the time: else the others of the batch have made it late
+    """
+
+    def __init__(self, frames: Sequence[traceback.FrameSummary], had_time: bool) -> None:
+        super().__init__()
+        self.frames, self.had_time = frames, had_time
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A reward of the configuration.
+
+    concurrency  calls that are awaited at the same time
+    code         digest of what its values depend on beside the sample; "" where they are not kept
+    """
+
+    reward: FoundReward
+    concurrency: int
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The answers of a request.
+
+    until_s    time.monotonic() until which they must be judged
+    timeout_s  the seconds that there are for it
+    """
+
+    answers: Answers
+    state: TrainerState
+    until_s: float
+    timeout_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of a reward.
+
+    places    indices of the answers that it judges
+    logged    what the reward logs
+    returned  what it returned, or will be awaited
+    error     what it raised; _Late where it has not ended in time
+    began_s   time.monotonic() at which an async one had its turn; None before
+    """
+
+    reward: FoundReward
+    places: Sequence[int]
+    logged: dict[str, Any] = field(default_factory=dict)
+    returned: Any = None
+    error: BaseException | None = None
+    began_s: float | None = None
+
+    @property
+    def place(self) -> int | None:
+        """The index of the one answer that it judges; None where it judges several."""
+        return self.places[0] if len(self.places) == 1 else None
+
+    @property
+    def fails_on_answers(self) -> bool:
+        """Whether its error is that of its answers: not of the settings, not of a batch that is late as a whole."""
+        match self.error:
+            case _Late(had_time=had_time):
+                return had_time and self.place is not None
+            case RewardError(place=place):  # of a reward of ours
+                return place is not None or isinstance(self.error, RequestError)
+            case _:
+                return self.error is not None
+
+    def fault(self, timeout_s: float) -> RewardError:
+        """Its error, in a sentence."""
+        who, file = f"reward {self.reward.name!r}", self.reward.file
+        match self.error:
+            case RewardError() as error:  # of a reward of ours: a sentence already
+                place = None if error.place is None else self.places[error.place]
+                return RewardError(str(error), error.traceback, place)
+            case _Late(frames=frames, had_time=had_time):
+                message = late_message(who, timeout_s, at_line(frames, file), TIMEOUT_KEY)
+                return RewardError(message, traced(frames), self.place if had_time else None)
+            case error:
+                assert error is not None, "the call has failed"
+                return raised(who, error, file, self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What this process does of one reward for a request.
+
+    keys    place -> key of its value, where values are kept
+    values  place -> value, at first of those that are kept
+    logged  what the reward logs
+    """
+
+    reward: FoundReward
+    keys: Mapping[int, str]
+    values: dict[int, RewardValue]
+    logged: dict[str, Any] = field(default_factory=dict)
+
+    def calls(self, places: Sequence[int]) -> Iterator[_Call]:
+        """The calls that judge the answers at these places."""
+        most = 1 if self.reward.form.per_answer else self.reward.answers_per_call or max(len(places), 1)
+        for first in range(0, len(places), most):
+            yield _Call(self.reward, places[first : first + most], self.logged)
+
+
+class Judge:
+    """The rewards of one process.
+
+    begin  `rewards`, as the configuration has them; `kept`, the folder of values that are kept, and `writer`, the
+           name of this process's file there; `skips`: an answer that a reward fails on is skipped, else it is a fault
+    Raises RewardError for a reward that cannot be used.
+    """
+
+    def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
+        self._caller, self._skips = caller, begin["skips"]
+        self._kept = KeptValues(begin["kept"] and Path(begin["kept"]), begin["writer"])
+        self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection open
+        rewards: list[Mapping[str, Any]] = begin["rewards"]
+        # All secrets before any user's code: what it keeps of the streams hides them.
+        resolved = [caller.secrets.resolved(f"reward {r['name']!r}", r["kwargs"]) for r in rewards]
+        self._entries = [_entry(*pair) for pair in zip(rewards, resolved, strict=True)]
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The verdict on the answers of a request.
+
+        request  `part`: this process's number, from 0, and how many there are; `left_out`: (reward, place) that are
+                 not judged, since a process was lost over them
+        Returns `values`: reward -> (place, value) of each answer that it judged; `logged`: reward -> what it logged;
+        `faults`: (reward, place, sentence) of each answer that is skipped. Raises RewardError.
+        """
+        answers, state = Answers(**request["answers"]), TrainerState(*request["progress"])
+        batch = _Batch(answers, state, request["until_s"] - MARGIN_S, request["timeout_s"])
+        left_out = set(map(tuple, request["left_out"]))
+        shares, calls = dict[str, _Share](), list[_Call]()
+        for entry, places in self._shared_out(len(answers), *request["part"]):
+            name, keys = entry.reward.name, _keys(entry.code, answers, places)
+            shares[name] = _Share(entry.reward, keys, self._kept.find(keys))
+            known = shares[name].values
+            calls += shares[name].calls([p for p in places if p not in known and (name, p) not in left_out])
+        faults: list[tuple[str, int, str]] = []
+        for call in self._called(calls, batch):
+            for place, value in zip(call.places, _values(call, batch), strict=True):
+                if not isinstance(value, RewardError):
+                    shares[call.reward.name].values[place] = value
+                elif self._skips:
+                    faults.append((call.reward.name, place, self._caller.sentence(value)))
+                else:
+                    raise value
+        for share in shares.values():
+            self._kept.keep((key, share.values[p]) for p, key in share.keys.items() if p in share.values)
+        return {
+            "values": {name: list(share.values.items()) for name, share in shares.items()},
+            "logged": {name: share.logged for name, share in shares.items() if share.logged},
+            "faults": faults,
+        }
+
+    def _shared_out(self, n_answers: int, part: int, parts: int) -> Iterator[tuple[_Entry, range]]:
+        """(reward, places of answers) of this process: the answers are shared out where they are judged one by one,
+        the rewards otherwise."""
+        for number, entry in enumerate(self._entries):
+            if entry.reward.form.per_answer:
+                yield entry, range(part, n_answers, parts)
+            elif number % parts == part:
+                yield entry, range(n_answers)
+
+    def _called(self, calls: Sequence[_Call], batch: _Batch) -> list[_Call]:
+        """The calls once they have ended; in place of one that has failed on several answers, those of `_apart`."""
+        for call in calls:
+            self._begin(call, batch)
+            if call.error is not None and not self._skips:
+                self._stop(call, batch)
+        self._finish(calls, batch)
+        ended: list[_Call] = []
+        for call in calls:
+            if call.error is not None and not (self._skips and call.fails_on_answers):
+                self._stop(call, batch)
+            ended += [call] if call.error is None or call.place is not None else self._apart(call, batch)
+        return ended
+
+    def _begin(self, call: _Call, batch: _Batch) -> None:
+        """Make a call; an async one is still to be awaited."""
+        reward = call.reward
+        arguments = reward.arguments(batch.answers.select(call.places), batch.state, _logs(call.logged))
+        try:
+            call.returned = self._caller.call(reward.name, call.place, reward.function, **arguments)
+        except BaseException as error:  # noqa: BLE001  SystemExit among them
+            call.error = error
+
+    def _finish(self, calls: Sequence[_Call], batch: _Batch) -> None:
+        """Await the calls that are async, all together."""
+        waiting = [call for call in calls if call.error is None and hasattr(call.returned, "__await__")]
+        if waiting:
+            self._caller.say_awaiting(waiting[0].reward.name)
+            self._loop.run(self._awaited(waiting, batch.until_s))
+
+    async def _awaited(self, calls: Sequence[_Call], until_s: float) -> None:
+        free = {entry.reward.name: asyncio.Semaphore(entry.concurrency) for entry in self._entries}
+        half_s = max(until_s - time.monotonic(), 0.0) / 2
+
+        async def in_turn(call: _Call) -> None:
+            async with free[call.reward.name]:
+                call.began_s = time.monotonic()
+                try:
+                    call.returned = await call.returned
+                except asyncio.CancelledError:
+                    raise
+                except BaseException as error:  # noqa: BLE001
+                    call.error = error
+
+        tasks = {asyncio.ensure_future(in_turn(call)): call for call in calls}
+        late = await late_ones(tasks, until_s)
+        for task, call in tasks.items():
+            if task in late:
+                if call.began_s is None and hasattr(call.returned, "close"):
+                    call.returned.close()  # a coroutine that nobody will await
+                call.error = _Late(late[task], call.began_s is not None and until_s - call.began_s > half_s)
+            elif task.cancelled():  # by the reward itself
+                call.error = asyncio.CancelledError()
+
+    def _stop(self, failed: _Call, batch: _Batch) -> NoReturn:
+        """Raises the fault of a call. The answer that the user's code fails on is searched for."""
+        fault = failed.fault(batch.timeout_s)
+        if failed.place is None and not isinstance(failed.error, RewardError | _Late):
+            self._caller.say_fault(fault, searching=True)
+            alone = self._one_by_one(failed, batch)
+            fault.place = next((call.place for call in alone if call.error is not None), None)
+        raise fault
+
+    def _apart(self, failed: _Call, batch: _Batch) -> list[_Call]:
+        """The calls that take the place of one that failed on several answers: one for each answer that it fails on
+        alone, and one for all others together.
+
+        Raises RewardError where it fails on no answer alone, or on all others together.
+        """
+        alone = self._one_by_one(failed, batch)
+        guilty = [call for call in alone if call.error is not None]
+        others = [call.places[0] for call in alone if call.error is None]
+        together = _Call(failed.reward, others, failed.logged)
+        apart = [*guilty, together] if others else guilty
+        if guilty and others:
+            self._begin(together, batch)
+            self._finish([together], batch)
+        for call in apart:
+            if call.error is not None and not call.fails_on_answers:
+                self._stop(call, batch)
+        last = together if guilty else failed
+        if last.error is not None:
+            fault = last.fault(batch.timeout_s)
+            raise RewardError(
+                f"{fault} It does so for {len(last.places)} answers together, for none of them alone, so that "
+                "none can be skipped.",
+                fault.traceback,
+            )
+        return apart
+
+    def _one_by_one(self, failed: _Call, batch: _Batch) -> list[_Call]:
+        """Calls for each answer of one that has failed; what they log is dropped."""
+        calls = [_Call(failed.reward, [place]) for place in failed.places]
+        for call in calls:
+            self._begin(call, batch)
+        self._finish(calls, batch)
+        return calls
+
+
+def _entry(stated: Mapping[str, Any], kwargs: Mapping[str, Any]) -> _Entry:
+    """A reward of the configuration. kwargs: its arguments, secrets resolved; of a service, its headers"""
+    name, location, per = stated["name"], stated["location"], stated["per"]
+    if stated["service"] is not None:
+        reward = Service(name, location, kwargs, per=per, **stated["service"]).reward()
+    else:
+        with importing(f"reward {location}"):
+            reward = load_reward(name, location, kwargs, per)
+    of_values = location if per == "sequence" else f"{location} per {per}"
+    code = code_digest(reward.file, of_values, stated["kwargs"]) if stated["cache"] else ""
+    return _Entry(reward, stated["concurrency"], code)
+
+
+def _values(call: _Call, batch: _Batch) -> Sequence[RewardValue | RewardError]:
+    if call.error is not None:
+        return [call.fault(batch.timeout_s)] * len(call.places)
+    return call.reward.values(call.returned, call.places, batch.answers)
+
+
+def _logs(logged: dict[str, Any]) -> dict[str, Any]:
+    """The logging functions that TRL offers to rewards; they write to `logged`."""
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        logged[column] = list(values)
+
+    def log_metric(name: str, value: float) -> None:
+        logged[name] = value
+
+    return {"log_extra": log_extra, "log_metric": log_metric}
+
+
+class KeptValues:
+    """Values by key: an equal answer to an equal row is judged only once.
+
+    Each process appends to a file of its own and reads those of all at its start, so that a resumed run, under
+    whatever plan, has what was judged before.
+    folder  of the files; None: values are kept in memory only
+    name    of the file of this process
+    """
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self._values: dict[str, RewardValue] = {}
+        self._file = None
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+            for path in sorted(folder.glob("*.jsonl")):
+                with open(path, "rb") as file:
+                    for line in file:
+                        with suppress(ValueError):  # cut by a kill
+                            key, value = json.loads(line)
+                            self._keep(key, value)
+            self._file = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def _keep(self, key: str, value: RewardValue) -> None:
+        self._values[key] = value
+        if len(self._values) > MOST_KEPT:
+            del self._values[next(iter(self._values))]
+
+    def find(self, keys: Mapping[int, str]) -> dict[int, RewardValue]:
+        """Place -> value, for the places whose key is known."""
+        return {place: self._values[key] for place, key in keys.items() if key in self._values}
+
+    def keep(self, pairs: Iterable[tuple[str, RewardValue]]) -> None:
+        """Keep values, of which some may be known."""
+        new = [(key, value) for key, value in pairs if key not in self._values]
+        for key, value in new:
+            self._keep(key, value)
+        if self._file is not None and new:
+            lines = b"".join(json.dumps(pair).encode() + b"\n" for pair in new)
+            with suppress(OSError):  # a full disk costs repeated work only
+                os.write(self._file, b"\n" + lines)  # what is before may be cut
+
+
+def code_digest(file: str, location: str, arguments: Mapping[str, Any]) -> str:
+    """What a reward's values depend on beside the sample: its source file, its place, its configured arguments."""
+    source = Path(file).read_bytes() if file and os.path.isfile(file) else b""
+    stated = json.dumps([location, arguments], sort_keys=True, default=str)
+    return hashlib.sha256(source + stated.encode()).hexdigest()
+
+
+def _keys(code: str, answers: Answers, places: Collection[int]) -> dict[int, str]:
+    """The keys of answers: code, row, text, and token ids, of which several lists may have one text."""
+    keys = {}
+    for place in places if code else ():
+        row = [answers.prompts[place], {name: column[place] for name, column in answers.columns.items()}]
+        stated = [code, *row, answers.completions[place], answers.completion_ids[place]]
+        text = json.dumps(stated, sort_keys=True, default=str)
+        keys[place] = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return keys

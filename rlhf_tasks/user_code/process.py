@@ -1,0 +1,274 @@
+"""A process of the user's own code beside a rank, as the rank sees it: started, asked, watched, ended.
+
+The user's code may import anything, print, hang, fork or crash. None of that may affect the rank, whose threads
+belong to the engine. The process is started by `subprocess`: Dask's workers are daemonic and may have no
+multiprocessing children. Two keeper processes (system/child_processes.py) stand between it and the rank. They end it
+and all that it has started when the rank ends or when one of them is killed.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psutil
+
+from rlhf_tasks.system.child_lines import LOOK_EVERY_S, Lines
+from rlhf_tasks.system.child_output import ChildOutput
+from rlhf_tasks.system.child_processes import kept_call, users_environment
+from rlhf_tasks.user_code.child import STACK_SIGNAL
+from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, traced, users_frames
+
+MOST_LOST = 4
+"""As many answers or samples of a batch may each cost a process, where such are skipped."""
+ENDING_S = 20.0
+"""After its time is over, until late code is reported: its stack is asked for and its processes are ended."""
+SEARCH_S = 5.0  # that the search for the answer that the code fails on may take
+STACK_S = 1.0  # that the process may take to dump its stack
+END_S = 10.0  # that a keeper may take to kill all its descendants
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+class Lost(RewardError):
+    """The process has ended, or must be ended, in a call of the user's code.
+
+    called  what it called, as it has said
+    place   as in RewardError; None where that call was about several, or others waited beside it
+    """
+
+    called: str = ""
+
+
+class Killed(Lost):
+    """It was killed from outside, not by what the code did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a process runs, and what it may take.
+
+    kind         `module:class` of what answers in it, see child.py
+    what         it runs, for sentences
+    who          what it says that it calls -> that, for sentences
+    begin        what it begins with
+    timeout_s    seconds of an answer, which `timeout_key` of the configuration sets
+    most_bytes   of memory, with all that it starts, which reward_memory_bytes sets
+    """
+
+    kind: str
+    what: str
+    who: Callable[[str], str]
+    begin: Mapping[str, Any]
+    timeout_s: float
+    timeout_key: str
+    most_bytes: int
+
+
+class UserProcess:
+    """A process of the user's code, which starts with the first request, and again after it was lost."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms, self._closed = terms, False
+        self._running: _Running | None = None
+        # Of the request:
+        self._called, self._place, self._since_s = "", None, 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """Its id; None where it does not run."""
+        return self._running and self._running.pid
+
+    @property
+    def who(self) -> str:
+        """What it calls, for sentences."""
+        return self._terms.who(self._called) if self._called else f"the process of {self._terms.what}"
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request.
+
+        Raises RewardError where the code fails, cannot be loaded, or is late as a whole, and Lost where one call is
+        late or too large, or ends the process. Then the process is to be ended.
+        """
+        terms = self._terms
+        asked_s = time.monotonic()
+        until_s = asked_s + terms.timeout_s
+        self._called, self._place, self._since_s = "", None, asked_s
+        is_new = self._running is None
+        running = self._running = self._running or _Running(terms)
+        if self._closed:
+            running.end()
+        look = partial(running.refuse_large, terms.most_bytes)
+        fault: RewardError | None = None
+        try:
+            if is_new:
+                running.lines.send(json.dumps(terms.begin), until_s)
+                running.pid = (running.lines.read(until_s) or {}).get("pid")
+            # time.monotonic() is the same in both processes
+            timed = {**request, "until_s": until_s, "timeout_s": terms.timeout_s}
+            running.lines.send(json.dumps(timed), until_s, look)
+            while (reply := running.lines.read(until_s, look)) is not None:
+                if "at" in reply:
+                    (self._called, self._place), self._since_s = reply["at"], time.monotonic()
+                elif "fault" not in reply:
+                    return reply
+                else:
+                    fault = RewardError(reply["fault"], reply["traceback"], reply["place"])
+                    if not reply["searching"]:
+                        break
+                    until_s = time.monotonic() + SEARCH_S
+        except TimeoutError:
+            if fault is None:
+                raise self._late(running, asked_s) from None
+        except _TooLarge as error:
+            if fault is None:
+                where, frames = running.stack()
+                raise self._lost(
+                    f"{self.who} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes allows "
+                    f"{terms.most_bytes / 1e9:.1f} GB. Mend it or raise reward_memory_bytes.",
+                    frames,
+                ) from None
+        raise fault or self._ended(running)
+
+    def _late(self, running: "_Running", asked_s: float) -> RewardError:
+        where, frames = running.stack()
+        message = late_message(self.who, self._terms.timeout_s, where, self._terms.timeout_key)
+        now_s = time.monotonic()
+        if now_s - self._since_s > (now_s - asked_s) / 2:
+            return self._lost(message, frames)
+        return RewardError(message, frames, self._place)  # the batch as a whole is late
+
+    def _ended(self, running: "_Running") -> RewardError:
+        """Why it has ended without a reply."""
+        how = running.how_it_ended()
+        if self._closed:
+            return RewardError(f"the process of {self._terms.what} is closed.")
+        if how is None:
+            return Killed(
+                f"the process of {self._terms.what} was killed from outside, as the system does when memory runs out."
+            )
+        where, frames = running.written_stack()
+        return self._lost(
+            f"{self.who} ended {'its process ' if self._called else ''}with {how}{where}.", frames
+        )
+
+    def _lost(self, message: str, frames: str) -> RewardError:
+        if not self._called:  # the code as a whole
+            return RewardError(message, frames)
+        error = Lost(message, frames, self._place)
+        error.called = self._called
+        return error
+
+    def end(self) -> None:
+        """End the process and reap it; the next request starts another. Called from one thread at a time."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def close(self) -> None:
+        """End the process from any thread; no other starts. A request in progress fails."""
+        self._closed = True
+        running = self._running  # read once: the thread that asks may set it to None meanwhile
+        if running is not None:
+            running.end()
+
+
+class _TooLarge(Exception):
+    """The process and those that it has started use more memory than is allowed."""
+
+    def __init__(self, used_bytes: int) -> None:
+        super().__init__()
+        self.used_bytes = used_bytes
+
+
+class _Running:
+    """A running process and its keeper. pid: of the process, once it has said it"""
+
+    def __init__(self, terms: Terms) -> None:
+        self.pid: int | None = None
+        self._stacks = os.memfd_create("stacks")
+        self._output = ChildOutput(f"the process of {terms.what}")
+        with self._output as output:
+            self._keeper = subprocess.Popen(
+                kept_call("rlhf_tasks.user_code.child:serve", str(self._stacks), terms.kind),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                pass_fds=[self._stacks],
+                env=users_environment(),
+                start_new_session=True,
+            )
+        self.lines = Lines(self._keeper)
+        self._looked_s = 0.0
+
+    def stack(self) -> tuple[str, str]:
+        """Where the process is now: (` at FILE:LINE`, the frames of the user's code)."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, STACK_SIGNAL)
+            until_s = time.monotonic() + STACK_S
+            while not self._written().strip() and time.monotonic() < until_s:
+                time.sleep(0.02)
+            time.sleep(0.02)
+        return self.written_stack()
+
+    def written_stack(self) -> tuple[str, str]:
+        """The same for the stack that the process dumped last."""
+        last = self._written().rpartition("(most recent call first):")[2]
+        matches = [m for line in last.split("\n") if (m := _FRAME.fullmatch(line)) is not None]
+        frames = users_frames(traceback.FrameSummary(m[1], int(m[2]), m[3]) for m in reversed(matches))
+        return at_line(frames), traced(frames)
+
+    def _written(self) -> str:
+        return os.pread(self._stacks, 1 << 20, 0).decode(errors="replace")
+
+    def refuse_large(self, most_bytes: int) -> None:
+        """Raises _TooLarge when the process and its children use more than `most_bytes` bytes.
+
+        Looks at most every LOOK_EVERY_S seconds: first roughly (RSS), then without counting shared pages twice (PSS).
+        """
+        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
+        with contextlib.suppress(psutil.Error):  # a process that is ending
+            processes = psutil.Process(self._keeper.pid).children(recursive=True)
+            if sum(process.memory_info().rss for process in processes) > most_bytes:
+                used_bytes = sum(process.memory_full_info().pss for process in processes)
+                if used_bytes > most_bytes:
+                    raise _TooLarge(used_bytes)
+
+    def how_it_ended(self) -> str | None:
+        """How it ended by itself, for sentences; None where it was killed from outside."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(END_S)
+        status = self._keeper.poll() or 0  # as its keeper returns it: 128 + N after signal N
+        if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) or status < 0:
+            return None
+        if status > 128 and status - 128 in {s.value for s in signal.Signals}:
+            return signal.Signals(status - 128).name
+        return f"exit status {status}"
+
+    def end(self) -> None:
+        """Ask the keeper to kill everything. Called from any thread."""
+        self._keeper.terminate()
+
+    def close(self) -> None:
+        """Kill everything and reap the keeper."""
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # what is still buffered is no longer needed
+            self._keeper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(END_S)
+        self._keeper.kill()
+        self._keeper.wait()
+        self._keeper.stdout.close()
+        self._output.close()
+        os.close(self._stacks)
