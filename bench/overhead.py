@@ -9,8 +9,9 @@ although all predecessors of its next node have ended. Runs with and without dis
 per iteration of the workers, of this process (flow, scheduler, nannies) and of the Prefect server are reported too.
 The first two iterations of each run are left out.
 
-With --simulated-ranks no processes are started: only the controller's state machines are driven through iterations of
-a plan for that many ranks (bench/simulated_ranks.py).
+With --simulated-ranks no processes are started: the real controller is rehearsed through iterations of a plan for
+that many simulated ranks, with few and many sequences. The CPU seconds are those of its decisions and messages,
+without what sending them takes.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -29,7 +31,6 @@ import psutil
 from distributed import Client
 from prefect import flow
 
-from bench.simulated_ranks import print_rows, scale_rows
 from flows.cluster.cluster import DaskCluster, Member, local_cluster
 from flows.cluster.server import own_server
 from flows.run.training import RunControl, run_training
@@ -39,12 +40,17 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
 from rlhf_tasks.algorithms.registry import algorithm
+from rlhf_tasks.controller.attempt import Attempt
 from rlhf_tasks.protocol.messages import Committed, RunSpec
+from rlhf_tasks.rehearsal.rehearsal import Rehearsal, carried_out
 from rlhf_tasks.spec import ExecutionPlan
+from tests.rlhf_tasks.protocol.plans import ppo_plan
+from tests.rlhf_tasks.rehearsal.rehearsals import quick
 from tests.rlhf_tasks.settings import STARTUP_S, limits
 
 RANKS = 4
 WARM_UP = 2
+SEQUENCES_PER_RANK = (4, 256)
 SHARES = {
     "actor_generate": 0.3,
     "ref_inference": 0.1,
@@ -142,6 +148,42 @@ def pid_of(cluster: DaskCluster, member: Member) -> int:
         return client.run(os.getpid, workers=[member.address])[member.address]  # pyright: ignore[reportIndexIssue]
 
 
+class Timed(Attempt):
+    """An attempt that counts its stimuli and the CPU seconds that it takes for them."""
+
+    stimuli, cpu_s = 0, 0.0
+
+    def _feed(self, stimulus: Callable[..., list[Any]], *facts: Any) -> None:
+        began_s = time.process_time()
+        super()._feed(stimulus, *facts)
+        self.cpu_s += time.process_time() - began_s
+        self.stimuli += 1
+
+
+def controller_alone(n_ranks: Iterable[int], iterations: int) -> list[dict[str, float]]:
+    """Print and return the controller's CPU seconds an iteration for each number of ranks, which must not depend on
+    the number of sequences."""
+    rows = []
+    for ranks in n_ranks:
+        for per_rank in SEQUENCES_PER_RANK:
+            plan = ppo_plan(ranks, ranks * per_rank)
+            carried_out(Rehearsal(quick(plan, 1)))  # warm
+            rehearsal = Rehearsal(quick(plan, iterations), Timed)
+            carried_out(rehearsal)
+            assert isinstance(rehearsal.attempt, Timed)
+            rank_nodes = sum(len(node.devices) for node in plan.nodes)
+            row = {
+                "ranks": ranks,
+                "sequences": plan.n_seqs,
+                "stimuli": rehearsal.attempt.stimuli / iterations,
+                "controller_s": rehearsal.attempt.cpu_s / iterations,
+                "controller_s_per_rank_node": rehearsal.attempt.cpu_s / iterations / rank_nodes,
+            }
+            print("  ".join(f"{name} {value:g}" for name, value in row.items()))
+            rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,8 +195,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.simulated_ranks:
-        simulated = scale_rows(arguments.simulated_ranks, arguments.iterations)
-        print_rows(simulated)
+        simulated = controller_alone(arguments.simulated_ranks, arguments.iterations)
         write(simulated, arguments.json)
         return
     plan = demo_plan()

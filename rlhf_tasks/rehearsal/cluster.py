@@ -51,6 +51,7 @@ class SimulatedCluster:
     on_idle     called when `running` becomes 0, or ends being 0
     on_hit      called with the kind of a fault when it hits: never where a rank has no process, and later than it
                 strikes where an error finds a rank that does nothing
+    process     makes a process of a rank
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SimulatedCluster:
         pace: Pace,
         on_idle: Callable[[bool], None],
         on_hit: Callable[[str], None],
+        process: Callable[["SimulatedCluster", int], Process] = Process,
     ) -> None:
         self.plan, self.costs, self.machines, self.watch, self.pace = plan, costs, machines, watch, pace
         self.timeouts = Timeouts()
@@ -71,6 +73,7 @@ class SimulatedCluster:
         self.kept_bytes: Counter[int] = Counter()
         self.most_kept_bytes: Counter[int] = Counter()
         self._loop, self._noise, self._on_idle, self._on_hit = loop, noise, on_idle, on_hit
+        self._make_process = process
         self._nodes = {node.name: node for node in plan.nodes}
         self._saves: dict[int, list[SaveNode]] = {}
         for node in plan.nodes:
@@ -88,7 +91,7 @@ class SimulatedCluster:
         self._mail: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._links: list[SimulatedLink] = []
         self._work: set[asyncio.Task[None]] = set()
-        self.processes: list[Process | None] = [Process(self, rank) for rank in range(plan.n_devices)]
+        self.processes: list[Process | None] = [process(self, rank) for rank in range(plan.n_devices)]
         self._loop.call_later(TICK_S, self._tick)
 
     # --- time and messages ------------------------------------------------------------------------------
@@ -238,6 +241,7 @@ class SimulatedCluster:
             self._copies_end_s[node.name] = max(self.now, *before, self.now) + self.costs.copy_s[node.name]
         self.watch.used(f"call {node.name}", self.now - began_s, meeting.request.deadline_s)
         for process in meeting.members:
+            process.meeting = None
             process.node_ended(meeting.request, began_s)
         self._count(-1)
 
@@ -247,12 +251,14 @@ class SimulatedCluster:
         if (was == 0) != (self.running == 0):
             self._on_idle(self.running == 0)
 
-    def _break(self, meeting: Meeting | None) -> None:
-        """A meeting will never end: its members wait until they are interrupted."""
+    def break_up(self, meeting: Meeting | None) -> None:
+        """A meeting will never end."""
         if meeting is not None and not meeting.broken:
             meeting.broken = True
             if meeting.began_s is not None:
                 self._count(-1)
+            for member in meeting.members:
+                member.peer_left(meeting.request.key)
 
     # --- what goes wrong ----------------------------------------------------------------------------------
 
@@ -288,7 +294,7 @@ class SimulatedCluster:
             return
         process.hangs |= fault.kind == "hang"
         process.stopped |= fault.kind == "stop"
-        self._break(process.meeting)
+        self.break_up(process.meeting)
 
     def raise_error(self, process: Process) -> None:
         """An error is raised in what a process does. Where it does nothing, the error waits for its next call."""
@@ -296,7 +302,7 @@ class SimulatedCluster:
             return
         process.raises = False
         self._on_hit("error")
-        self._break(process.meeting)
+        self.break_up(process.meeting)
         process.fail("an error of the rehearsal")
 
     def _on_host(self, host: int) -> list[Process]:
@@ -314,7 +320,7 @@ class SimulatedCluster:
             return
         process.alive = False
         process.lose_copies()
-        self._break(process.meeting)
+        self.break_up(process.meeting)
         rank = process.rank
         self.processes[rank] = None
         for link in self._links:
@@ -328,4 +334,4 @@ class SimulatedCluster:
         if away_s > 0:  # the host was lost again meanwhile
             self._loop.call_later(away_s + self.machines.start_s, self._start_process, rank)
         elif self.processes[rank] is None:
-            self.processes[rank] = Process(self, rank)
+            self.processes[rank] = self._make_process(self, rank)

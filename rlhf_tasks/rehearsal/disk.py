@@ -112,6 +112,10 @@ class CommitsOnDisk:
     def __init__(self) -> None:
         self.cursors: dict[int, int] = {}
 
+    def add(self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]) -> None:
+        """A commit's folder has got its name; the arguments are those of `Snapshots.commit`."""
+        self.cursors[order.step] = order.cursor
+
     def prune(self, keep_last: int) -> list[int]:
         """Remove all but the newest commits; gives the removed steps."""
         old = sorted(self.cursors)[:-keep_last]
@@ -167,7 +171,7 @@ class SimulatedSnapshots:
     def commit(
         self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
     ) -> None:
-        self._loop.takes(self._commit(order))
+        self._loop.takes(self._commit(order, results))
 
     def prune(self) -> None:
         for _ in self._commits.prune(self._keep_last):
@@ -178,10 +182,12 @@ class SimulatedSnapshots:
         self._reading = [self._loop.create_task(self._disk.move(part_bytes)) for _ in range(READERS)]
         await asyncio.gather(*self._reading)
 
-    async def _commit(self, order: WriteCommit) -> None:
+    async def _commit(
+        self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
+    ) -> None:
         began_s = self.writing_since_s = self._loop.time()
         await asyncio.sleep(COMMIT_S + PER_FILE_S * self._n_files)
         if self._alive:
-            self._commits.cursors[order.step] = order.cursor
+            self._commits.add(order, results)
             self._on_written(self._loop.time() - began_s)
         self.writing_since_s = None

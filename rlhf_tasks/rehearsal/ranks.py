@@ -30,6 +30,7 @@ class Waiting(NamedTuple):
     role: str
     size_bytes: float
     since_s: float
+    details: dict[str, Any]
 
 
 class Process:
@@ -65,6 +66,25 @@ class Process:
             Done: self._tell,
             Failed: self._tell,
         }
+
+    # --- what it has in its memory: nothing that a rehearsal would need ---------------------------------------
+
+    def forget(self) -> None:
+        """A generation ends: samples, copies and groups are dropped."""
+
+    def load(self, step: int | None) -> None:
+        """A generation begins with the state of a commit; None: with the first one."""
+
+    def compute(self, request: NodeRequest) -> str:
+        """A node's work; gives a digest of what came of it."""
+        return ""
+
+    def details(self, key: NodeKey, node: SaveNode | SaveSamplesNode) -> dict[str, Any]:
+        """What a commit says of this rank's part."""
+        return {}
+
+    def peer_left(self, key: NodeKey) -> None:
+        """A collective that this process is in will never end: it waits until it is interrupted."""
 
     # --- messages ---------------------------------------------------------------------------------------
 
@@ -106,6 +126,7 @@ class Process:
 
     def _clear(self, instruction: do.Clear) -> None:
         self.job = instruction.key
+        self.forget()
         finishes = instruction.keep_state and not self.aborted
         if not finishes:
             self.lose_copies()
@@ -132,6 +153,7 @@ class Process:
         self._moved_bytes += size_bytes
         if self.job != instruction.key or not self.alive:
             return
+        self.load(instruction.step)
         if instruction.step is None:
             for node in cluster.saves(self.rank):
                 self._save(instruction.key._replace(node=node.name), node)
@@ -167,13 +189,14 @@ class Process:
 
     def node_ended(self, request: NodeRequest, started_s: float) -> None:
         """The node that this process is in has ended."""
-        if self.job != request.key or not self.alive or self.stopped:
+        if self.job != request.key or not self.alive or self.stopped or self.hangs:
             return
-        now, self.job, self.meeting = self.cluster.now, None, None
+        now, self.job = self.cluster.now, None
+        digest = self.compute(request)
         node = self.cluster.node(request.key.node)
         if isinstance(node, SaveNode | SaveSamplesNode) and request.in_snapshot and self.rank in node.writers:
             self._save(request.key, node)
-        result = NodeResult(key=request.key, rank=self.rank, started_s=started_s, ended_s=now)
+        result = NodeResult(key=request.key, rank=self.rank, started_s=started_s, ended_s=now, digest=digest)
         self.carry_out(self.inbox.finished(result, now))
 
     def end(self, key: NodeKey, stimulus: Callable[[float], list[Any]]) -> None:
@@ -207,7 +230,8 @@ class Process:
 
     def _save(self, key: NodeKey, node: SaveNode | SaveSamplesNode) -> None:
         """Keep a copy of the rank's part, and write it behind those before it."""
-        part = Waiting(key, node.role, self.cluster.part_bytes(node, self.rank), self.cluster.now)
+        size_bytes = self.cluster.part_bytes(node, self.rank)
+        part = Waiting(key, node.role, size_bytes, self.cluster.now, self.details(key, node))
         self.cluster.copied(self, part)
         self._waiting.append(part)
         if self._written.is_set():
@@ -233,6 +257,7 @@ class Process:
                     step=key.iteration + 1,
                     role=part.role,
                     rank=self.rank,
+                    details=part.details,
                 )
             )
         self._written.set()

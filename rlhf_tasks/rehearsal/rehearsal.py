@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import CommitsOnDisk, SimulatedSnapshots
 from rlhf_tasks.rehearsal.faults import ControllerFault, InjectedFault, SlowFault
-from rlhf_tasks.rehearsal.ranks import SimulatedRankMissing
+from rlhf_tasks.rehearsal.ranks import Process, SimulatedRankMissing
 from rlhf_tasks.rehearsal.story import OWN, Story, Window
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.rehearsal.watch import WaitLog
@@ -82,14 +82,18 @@ class Rehearsed:
 
 def rehearse(asked: RehearsalRequest) -> Rehearsed:
     """Rehearse a run. Takes seconds to minutes, whatever the hours."""
-    with _virtual_time() as loop, _rare_collection(), _without_news():
-        return loop.run_until_complete(Rehearsal(loop, asked).run())
+    return carried_out(Rehearsal(asked))
+
+
+def carried_out(rehearsal: "Rehearsal") -> Rehearsed:
+    """Carry out a rehearsal to its end. Its loop is closed after it."""
+    with _closing(rehearsal.loop) as loop, _rare_collection(), _without_news():
+        return loop.run_until_complete(rehearsal.run())
 
 
 @contextmanager
-def _virtual_time() -> Generator[VirtualTime]:
-    """A loop in virtual time, on which nothing is left over."""
-    loop = VirtualTime()
+def _closing(loop: VirtualTime) -> Generator[VirtualTime]:
+    """Leaves nothing over on a loop."""
     try:
         yield loop
     finally:
@@ -136,13 +140,25 @@ class Nowhere:
 
 
 class Rehearsal:
-    """One rehearsal: the flow of the run, and the faults."""
+    """One rehearsal: the flow of the run, and the faults.
 
-    def __init__(self, loop: VirtualTime, asked: RehearsalRequest) -> None:
-        self._loop, self._asked = loop, asked
+    attempt  makes an attempt on the controller; process: a process of a rank
+    commits  what lies on the disk
+    """
+
+    def __init__(
+        self,
+        asked: RehearsalRequest,
+        attempt: Callable[[Surroundings, RunSpec, Callable[[Any], None]], Attempt] = Attempt,
+        process: Callable[[SimulatedCluster, int], Process] = Process,
+        commits: CommitsOnDisk | None = None,
+    ) -> None:
+        self.loop = loop = VirtualTime()
+        self._asked = asked
+        self._make_attempt = attempt
         self._story, self._watch = Story(), WaitLog()
         plan, limits = asked.spec.plan, asked.spec.limits
-        self._cluster = SimulatedCluster(
+        self.cluster = SimulatedCluster(
             loop,
             plan,
             asked.costs,
@@ -152,9 +168,10 @@ class Rehearsal:
             Pace(limits.io_floor_s, limits.io_least_bytes_per_s),
             lambda idle: self._story.idle(idle, loop.time()),
             self._hit,
+            process,
         )
-        self._commits = CommitsOnDisk()
-        self._attempt: Attempt | None = None
+        self._commits = commits or CommitsOnDisk()
+        self.attempt: Attempt | None = None
         self._starting: asyncio.Task[None] | None = None  # what starts the attempt
         self._snapshots: SimulatedSnapshots | None = None
         self._rebuilds = asked.spec.rebuilds
@@ -167,26 +184,27 @@ class Rehearsal:
     @property
     def _now_s(self) -> float:
         """Seconds of the run, those of quiet times that were not rehearsed among them."""
-        return self._loop.time() + self._story.leapt_s
+        return self.loop.time() + self._story.leapt_s
 
     async def run(self) -> Rehearsed:
         """From the run's beginning to its end."""
         self._set_timer()
-        self._begin(self._asked.spec)
+        self.begin(self._asked.spec)
         ended, finished = await self._over
         story, snapshots = self._story, self._snapshots
-        story.at(self._loop.time())
+        story.at(self.loop.time())
         if snapshots is not None and snapshots.writing_since_s is not None:
-            self._commit_took(self._loop.time() - snapshots.writing_since_s)
-        kept = self._cluster.most_kept_bytes
+            self._commit_took(self.loop.time() - snapshots.writing_since_s)
+        kept = self.cluster.most_kept_bytes
         return Rehearsed(story, self._watch, self._now_s, ended, finished, self._rehearsed, kept)
 
     # --- the flow -----------------------------------------------------------------------------------------
 
-    def _begin(self, spec: RunSpec) -> None:
-        around = Surroundings(self._cluster.link, Nowhere(), self._make_snapshots)
-        attempt = self._attempt = Attempt(around, spec, lambda event: self._hear(attempt, event))
-        self._starting = self._cluster.start(self._start(attempt))
+    def begin(self, spec: RunSpec) -> None:
+        """Begin an attempt."""
+        around = Surroundings(self.cluster.link, Nowhere(), self._make_snapshots)
+        attempt = self.attempt = self._make_attempt(around, spec, lambda event: self.hear(attempt, event))
+        self._starting = self.cluster.start(self._start(attempt))
 
     async def _start(self, attempt: Attempt) -> None:
         try:
@@ -197,9 +215,9 @@ class Rehearsal:
     def _make_snapshots(self, spec: RunSpec) -> SimulatedSnapshots:
         asked, costs = self._asked, self._asked.costs
         self._snapshots = SimulatedSnapshots(
-            self._loop,
+            self.loop,
             self._commits,
-            self._cluster.disks[0],
+            self.cluster.disks[0],
             costs.commit_bytes,
             costs.n_files,
             asked.keep_last,
@@ -210,15 +228,15 @@ class Rehearsal:
     def _commit_took(self, seconds: float) -> None:
         self._watch.used("commit", seconds, self._asked.spec.limits.io_floor_s)
 
-    def _hear(self, attempt: Attempt, event: Any) -> None:
+    def hear(self, attempt: Attempt, event: Any) -> None:
         """An event for the flow."""
-        if attempt is not self._attempt:
+        if attempt is not self.attempt:
             return
-        now, story = self._loop.time(), self._story
+        now, story = self.loop.time(), self._story
         match event:
             case Enterable():
-                story.ready(now, self._cluster.well)
-                self._cluster.post(attempt.enter, event.iteration, event.generation)
+                story.ready(now, self.cluster.well)
+                self.cluster.post(attempt.enter, event.iteration, event.generation)
             case IterationRan(iteration=iteration):
                 self._rehearsed += 1
                 story.iteration_ran(iteration, now)
@@ -228,7 +246,7 @@ class Rehearsal:
                 step = attempt.ledger.committed_step
                 if step is not None and step == iteration + 1:
                     story.commit_written(step, now)
-                    self._cluster.post(self._look_for_quiet)
+                    self.cluster.post(self._look_for_quiet)
             case Faulted(cause=cause):
                 self._rebuilds += 1
                 self._quiet.disturbed()
@@ -254,31 +272,34 @@ class Rehearsal:
             self._timer.cancel()
         end_s = 3600 * self._asked.hours
         at_s = min(self._faults[0].at_s, end_s) if self._faults else end_s
-        self._timer = self._loop.call_later(max(0.0, at_s - self._now_s), self._strike)
+        self._timer = self.loop.call_later(max(0.0, at_s - self._now_s), self._due)
 
-    def _strike(self) -> None:
+    def _due(self) -> None:
         if not self._faults or self._faults[0].at_s >= 3600 * self._asked.hours:
             self._end(f"{self._asked.hours:g} hours are over", True)
             return
-        fault = self._faults.pop(0)
+        self.strike(self._faults.pop(0))
+        self._set_timer()
+
+    def strike(self, fault: InjectedFault) -> None:
+        """A fault strikes."""
         self._quiet.disturbed()
         self._story.struck[fault.kind] += 1
         if isinstance(fault, ControllerFault):
             self._hit(fault.kind)
-            self._story.faulted("the controller's process is gone", self._loop.time())
-            self._cluster.start(self._next_attempt())
+            self._story.faulted("the controller's process is gone", self.loop.time())
+            self.cluster.start(self._next_attempt())
         elif isinstance(fault, SlowFault):
             self._story.slows(fault.kind)
-            self._cluster.strike(fault)
-            self._loop.call_later(fault.for_s, self._calm, fault.kind)
+            self.cluster.strike(fault)
+            self.loop.call_later(fault.for_s, self._calm, fault.kind)
         else:
-            self._cluster.strike(fault)
-        self._set_timer()
+            self.cluster.strike(fault)
 
     def _hit(self, kind: str) -> None:
         """A fault hits something, when it strikes or later."""
         self._quiet.disturbed()
-        self._story.hits(kind, self._loop.time())
+        self._story.hits(kind, self.loop.time())
 
     def _calm(self, kind: str) -> None:
         self._story.calms(kind)
@@ -286,14 +307,14 @@ class Rehearsal:
 
     async def _next_attempt(self) -> None:
         """The controller is lost: the flow begins another attempt at the last commit (flows/run/runs.py)."""
-        old, starting, self._attempt = self._attempt, self._starting, None
+        old, starting, self.attempt = self.attempt, self._starting, None
         if self._snapshots is not None:
             self._snapshots.died()
         if old is None or starting is None:
             return
         first = max(self._commits.cursors, default=0)
         self._story.aborted(first)
-        self._cluster.forget_links()
+        self.cluster.forget_links()
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await old.close()
@@ -307,16 +328,16 @@ class Rehearsal:
             "rebuilds": self._rebuilds,
             "iterations": self._asked.spec.iterations - self._story.leapt_iterations,
         }
-        self._begin(old.spec.model_copy(update=update))
+        self.begin(old.spec.model_copy(update=update))
 
     # --- quiet times --------------------------------------------------------------------------------------
 
     def _look_for_quiet(self) -> None:
         """At a commit: count what follows instead of rehearsing it, where all is as it was for a while."""
-        attempt = self._attempt
+        attempt = self.attempt
         if not self._asked.leaps or attempt is None or attempt.ledger.committed_step is None:
             return
-        window = self._quiet.window(attempt.ledger.committed_step, self._loop.time())
+        window = self._quiet.window(attempt.ledger.committed_step, self.loop.time())
         if window is None or self._story.slow:
             return
         until_s = 3600 * self._asked.hours

@@ -3,6 +3,11 @@
 import random
 from collections.abc import Iterable
 
+from planner.plan.build import build_plan
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import (
     CallAssignment,
@@ -81,6 +86,37 @@ def placed_plan(everywhere: Placement, actor: Placement, critic: Placement) -> E
             SaveNode(name="save_critic", role="critic", placement=critic),
         ],
     )
+
+
+def ppo_plan(n_ranks: int, n_seqs: int) -> ExecutionPlan:
+    """PPO on hosts of eight: generation on all ranks, actor and critic each trained on one half of them."""
+    config = make_config(
+        {
+            "type": "ppo",
+            "models": {"actor": "none", "reward": "none"},
+            "data": {"train": "none"},
+            "sampling": {"max_completion_length": 1},
+            "batch_size": n_seqs,
+            "total_iterations": 1,
+        }
+    )
+    registered = algorithm("ppo")
+
+    def place(start: int, stop: int, tp: int) -> CallAssignment:
+        strategy = ParallelStrategy(dp=(stop - start) // tp, tp=tp)
+        return CallAssignment(placement=Placement(tuple(range(start, stop)), strategy))
+
+    half = n_ranks // 2
+    assignments = {
+        "actor_generate": place(0, n_ranks, 2),
+        "reward_inference": place(half, n_ranks, 4),
+        "ref_inference": place(0, half, 4),
+        "critic_inference": place(half, n_ranks, 8),
+        "actor_train": place(0, half, 8),
+        "critic_train": place(half, n_ranks, 8),
+    }
+    graph = DataflowGraph(registered.graph(config), registered.dataset_keys)
+    return build_plan(graph, assignments, Cluster(n_ranks // 8, 8))
 
 
 def random_plan(rng: random.Random, n_devices: int, n_nodes: int) -> ExecutionPlan:

@@ -1,51 +1,236 @@
-"""A simulated cluster, the world of `simulated_processes`: a virtual clock, a bad network, a disk."""
+"""Rehearsals in which every instruction can be watched, messages are lost and doubled, and ranks have a state.
 
-import heapq
-import itertools
+A rank carries role -> version and a chain of hashes, which is trained, saved, committed and loaded: two runs can be
+compared bit by bit. What runs in which order, and what a commit holds, is checked in every run.
+"""
+
+import functools
+import hashlib
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.ledger import Ledger
-from rlhf_tasks.protocol.messages import Finished, GaveUp
-from rlhf_tasks.protocol.phases import Phase
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
+from rlhf_tasks.controller.attempt import Attempt, Surroundings
+from rlhf_tasks.protocol.instructions import Run, WriteCommit
+from rlhf_tasks.protocol.messages import (
+    Committed,
+    Faulted,
+    Finished,
+    GaveUp,
+    Held,
+    NodeEnded,
+    NotEntered,
+    RunSpec,
+)
+from rlhf_tasks.rehearsal.cluster import SimulatedCluster
+from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
+from rlhf_tasks.rehearsal.disk import CommitsOnDisk
+from rlhf_tasks.rehearsal.faults import ControllerFault, RankFault
+from rlhf_tasks.rehearsal.ranks import Process, SimulatedLink
+from rlhf_tasks.rehearsal.rehearsal import Rehearsal, RehearsalRequest, carried_out
 from rlhf_tasks.spec import (
+    CallNode,
     ExecutionPlan,
     NodeKey,
     NodeRequest,
+    NodeResult,
     PlanNode,
+    ReallocateNode,
+    ReleaseNode,
     SaveNode,
     SaveSamplesNode,
 )
-from tests.rlhf_tasks.protocol.simulated_processes import (
-    NOTICED_S,
-    RESEND_S,
-    Controller,
-    Disk,
-    Network,
-    Process,
-    Rank,
+from tests.rlhf_tasks.settings import limits
+
+MACHINES = Machines(
+    disk_bytes_per_s=1e9,
+    start_s=3.0,
+    join_s=0.1,
+    reset_s=0.05,
+    noticed_s=0.5,
+    interrupt_s=0.1,
+    attempt_s=0.1,
 )
-
+LIMITS = {"io_floor_s": 20, "io_least_bytes_per_s": 10, "deadline_factor": 10, "deadline_floor_s": 10}
+NOTICED_S = 3.0  # within which a rank notices that its controller is gone
+RESEND_S = 1.0
 HELD_S = 30.0  # longer than anything else takes
+HOURS = 5000 / 3600  # after which a run counts as hanging
+
+Results = Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
+Watch = Callable[["World", "Rank | Controller", str, Any], None]
 
 
-def first_come(plan: ExecutionPlan, is_first: bool) -> list[PlanNode]:
-    """A plan's nodes in the order of an iteration, by the names that `ahead_plan` gives."""
-    ahead = ("to_generate", "generate", "save_samples") if is_first and plan.lead else ()
-    return [*map(plan.node, ahead), *(node for node in plan.nodes if node.name not in ahead)]
+@dataclass(frozen=True)
+class Network:
+    """How messages travel: each is lost, doubled and delayed at random; senders repeat until acknowledged."""
+
+    loss: float = 0.0
+    duplicate: float = 0.0
+    delay_s: float = 0.01
 
 
-class World:
-    """Clock, network, disk, ranks and controller. Everything random comes from one seed.
+def digest(*parts: object) -> str:
+    """A short hash of anything printable."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
-    next_plan, change_after   the flow changes to this plan when it hears that this iteration is committed
+
+class Rank(Process):
+    """A rank with a state, whose instructions can be watched."""
+
+    def __init__(self, world: "World", cluster: SimulatedCluster, rank: int) -> None:
+        super().__init__(cluster, rank)
+        self.world = world
+        self.inbox.gap_deadline_s = 10.0
+        self.params: dict[str, tuple[int, str]] = {}
+        self.copies: dict[tuple[str, Any], int] = {}
+        self.drawn: dict[int, str] = {}  # iteration -> what was generated for it
+        self.first = 0
+
+    def carry_out(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            self.world.around(self, instruction, self.carry_one_out)
+
+    def carry_one_out(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Run):
+                self.world.record(self.rank, instruction.request)
+        super().carry_out(instructions)
+
+    def receive(self, message: Any, link: SimulatedLink) -> None:
+        self.world.scatter(super().receive, message, link)
+
+    def client_lost(self, client: str) -> None:
+        self.world.later(NOTICED_S, super().client_lost, client)
+
+    def node_ended(self, request: NodeRequest, started_s: float) -> None:
+        """The ranks of a node end it in any order."""
+        self.world.later(0.2, super().node_ended, request, started_s)
+
+    def peer_left(self, key: NodeKey) -> None:
+        """A peer is gone: some fail at once, others hang until they are interrupted."""
+        if self.world.rng.random() < 0.5:
+            self.world.later(0.2, self.connection_closed, key)
+
+    def connection_closed(self, key: NodeKey) -> None:
+        if self.job == key:
+            self.fail("connection closed by peer")
+
+    # --- the state --------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        self.params, self.copies, self.drawn = {}, {}, {}
+
+    def load(self, step: int | None) -> None:
+        parts = {} if step is None else self.world.commits.orders[step].parts
+        for node in self.world.plan.on(self.rank):
+            if isinstance(node, SaveNode):
+                saved = [part["state"] for part in parts.get(node.name, {}).values()]
+                (self.params[node.role],) = set(saved) or {(0, digest("initial", node.role))}
+            elif isinstance(node, SaveSamplesNode) and step:
+                self.drawn = dict(parts[node.name][min(node.writers)]["drawn"])
+        self.first = step or 0
+
+    def compute(self, request: NodeRequest) -> str:
+        node, now = self.world.plan.node(request.key.node), request.key.iteration
+        for role, version in request.versions.items():
+            copy = self.copies.get((role, getattr(node, "placement", None)))
+            present = self.params.get(role, (version,))[0] if copy is None else copy
+            assert present == version, f"rank {self.rank}: {request.key} expects {role} {version}: {present}"
+        if isinstance(node, ReallocateNode):
+            self.copies[node.role, node.destination] = request.versions[node.role]
+        elif isinstance(node, ReleaseNode):
+            self.copies.pop((node.role, node.placement), None)
+        elif isinstance(node, CallNode) and node.lead:
+            # Where the commit has nothing, for all iterations up to the one ahead.
+            first = now if now == self.first and not self.drawn else now + node.lead
+            for iteration in range(first, now + node.lead + 1):
+                self.drawn[iteration] = f"{iteration} by {request.versions[node.call.role]}"
+        elif isinstance(node, CallNode) and node.trains and node.call.role in self.params:
+            version, chain = self.params[node.call.role]
+            if lead := self.world.plan.lead:
+                assert self.drawn[now] == f"{now} by {max(0, now - lead)}"
+            self.params[node.call.role] = (version + 1, digest(chain, node.name, request.first_sample))
+        return digest(node.name, request.first_sample, sorted(self.params.items()))
+
+    def details(self, key: NodeKey, node: SaveNode | SaveSamplesNode) -> dict[str, Any]:
+        if isinstance(node, SaveNode):
+            return {"state": self.params[node.role]}
+        step = key.iteration + 1
+        return {"drawn": {t: self.drawn[t] for t in range(step, step + node.lead)}}
+
+
+class Controller(Attempt):
+    """An attempt whose instructions can be watched, and which can be killed between them."""
+
+    def __init__(
+        self, world: "World", around: Surroundings, spec: RunSpec, tell: Callable[[Any], None]
+    ) -> None:
+        super().__init__(around, spec, tell)
+        self.world, self.alive = world, True
+
+    def _feed(self, stimulus: Callable[..., list[Any]], *facts: Any) -> None:
+        if self.alive:
+            super()._feed(stimulus, *facts)
+
+    def _apply(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            self.world.around(self, instruction, super()._apply)
+        if self.alive:
+            super()._apply([])  # tells what may be entered now
+
+    def _receive(self, news: Any) -> None:
+        self.world.scatter(super()._receive, news)
+
+    def enter(self, iteration: int, generation: int) -> None:
+        super().enter(iteration, generation)
+        if self.alive:
+            ledger, now = self.ledger, self.world.now
+            assert ledger.enter(iteration, generation, now) == [], "a repeat"
+            stale = ledger.enter(max(ledger.account.next_iteration - 1, 0), ledger.generation - 1, now)
+            assert all(isinstance(i, NotEntered) for i in stale), "an older generation's task entered again"
+
+
+class Commits(CommitsOnDisk):
+    """What survives every process: the commits, and the metrics appended with them."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.orders: dict[int, WriteCommit] = {}
+        self.metrics: dict[int, dict[str, dict[int, str]]] = {}
+
+    def add(self, order: WriteCommit, results: Results) -> None:
+        """Commits are in order, never repeated, whole, and of one version."""
+        last, plan = max(self.orders, default=None), self.plan
+        assert order.step == 0 if last is None else order.step > last
+        assert order.iterations == tuple(range(last or 0, order.step))
+        assert order.plan == plan
+        assert order.cursor == order.step * plan.n_seqs
+        for node in plan.nodes:
+            if isinstance(node, SaveNode):
+                parts = order.parts[node.name]
+                assert set(parts) == set(node.devices)
+                assert {part["state"][0] for part in parts.values()} == {order.versions[node.role]}
+            elif isinstance(node, SaveSamplesNode) and order.step:
+                ahead = range(order.step, order.step + plan.lead)
+                wanted = {"drawn": {t: f"{t} by {max(0, t - plan.lead)}" for t in ahead}}
+                parts = order.parts[node.name]
+                assert list(parts.values()) == [wanted] * len(parts)
+        super().add(order, results)
+        self.orders[order.step] = order
+        for iteration, nodes in results.items():
+            digests = {node: {r: one.digest for r, one in ranks.items()} for node, ranks in nodes.items()}
+            self.metrics[iteration] = digests
+
+
+class World(Rehearsal):
+    """A rehearsal of a run whose seconds are short and random, all from one seed.
+
     pause_after  the flow pauses the run when it hears that this iteration is committed, and resumes it HELD_S after
                  it has heard that the run is held
-    watch  called with (process, "before" | "after", instruction) around every instruction
+    watch        called with (process, "before" | "after", instruction) around every instruction
     """
 
     def __init__(
@@ -54,186 +239,175 @@ class World:
         *,
         iterations: int,
         seed: int = 0,
-        n_ranks: int | None = None,
         network: Network | None = None,
         snapshot_every: int | Literal["auto"] = 1,
-        snapshot_max_s: float = 1e9,
-        next_plan: ExecutionPlan | None = None,
-        change_after: int = 0,
+        max_restarts: int = 3,
         pause_after: int | None = None,
-        watch: Callable[["World", Process, str, Any], None] = lambda world, process, moment, instruction: (
-            None
-        ),
+        watch: Watch = lambda world, process, moment, instruction: None,
     ) -> None:
-        self.iterations = iterations
-        self.snapshot_every, self.snapshot_max_s = snapshot_every, snapshot_max_s
-        self.next_plan, self.change_after = next_plan, change_after
-        self.pause_after, self.is_paused, self.held_at = pause_after, False, list[int]()
-        self.lead = plan.lead
-        self.n_ranks = plan.n_devices if n_ranks is None else n_ranks
-        self.network = network or Network()
+        self.plan, self.network, self.watch = plan, network or Network(), watch
         self.rng = random.Random(seed)
-        self.now = 0.0
-        self.disk = Disk([ScheduledPlan(iteration=0, plan=plan)])
+        self.pause_after, self.is_paused, self.held_at = pause_after, False, list[int]()
         self.requests: dict[tuple[int, int, str], NodeRequest] = {}
         self.orders: dict[tuple[int, int, int], list[tuple[int, str]]] = {}
-        self._watch = watch
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-        self._meetings: dict[NodeKey, dict[int, tuple[Rank, Callable[[], list[Any]]]]] = {}
-        self.ranks: dict[int, Rank | None] = {rank: Rank(self, rank) for rank in range(self.n_ranks)}
-        self.controller = Controller(self, attempt=0)
+        self.outcome: Finished | GaveUp | None = None
+        self.faults: list[Faulted] = []
+        self.commits = Commits(plan)
+        self.error: BaseException | None = None
+        spec = RunSpec(
+            run="run",
+            attempt=0,
+            ranks=tuple(f"rank-{rank}" for rank in range(plan.n_devices)),
+            plan=plan,
+            config={},
+            run_folder="",
+            iterations=iterations,
+            limits=limits(
+                snapshot_every=snapshot_every, snapshot_max_s=1e9, max_restarts=max_restarts, **LIMITS
+            ),
+        )
+        request = RehearsalRequest(
+            spec, self.costs(), MACHINES, Noise(seed, 0.5), keep_last=10**6, hours=HOURS, leaps=False
+        )
+        super().__init__(
+            request,
+            functools.partial(Controller, self),
+            functools.partial(Rank, self),
+            self.commits,
+        )
+        self.loop.set_exception_handler(self.failed)
+
+    def costs(self) -> Costs:
+        """Short seconds of everything."""
+        sizes = {
+            node.name: {rank: 1e9 * self.rng.uniform(0.03, 0.6) for rank in node.writers}
+            for node in self.plan.nodes
+            if isinstance(node, SaveNode | SaveSamplesNode)
+        }
+        seconds = {node.name: self.rng.uniform(0.01, 0.2) for node in self.plan.nodes}
+        return Costs(seconds, {}, sizes, {}, iteration_s=1.0)
 
     # --- time and messages ------------------------------------------------------------------------------
 
-    def at(self, delay_s: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + delay_s, next(self._count), event))
+    @property
+    def now(self) -> float:
+        return self.loop.time()
 
-    def jitter(self, scale: float = 1.0) -> float:
-        return scale * self.rng.uniform(0.01, 0.2)
+    def later(self, most_s: float, act: Callable[..., None], *given: Any) -> None:
+        """Do something within so many seconds."""
+        self.loop.call_later(self.rng.uniform(0, most_s), act, *given)
 
-    def watch(self, process: Process, moment: str, instruction: object) -> None:
-        self._watch(self, process, moment, instruction)
-
-    def post(self, source: Process, destination: Process, stimulus: Callable[[], list[Any]]) -> None:
-        """Send at least once: repeat until a copy and its acknowledgement have both come through."""
-        net, rng, acknowledged = self.network, self.rng, [False]
-
-        def arrive() -> None:
-            if destination.alive:
-                acknowledged[0] |= rng.random() >= net.loss
-                destination.carry_out(stimulus())
-
-        def attempt() -> None:
-            if acknowledged[0] or not source.alive or not destination.alive:
-                return
+    def scatter(self, arrive: Callable[..., None], *given: Any) -> None:
+        """A message arrives at least once: its sender repeats it until an acknowledgement comes through."""
+        net, rng = self.network, self.rng
+        sent_s, arrived, acknowledged = 0.0, False, False
+        while not (arrived and acknowledged):
             for _ in range(1 + (rng.random() < net.duplicate)):
                 if rng.random() >= net.loss:
-                    self.at(rng.uniform(0, 2 * net.delay_s), arrive)
-            self.at(RESEND_S, attempt)
+                    arrived = True
+                    self.loop.call_later(sent_s + rng.uniform(0, 2 * net.delay_s), arrive, *given)
+                    acknowledged |= rng.random() >= net.loss
+            sent_s += RESEND_S
 
-        attempt()
+    def around(
+        self, process: "Rank | Controller", instruction: Any, carry_out: Callable[[list[Any]], None]
+    ) -> None:
+        """Carry an instruction out, and let it be watched. A process that is killed meanwhile does no more."""
+        for moment in ("before", "after"):
+            if process.alive and moment == "after":
+                carry_out([instruction])
+            if process.alive:
+                self.watch(self, process, moment, instruction)
 
-    def run(self, until_s: float = 5000.0) -> Finished | GaveUp:
-        """Let time pass until the attempt ends. Fails when nothing ends it."""
-        while self.controller.outcome is None:
-            assert self.now < until_s, f"hangs in {self.controller.ledger.phase}"
-            self.now, _, event = heapq.heappop(self._events)
-            event()
-        return self.controller.outcome
+    def failed(self, loop: Any, context: dict[str, Any]) -> None:
+        """A check has failed."""
+        self.error = self.error or context.get("exception") or RuntimeError(context["message"])
+        loop.stop()
+
+    def run_to_end(self) -> Finished | GaveUp:
+        """Let time pass until the run ends. Fails when nothing ends it, and when a check fails."""
+        try:
+            carried_out(self)
+        except RuntimeError:
+            if self.error is None:
+                raise
+        if self.error is not None:
+            raise self.error
+        assert self.outcome is not None, f"hangs at {self.now:.0f} s"
+        return self.outcome
+
+    # --- the flow ---------------------------------------------------------------------------------------
+
+    def begin(self, spec: RunSpec) -> None:
+        super().begin(spec)
+        assert self.attempt is not None
+        if self.is_paused:
+            self.attempt.pause()
+
+    def hear(self, attempt: Attempt, event: Any) -> None:
+        super().hear(attempt, event)
+        match event:
+            case Finished() | GaveUp():
+                assert self.outcome is None
+                self.outcome = event
+            case Faulted():
+                self.faults.append(event)
+            case NodeEnded():
+                answered = attempt.ledger.account.results(event.iteration)[event.node]
+                assert set(answered) == set(self.plan.node(event.node).devices)
+            case Committed(iteration=iteration) if iteration == self.pause_after:
+                self.loop.call_soon(self.pause)
+            case Held(step=step):
+                assert self.is_paused
+                assert max(self.commits.orders) == step
+                self.held_at.append(step)
+                if len(self.held_at) == 1:  # not again after a fault, nor by the next attempt
+                    self.loop.call_later(HELD_S, self.resume)
+            case _:
+                pass
 
     def pause(self) -> None:
-        """The flow orders a pause; one that was held, ends."""
+        """The flow orders a pause."""
         self.is_paused = True
-        self.delivered_when_paused = self.controller.ledger.account.newest_delivered + 1
-        self._tell(lambda ledger: ledger.pause(self.now))
+        if self.attempt is not None:
+            self.delivered_when_paused = self.attempt.ledger.account.newest_delivered + 1
+            self.attempt.pause()
 
-    def held(self, step: int) -> None:
-        """The flow hears that the run is held, looks on for a while, and resumes it."""
-        assert self.is_paused
-        assert max(self.disk.commits) == step
-        self.held_at.append(step)
-        if len(self.held_at) > 1:  # after a fault, or by the next attempt
-            return
-        self.at(HELD_S, self._resume)
-
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """The flow has looked on for a while."""
         self.is_paused = False
-        self._tell(lambda ledger: ledger.resume(self.now))
+        if self.attempt is not None:
+            self.attempt.resume()
 
-    # --- processes --------------------------------------------------------------------------------------
+    # --- deaths -----------------------------------------------------------------------------------------
 
     def kill(self, rank: int) -> None:
-        """End a rank's process; the nanny notices, tells the controller, and starts the next one."""
-        process = self.ranks[rank]
-        if process is None:
-            return
-        process.alive, self.ranks[rank] = False, None
-        for key, members in self._meetings.items():
-            if rank in members:
-                self._break(key, members, rank)
-        noticed = self.rng.uniform(0, NOTICED_S)
-        self.at(noticed, lambda: self._tell(lambda ledger: ledger.rank_lost(rank, "killed", self.now)))
-        self.at(noticed + self.rng.uniform(0, 5), lambda: self._start(rank))
+        """End a rank's process; its nanny starts the next one."""
+        self.strike(RankFault(kind="kill", at_s=0, rank=rank))
+
+    def hang(self, rank: int) -> None:
+        """A rank's engine thread stops answering for good, interrupts included."""
+        self.strike(RankFault(kind="hang", at_s=0, rank=rank))
 
     def restart_controller(self) -> None:
-        """The controller dies; its leases end when the ranks notice; then the next attempt begins."""
-        old = self.controller
-        old.alive = False
-        for process in self.ranks.values():
-            if process is not None:
-                process.later(
-                    self.rng.uniform(0, NOTICED_S),
-                    lambda p=process: p.inbox.client_lost(old.client, self.now),
-                )
-        self.controller = Controller(self, old.attempt + 1)
-
-    def _tell(self, stimulus: Callable[[Ledger], list[Any]]) -> None:
-        self.controller.carry_out(stimulus(self.controller.ledger))
-
-    def _start(self, rank: int) -> None:
-        self.ranks[rank] = Rank(self, rank)
-        self._tell(lambda ledger: ledger.rank_started(rank, self.now))
-
-    def _break(self, key: NodeKey, members: dict[int, tuple[Rank, Any]], dead: int) -> None:
-        """A peer is gone: some fail at once, others hang until they are interrupted."""
-        for rank, (process, _) in members.items():
-            if rank != dead and process.alive and self.rng.random() < 0.5:
-                process.fail(key, "connection closed by peer")
-
-    def rendezvous(
-        self, key: NodeKey, ranks: Iterable[int], process: Rank, then: Callable[[], list[Any]]
-    ) -> None:
-        """The process enters a collective; when all ranks are in it, it ends on each, in any order."""
-        members = self._meetings.setdefault(key, {})
-        members[process.rank] = (process, then)
-        if set(members) == set(ranks) and all(member.alive for member, _ in members.values()):
-            del self._meetings[key]
-            for member, end in members.values():
-                member.end(key, end)
+        """The controller dies; its leases end when the ranks notice; meanwhile the next attempt begins."""
+        assert isinstance(self.attempt, Controller)
+        self.attempt.alive = False
+        self.strike(ControllerFault(kind="controller", at_s=0))
 
     # --- what is checked --------------------------------------------------------------------------------
 
-    def plan(self, iteration: int) -> ExecutionPlan:
-        """What an iteration goes by."""
-        return plan_at(self.disk.plans, iteration).plan
-
-    def saves(self, rank: int, iteration: int) -> list[SaveNode]:
-        return [node for node in self.plan(iteration).on(rank) if isinstance(node, SaveNode)]
-
-    def record(self, process: Rank, request: NodeRequest) -> None:
+    def record(self, rank: int, request: NodeRequest) -> None:
         """Order on every rank, no node twice in a generation, the same requests in every generation."""
-        key, rank = request.key, process.rank
+        key = request.key
         assert not (self.is_paused and self.held_at), f"rank {rank} runs {key} while the run is held"
         order = self.orders.setdefault((key.attempt, key.generation, rank), [])
         assert request.number == len(order), f"rank {rank} ran number {request.number} as number {len(order)}"
         order.append((key.iteration, key.node))
         plain = replace(request, key=key._replace(attempt=0, generation=0), number=0, in_snapshot=True)
-        if self.lead:  # in a generation's first iteration, what runs ahead may have more to do
+        if self.plan.lead:  # in a generation's first iteration, what runs ahead may have more to do
             plain = replace(plain, deadline_s=0.0)
         assert self.requests.setdefault((rank, key.iteration, key.node), plain) == plain
-
-    def commit(self, commit: do.WriteCommit, digests: dict[int, dict[str, dict[int, str]]]) -> None:
-        """The rename. Commits are in order, never repeated, whole, and of one version."""
-        last = max(self.disk.commits, default=None)
-        first = 0 if last is None else last
-        assert commit.step == 0 if last is None else commit.step > last
-        assert commit.iterations == tuple(range(first, commit.step))
-        plan = self.plan(max(commit.step - 1, 0))
-        assert commit.plan == plan
-        assert commit.cursor == commit.step * plan.n_seqs
-        for node in (node for node in plan.nodes if isinstance(node, SaveNode)):
-            parts = commit.parts[node.name]
-            assert set(parts) == set(node.devices)
-            assert {version for version, _ in parts.values()} == {commit.versions[node.role]}
-        for parts in (
-            commit.parts[n.name] for n in plan.nodes if isinstance(n, SaveSamplesNode) and commit.step
-        ):
-            ahead = range(commit.step, commit.step + self.lead)
-            wanted = {t: f"{t} by {max(0, t - self.lead)}" for t in ahead}
-            assert list(parts.values()) == [wanted] * len(parts)
-        self.disk.commits[commit.step] = commit
-        self.disk.metrics.update(digests)
 
     def check_orders(self) -> None:
         """On every rank, in every generation, what ran is a prefix of the plan's order. In its first iteration what
@@ -243,7 +417,7 @@ class World:
             expected = [
                 (t, node.name)
                 for t in iterations
-                for node in first_come(self.plan(t), t == iterations[0])
+                for node in first_come(self.plan, t == iterations[0])
                 if rank in node.devices
             ]
             assert order == expected[: len(order)]
@@ -251,9 +425,11 @@ class World:
     @property
     def final(self) -> tuple[Any, ...]:
         """Everything that two runs must agree on: the last commit's parts, cursor, versions; all metrics."""
-        commit = self.disk.commits[max(self.disk.commits)]
-        return commit.step, commit.cursor, commit.versions, commit.parts, self.disk.metrics
+        last = self.commits.orders[max(self.commits.orders)]
+        return last.step, last.cursor, last.versions, last.parts, self.commits.metrics
 
-    @property
-    def stopped(self) -> bool:
-        return self.controller.ledger.phase is Phase.STOPPED
+
+def first_come(plan: ExecutionPlan, is_first: bool) -> list[PlanNode]:
+    """A plan's nodes in the order of an iteration, by the names that `ahead_plan` gives."""
+    ahead = ("to_generate", "generate", "save_samples") if is_first and plan.lead else ()
+    return [*map(plan.node, ahead), *(node for node in plan.nodes if node.name not in ahead)]

@@ -9,8 +9,7 @@ from rlhf_tasks.protocol.messages import Finished
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import OnloadNode
 from tests.rlhf_tasks.protocol.plans import ahead_plan, call, small_plan
-from tests.rlhf_tasks.protocol.simulated_processes import Controller, Network, Process, Rank
-from tests.rlhf_tasks.protocol.simulation import World
+from tests.rlhf_tasks.protocol.simulation import Controller, Network, Rank, World
 from tests.rlhf_tasks.protocol.test_faults import Trace, kill_itself
 
 ITERATIONS = 3
@@ -65,7 +64,7 @@ def test_step_0_waits_for_no_samples():
 def undisturbed(lead: int):
     trace = Trace()
     world = World(ahead_plan(lead), iterations=ITERATIONS, watch=trace)
-    assert world.run() == Finished(step=ITERATIONS)
+    assert world.run_to_end() == Finished(step=ITERATIONS)
     world.check_orders()
     return world.final, trace
 
@@ -79,13 +78,13 @@ def undisturbed(lead: int):
         pytest.param(2, Rank, marks=pytest.mark.slow),
     ],
 )
-def test_a_death_before_and_after_each_instruction_costs_nothing(lead: int, kind: type[Process]):
+def test_a_death_before_and_after_each_instruction_costs_nothing(lead: int, kind: type[Rank | Controller]):
     expected, trace = undisturbed(lead)
     for number, (process, _, instruction) in enumerate(trace.seen):
         if not isinstance(process, kind) or isinstance(instruction, Finished):
             continue
         world = World(ahead_plan(lead), iterations=ITERATIONS, watch=Trace({number: kill_itself}))
-        assert world.run() == Finished(step=ITERATIONS), number
+        assert world.run_to_end() == Finished(step=ITERATIONS), number
         assert world.final == expected, number
         world.check_orders()
 
@@ -94,7 +93,7 @@ def test_a_death_before_and_after_each_instruction_costs_nothing(lead: int, kind
 def test_nor_do_a_bad_network_and_fewer_snapshots(every):
     network = Network(loss=0.2, duplicate=0.3, delay_s=0.5)
     world = World(ahead_plan(2), iterations=4, seed=3, network=network, snapshot_every=every)
-    assert world.run() == Finished(step=4)
+    assert world.run_to_end() == Finished(step=4)
     world.check_orders()
 
 

@@ -1,5 +1,6 @@
 """When commits are worth what they cost: the cadence alone, then in ledgers, then in simulated runs under faults."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -232,14 +233,14 @@ def test_a_part_that_is_never_written_costs_nothing_after_its_generation():
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_that_chooses_its_commits_ends_in_the_same_bits_also_under_faults(seed):
     dense = World(small_plan(), iterations=12)
-    dense.run()
+    dense.run_to_end()
+    deaths = random.Random(seed)
 
     def kill(world, process, moment, instruction):
-        if world.rng.random() < 0.002 and len(world.controller.faults) < 3:
-            world.kill(world.rng.randrange(world.n_ranks))
+        if deaths.random() < 0.002 and len(world.faults) < 3:
+            world.kill(deaths.randrange(3))
 
-    chosen = World(small_plan(), iterations=12, seed=seed, snapshot_every="auto", watch=kill)
-    while chosen.run() != Finished(step=12):
-        chosen.restart_controller()
+    chosen = World(small_plan(), iterations=12, seed=seed, snapshot_every="auto", max_restarts=9, watch=kill)
+    assert chosen.run_to_end() == Finished(step=12)
     assert chosen.final == dense.final
     chosen.check_orders()

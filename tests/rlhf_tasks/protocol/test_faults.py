@@ -12,8 +12,7 @@ from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.messages import Committed, Done, Finished, GaveUp, NodeEnded, Told
 from rlhf_tasks.spec import NodeFailure
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
-from tests.rlhf_tasks.protocol.simulated_processes import Controller, Network, Process, Rank
-from tests.rlhf_tasks.protocol.simulation import World
+from tests.rlhf_tasks.protocol.simulation import Controller, Network, Rank, World
 
 ITERATIONS = 3
 
@@ -23,16 +22,16 @@ class Trace:
 
     def __init__(self, at: dict[int, object] | None = None) -> None:
         self.at = at or {}
-        self.seen: list[tuple[Process, str, object]] = []
+        self.seen: list[tuple[Rank | Controller, str, object]] = []
 
-    def __call__(self, world: World, process: Process, moment: str, instruction: object) -> None:
+    def __call__(self, world: World, process: Rank | Controller, moment: str, instruction: object) -> None:
         number = len(self.seen)
         self.seen.append((process, moment, instruction))
         if number in self.at:
             self.at[number](world, process)
 
 
-def kill_itself(world: World, process: Process) -> None:
+def kill_itself(world: World, process: Rank | Controller) -> None:
     """A rank kills itself; a controller's death begins the next attempt."""
     if isinstance(process, Rank):
         world.kill(process.rank)
@@ -44,10 +43,10 @@ def kill_rank(rank: int):
     return lambda world, process: world.kill(rank)
 
 
-def hang_itself(world: World, process: Process) -> None:
+def hang_itself(world: World, process: Rank | Controller) -> None:
     """A rank's engine thread stops answering for good, interrupts included."""
     if isinstance(process, Rank):
-        process.stuck = True
+        world.hang(process.rank)
 
 
 @functools.cache
@@ -55,19 +54,19 @@ def undisturbed(seed: int = 0):
     """(final state, trace) of a quiet run."""
     trace = Trace()
     world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=trace)
-    assert isinstance(world.run(), Finished)
+    assert isinstance(world.run_to_end(), Finished)
     return world.final, trace
 
 
 def run_with(at: dict[int, object], seed: int = 0, network: Network | None = None) -> World:
     world = World(small_plan(), iterations=ITERATIONS, seed=seed, network=network, watch=Trace(at))
-    outcome = world.run()
+    outcome = world.run_to_end()
     assert outcome == Finished(step=ITERATIONS), outcome
     world.check_orders()
     return world
 
 
-def numbers(kind: type[Process]) -> list[int]:
+def numbers(kind: type[Rank | Controller]) -> list[int]:
     return [n for n, (process, _, _) in enumerate(undisturbed()[1].seen) if isinstance(process, kind)]
 
 
@@ -114,7 +113,7 @@ def test_the_controller_killed_before_and_after_each_of_its_instructions():
             continue
         world = run_with({number: kill_itself})
         assert world.final == expected, number
-        assert world.controller.attempt == 1
+        assert world.attempt.spec.attempt == 1
 
 
 @pytest.mark.whole
@@ -129,7 +128,7 @@ def test_a_second_death_at_every_transition_of_the_rebuild():
     )  # fmt: skip
     again = Trace({first: kill_itself})
     world = World(small_plan(), iterations=ITERATIONS, watch=again)
-    world.run()
+    world.run_to_end()
     ready = [n for n, (_, _, i) in enumerate(again.seen) if isinstance(i, do.Ready) and n > first]
     for number in range(first + 1, ready[0] + 2):
         for act in (kill_itself, kill_rank(0), kill_rank(1), hang_itself):
@@ -144,63 +143,63 @@ def test_random_plans_random_deaths_and_a_bad_network(seed, n_nodes, n_devices, 
     plan = random_plan(rng, n_devices, n_nodes)
     trace = Trace()
     quiet = World(plan, iterations=ITERATIONS, watch=trace)
-    quiet.run()
+    quiet.run_to_end()
     acts = st.sampled_from([kill_itself, hang_itself, *map(kill_rank, range(n_devices))])
     at = data.draw(st.dictionaries(st.integers(0, 2 * len(trace.seen)), acts, max_size=3))
     network = Network(loss=rng.uniform(0, 0.3), duplicate=rng.uniform(0, 0.5), delay_s=rng.uniform(0, 0.7))
     world = World(plan, iterations=ITERATIONS, seed=seed, network=network, watch=Trace(at))
-    assert world.run() == Finished(step=ITERATIONS)
+    assert world.run_to_end() == Finished(step=ITERATIONS)
     assert world.final == quiet.final
     world.check_orders()
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_cause_names_the_lost_rank_and_its_call_not_the_peer_that_noticed_first(seed):
-    def watch(world: World, process: Process, moment: str, instruction: object) -> None:
+    def watch(world: World, process: Rank | Controller, moment: str, instruction: object) -> None:
         if isinstance(instruction, do.Run) and moment == "after" and process.rank == 1:
             key = instruction.request.key
             if (key.generation, key.iteration, key.node) == (0, 1, "generate"):
                 world.kill(1)
 
     world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=watch)
-    world.run()
-    (fault,) = world.controller.faults
-    assert str(fault.cause) == "rank 1, call generate, iteration 2: lost: killed"
+    world.run_to_end()
+    (fault,) = world.faults
+    assert str(fault.cause) == "rank 1, call generate, iteration 2: lost: it was killed"
 
 
 def test_the_same_rank_killed_in_every_generation_ends_the_attempt():
     """Rank 2 dies whenever it begins iteration 1: step 1 is committed, then comes a clear stop."""
     deaths = Counter()
 
-    def watch(world: World, process: Process, moment: str, instruction: object) -> None:
+    def watch(world: World, process: Rank | Controller, moment: str, instruction: object) -> None:
         if isinstance(instruction, do.Run) and process.rank == 2 and instruction.request.key.iteration == 1:
             deaths[instruction.request.key.generation] += 1
             world.kill(2)
 
     world = World(small_plan(), iterations=ITERATIONS, watch=watch)
-    outcome = world.run()
+    outcome = world.run_to_end()
     assert isinstance(outcome, GaveUp)
     assert "rank 2" in outcome.reason
     assert "3 rebuilds" in outcome.reason
     assert outcome.committed_step == 1
-    assert max(world.disk.commits) == 1
+    assert max(world.commits.orders) == 1
     assert set(deaths.values()) == {1}
     assert len(deaths) <= 5
 
 
-def fails_by_user_code(process: Process, instruction: do.Run) -> None:
+def fails_by_user_code(process: Rank, instruction: do.Run) -> None:
     """What the rank runs ends by an error of the user's code."""
     key = instruction.request.key
     error = NodeFailure(key=key, rank=process.rank, error="reward", traceback="mine", lasting=True)
-    process.job = None
-    process.carry_out(process.inbox.failed(error, process.now))
+    process.cluster.break_up(process.meeting)
+    process.end(key, lambda now: process.inbox.failed(error, now))
 
 
-def peers_fail(world: World, process: Process) -> None:
+def peers_fail(world: World, process: Rank | Controller) -> None:
     """What the others are at ends by an error too, as it does when a peer leaves a collective."""
-    for peer in world.ranks.values():
+    for peer in world.cluster.processes:
         if peer is not None and peer is not process and peer.job is not None:
-            peer.fail(peer.job, "connection closed by peer")
+            world.later(0.2, peer.connection_closed, peer.job)
 
 
 @pytest.mark.parametrize("meanwhile", [None, peers_fail, hang_itself])
@@ -214,20 +213,20 @@ def test_the_users_code_failing_at_each_node_ends_the_run_at_a_commit_and_repeat
             continue
         when: list[float] = []
 
-        def fail(world: World, process: Process, instruction=instruction, when=when) -> None:
+        def fail(world: World, process: Rank | Controller, instruction=instruction, when=when) -> None:
             when.append(world.now)
             fails_by_user_code(process, instruction)
             if meanwhile is not None:
                 meanwhile(world, process)
 
         world = World(small_plan(), iterations=ITERATIONS, watch=Trace({number: fail}))
-        outcome = world.run()
+        outcome = world.run_to_end()
         key = instruction.request.key
         told = f"rank {process.rank}, call {key.node}, iteration {key.iteration + 1}: reward"
-        assert outcome == GaveUp(reason=told, committed_step=max(world.disk.commits), traceback="mine"), (
+        assert outcome == GaveUp(reason=told, committed_step=max(world.commits.orders), traceback="mine"), (
             number
         )
-        assert world.controller.ledger.generation == 0
+        assert world.attempt.ledger.generation == 0
         assert world.now - when[0] < 5
         assert outcome.committed_step <= key.iteration + 1
-        assert all(world.disk.metrics[t] == expected[-1][t] for t in world.disk.metrics)
+        assert all(world.commits.metrics[t] == expected[-1][t] for t in world.commits.metrics)

@@ -1,7 +1,5 @@
 """A change of the plan: at the first iteration not delivered, without losing a step, the same after any fault."""
 
-import functools
-
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
@@ -20,9 +18,7 @@ from tests.rlhf_tasks.protocol.ledgers import (
     result,
     running,
 )
-from tests.rlhf_tasks.protocol.plans import call, moved_plan, on, plan_of, small_plan
-from tests.rlhf_tasks.protocol.simulated_processes import Rank
-from tests.rlhf_tasks.protocol.simulation import World
+from tests.rlhf_tasks.protocol.plans import call, on, plan_of, small_plan
 
 ITERATIONS = 8
 
@@ -214,67 +210,3 @@ def test_a_change_behind_the_snapshot_of_a_pause_comes_also_in_the_next_attempt(
     assert do.ResetRank in kinds(finish(resumed, 6)), "the commit before the change"
     rebuilt(resumed)
     assert resumed.enterable == 7
-
-
-# --- whole runs on a simulated cluster ------------------------------------------------------------------
-
-
-def roles(world: World) -> dict[str, tuple[int, str]]:
-    """Role -> what its ranks have saved last: version and the chain of all that trained it."""
-    commit = world.disk.commits[max(world.disk.commits)]
-    parts = {node: set(saved.values()) for node, saved in commit.parts.items()}
-    return {node: state for node, (state,) in parts.items()}
-
-
-def changed(seed: int = 0, **options) -> World:
-    world = World(
-        small_plan(), iterations=ITERATIONS, seed=seed, next_plan=moved_plan(), change_after=1, **options
-    )
-    assert world.run() == Finished(step=ITERATIONS)
-    world.check_orders()
-    return world
-
-
-@functools.cache
-def unchanged() -> World:
-    world = World(small_plan(), iterations=ITERATIONS)
-    assert world.run() == Finished(step=ITERATIONS)
-    return world
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_changed_plan_loses_no_step(every):
-    world = changed(snapshot_every=every)
-    assert roles(world) == roles(unchanged())
-    assert world.controller.faults == []
-    assert world.disk.plans[1].iteration in range(every, ITERATIONS, every)
-    generations = {key[1] for key in world.orders}
-    assert generations == {0, 1}
-    assert list(world.disk.commits) == list(range(0, ITERATIONS + 1, every))
-
-
-@pytest.mark.whole
-def test_whoever_dies_when_the_plan_changes_the_run_ends_with_the_same_bits():
-    """Every process that has a turn is killed once between the change's request and the first commit after it."""
-    moments = []
-
-    def listen(world, process, moment, instruction):
-        moments.append(instruction)
-
-    changed(watch=listen)
-    begin = next(n for n, i in enumerate(moments) if isinstance(i, do.LogPlan))
-    end = next(n for n, i in enumerate(moments) if isinstance(i, do.WriteCommit) and i.step == 4)
-    assert end - begin > 50
-    for number in range(begin, end, 2):
-        count = iter(range(len(moments) * 9))
-
-        def strike(world, process, moment, instruction, number=number, count=count):
-            if next(count) == number:
-                if isinstance(process, Rank):
-                    world.kill(process.rank)
-                else:
-                    world.restart_controller()
-
-        world = changed(watch=strike)
-        assert roles(world) == roles(unchanged())
-        assert len(world.disk.plans) <= 2

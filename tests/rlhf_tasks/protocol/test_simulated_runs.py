@@ -7,14 +7,13 @@ import pytest
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.messages import Done, Finished
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
-from tests.rlhf_tasks.protocol.simulated_processes import Network
-from tests.rlhf_tasks.protocol.simulation import World
+from tests.rlhf_tasks.protocol.simulation import Network, World
 
 
 def test_a_quiet_run_commits_every_step_in_order():
     world = World(small_plan(), iterations=4)
-    assert world.run() == Finished(step=4)
-    assert list(world.disk.commits) == [0, 1, 2, 3, 4]
+    assert world.run_to_end() == Finished(step=4)
+    assert list(world.commits.orders) == [0, 1, 2, 3, 4]
     world.check_orders()
 
 
@@ -23,9 +22,9 @@ def test_shuffled_doubled_and_lost_messages_change_nothing(seed):
     plan = random_plan(random.Random(seed), n_devices=6, n_nodes=60)
     quiet = World(plan, iterations=3)
     noisy = World(plan, iterations=3, seed=seed, network=Network(loss=0.2, duplicate=0.3, delay_s=0.5))
-    assert quiet.run() == noisy.run() == Finished(step=3)
+    assert quiet.run_to_end() == noisy.run_to_end() == Finished(step=3)
     assert noisy.final == quiet.final
-    assert noisy.controller.faults == []
+    assert noisy.faults == []
     noisy.check_orders()
 
 
@@ -39,7 +38,7 @@ def overlaps(seed: int) -> bool:
         if isinstance(instruction, Done):
             order.append(("ends", *instruction.result.key[3:]))
 
-    World(small_plan(), iterations=2, seed=seed, watch=watch).run()
+    World(small_plan(), iterations=2, seed=seed, watch=watch).run_to_end()
     return order.index(("begins", 1, "to_generate")) < order.index(("ends", 0, "critic_train"))
 
 
@@ -51,6 +50,6 @@ def test_iterations_overlap_where_the_plan_allows():
 @pytest.mark.parametrize("every", [2, 3])
 def test_fewer_snapshots_give_the_same_end(every):
     dense, sparse = World(small_plan(), iterations=5), World(small_plan(), iterations=5, snapshot_every=every)
-    dense.run(), sparse.run()
+    dense.run_to_end(), sparse.run_to_end()
     assert sparse.final == dense.final
-    assert len(sparse.disk.commits) < len(dense.disk.commits)
+    assert len(sparse.commits.orders) < len(dense.commits.orders)

@@ -39,7 +39,7 @@ def costs_of(
     )
 
 
-def rehearsed(
+def request(
     plan=None,
     *,
     seconds=SECONDS,
@@ -55,7 +55,7 @@ def rehearsed(
     machines=None,
     **spec,
 ):
-    """Rehearse a plan; default: the small one."""
+    """What is to be rehearsed of a plan; default: of the small one."""
     plan = plan or small_plan()
     told = RunSpec(
         run="r",
@@ -67,15 +67,24 @@ def rehearsed(
         iterations=iterations,
         **with_limits(spec),
     )
-    return rehearse(
-        RehearsalRequest(
-            told,
-            costs_of(plan, seconds, part_bytes, read_bytes),
-            machines or Machines(),
-            Noise(seed, noise),
-            keep_last,
-            hours,
-            faults,
-            leaps,
-        )
+    return RehearsalRequest(
+        told,
+        costs_of(plan, seconds, part_bytes, read_bytes),
+        machines or Machines(),
+        Noise(seed, noise),
+        keep_last,
+        hours,
+        faults,
+        leaps,
     )
+
+
+def rehearsed(plan=None, **options):
+    """Rehearse a plan, as `request` has it."""
+    return rehearse(request(plan, **options))
+
+
+def quick(plan, iterations):
+    """A plan whose nodes all take a moment, and whose parts of snapshots are written at once."""
+    seconds = dict.fromkeys((node.name for node in plan.nodes), 0.01)
+    return request(plan, seconds=seconds, iterations=iterations, hours=1.0)
