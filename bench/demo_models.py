@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-from flows.demo.data import MODEL, byte_tokenizer
+from flows.demo import MODEL, byte_tokenizer
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from bench.vs_trl import PROMPT
-from flows.demo.data import byte_tokenizer
+from flows.demo import byte_tokenizer
 
 Marks = list[float]
 

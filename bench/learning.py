@@ -35,8 +35,8 @@ import yaml
 from distributed import Client
 from prefect import flow
 
-from flows.demo.data import write_jsonl
-from flows.demo.stages import Demo, demo_at, make_models, measure
+from flows.demo import write_jsonl
+from flows.pipeline import Demo, demo_at, make_models, measure
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.base import RunConfig

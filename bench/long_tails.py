@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from bench.measured_profile import measured_profile, predicted
 from bench.rank_pool import PlanRun, RankPool, run_plan
-from flows.demo.data import byte_tokenizer
+from flows.demo import byte_tokenizer
 from flows.run.prepare import prepare
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.config.base import RunConfig

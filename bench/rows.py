@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from flows.demo.data import write_model_folder
+from flows.demo import write_model_folder
 
 STEPS = ("new run", "kept rows", "rank")
 BATCH = 256  # samples that a rank fetches

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 from prefect import flow
 
-from flows.demo.stages import Demo, demo_at, make_models, measure
+from flows.pipeline import Demo, demo_at, make_models, measure
 
 Row = dict[str, float]
 

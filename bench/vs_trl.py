@@ -51,7 +51,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-from flows.demo.data import byte_tokenizer
+from flows.demo import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".cache" / "bench"

@@ -31,7 +31,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from flows.demo.data import byte_tokenizer
+from flows.demo import byte_tokenizer
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.journals import METRICS
 from rlhf_tasks.checkpoint.manifest import verify

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from prefect import flow
 from prefect.states import State
 
-from flows.demo.stages import demo_at, make_models
+from flows.pipeline import demo_at, make_models
 from flows.run.interrupted import cancelled_by_signals
 from flows.run.runs import carry_out, flow_run_name
 from flows.view.forms import Form

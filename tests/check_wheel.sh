@@ -22,7 +22,7 @@ from pathlib import Path
 from prefect.blocks.core import Block
 
 import flows
-from flows.demo_data import write_jsonl, write_model_folder
+from flows.demo import write_jsonl, write_model_folder
 
 root = Path(flows.__file__).parents[1]
 assert root.is_relative_to(Path.cwd().resolve()), f"the checkout's own package was used: {root}"

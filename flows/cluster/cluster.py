@@ -1,13 +1,16 @@
 """The Dask cluster of a run: ranks and a controller, started here or found by address.
 
 A cluster started here has its scheduler and nannies inside this process, so it ends with the process. It uses TLS
-with keys made for it, so no other account of this host can connect. A cluster found by address is checked first
-(flows/cluster/checks.py).
+with keys made for it, so no other account of this host can connect. A cluster found by address is checked first:
+refused are unsafe settings, listening on a network without TLS, other versions, and other devices than planned for.
+
+A member is a worker as rank or controller. When its process is replaced, its name stays and its address changes.
 """
 
 import asyncio
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -15,29 +18,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
+from itertools import groupby
 from pathlib import Path
+from platform import python_version
 from tempfile import TemporaryDirectory
 from typing import Any, cast
+from uuid import uuid4
 
 import dask
-from distributed import Client, Nanny, Scheduler, Security, SpecCluster
+from distributed import Client, Nanny, Scheduler, Security, SpecCluster, Worker
 from distributed.core import Status
 from distributed.utils import get_mp_context
 
 from flows.cluster import forks
-from flows.cluster.checks import (
-    address_of,
-    refuse_exposed,
-    refuse_other_devices,
-    refuse_other_versions,
-    refuse_private_folder,
-    refuse_unsafe,
-)
 from flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
-from flows.cluster.this_machine import THREADS, allow_open_files
-from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
-from planner.pricing.devices import DeviceProfile
-from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
+from flows.cluster.this_machine import THREADS, allow_open_files, device_here
+from planner.pricing.devices import PRESETS, DeviceProfile
+from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
 
 logger = logging.getLogger(__name__)
 SETTINGS = {
@@ -70,6 +70,62 @@ ENDED = (Status.closed, Status.failed)  # of a nanny
 CLOSE_S = 8.0  # workers usually end in half a second
 # An HTTP server starts anyway; without this it would be on port 8787 of every interface.
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
+MIN_WORKER_TTL_S = 120.0  # with less, a worker whose call holds the GIL for long would count as dead
+SAME_VERSIONS = ("distributed", "prefect", "torch", "transformers")
+
+
+class ClusterError(ConfigError):
+    """A cluster that cannot serve the run; the message names what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker as rank or controller.
+
+    name     the same after a restart: its given name, or else its nanny's address
+    address  of the current worker process
+    host     as the scheduler sees it; ranks are grouped by it
+    """
+
+    name: str
+    address: str
+    host: str
+
+
+def ranks_and_controllers(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], list[Member]]:
+    """(ranks, controllers) among the workers that a scheduler lists, each sorted by host, then by name."""
+    ranks, controllers = [], []
+    for address, worker in workers.items():
+        resources = worker["resources"]
+        name = worker["name"] if worker["name"] != address else worker["nanny"] or address
+        member = Member(str(name), address, worker["host"])
+        if resources.get(CONTROLLER_RESOURCE, 0) > 0:
+            controllers.append(member)
+            continue
+        for resource in RANK_RESOURCES:
+            if resources.get(resource, 0) > 1:
+                raise ClusterError(
+                    f"worker {name} offers {resource}={resources[resource]:g}: a rank drives one device. "
+                    f"Start one worker per device, each with --resources {resource}=1."
+                )
+        if any(resources.get(resource, 0) for resource in RANK_RESOURCES):
+            ranks.append(member)
+    return sorted(ranks, key=_order), sorted(controllers, key=_order)
+
+
+def whole_hosts(ranks: Sequence[Member], devices_per_host: int) -> list[Member]:
+    """The ranks, sorted by host, in groups of `devices_per_host` that share a host. Those left over are not used."""
+    whole: list[Member] = []
+    for _, group in groupby(ranks, key=lambda rank: rank.host):
+        there = list(group)
+        whole += there[: len(there) // devices_per_host * devices_per_host]
+    return whole
+
+
+def _order(member: Member) -> tuple[str, list[str | int]]:
+    """Sort key: host, then name, with numbers in it compared as numbers: rank-10 follows rank-9."""
+    parts = re.split(r"(\d+)", member.name)  # text and numbers alternate
+    return member.host, [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,3 +422,138 @@ def _too_few(
         f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found}. "
         f"Start {n_ranks - len(ranks)} more: dask worker {address}{here} --nthreads 1 --resources slot=1"
     )
+
+
+# --- checks of a cluster that others have started ---
+
+
+def refuse_unsafe(client: Client) -> None:
+    """Raises ClusterError, naming the setting and a safe value, where a scheduler's settings make a run unsafe."""
+    address = address_of(client)
+    settings = cast(dict[str, Any], client.run_on_scheduler(_scheduler_settings))
+    _refuse_reachable(f"the scheduler {address}", settings["listens_on"])
+    if settings["allowed_failures"] != 0:
+        raise ClusterError(
+            f"distributed.scheduler.allowed-failures is {settings['allowed_failures']} on {address}: the "
+            "scheduler would run finished calls again when a worker dies. Start it with "
+            "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES=0."
+        )
+    ttl_s = settings["worker_ttl"]
+    if ttl_s is not None and ttl_s < MIN_WORKER_TTL_S:
+        raise ClusterError(
+            f"distributed.scheduler.worker-ttl is {ttl_s:g} s on {address}: a rank inside a long call would "
+            "count as dead. Start the scheduler with DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL='10 minutes'."
+        )
+
+
+def _refuse_reachable(who: str, listens_on: Sequence[str]) -> None:
+    """Raises ClusterError for a process that other hosts can reach without TLS."""
+    for address in listens_on:
+        host = address.split("://")[-1].rsplit(":", 1)[0].strip("[]")
+        if not address.startswith("tls://") and host != "localhost" and not ip_address(host).is_loopback:
+            raise ClusterError(
+                f"{who} listens on {address} without TLS: whoever reaches it can run code. Start it with "
+                "--host 127.0.0.1, or scheduler and workers with certificates (--protocol tls --tls-ca-file "
+                "--tls-cert --tls-key) and this process with distributed.comm.tls.* of Dask's own configuration."
+            )
+
+
+def refuse_exposed(client: Client, members: Sequence[Member]) -> None:
+    """Raises ClusterError for a worker that other hosts can reach without TLS: workers run any code they are sent."""
+    found = cast(
+        dict[str, list[str]], client.run(_worker_listeners, workers=[member.address for member in members])
+    )
+    for member in members:
+        _refuse_reachable(f"worker {member.name}", found[member.address])
+
+
+def refuse_private_folder(client: Client, members: Sequence[Member], folder: Path) -> None:
+    """Raises ClusterError for a host that does not see the run folder, tested with a token file."""
+    token = folder / f"token-{uuid4().hex}"
+    token.touch()
+    try:
+        workers = [member.address for member in members]
+        seen = cast(dict[str, bool], client.run(os.path.exists, str(token), workers=workers))
+    finally:
+        token.unlink()
+    for member in members:
+        if not seen[member.address]:
+            raise ClusterError(
+                f"worker {member.name} on host {member.host} does not see the run folder {folder}. "
+                "Choose a folder that all hosts share."
+            )
+
+
+def refuse_other_versions(client: Client, members: Sequence[Member]) -> None:
+    """Raises ClusterError for a worker that runs other versions than this process."""
+    here = _versions()
+    found = cast(
+        dict[str, dict[str, str]], client.run(_versions, workers=[member.address for member in members])
+    )
+    for address, there in found.items():
+        for package, ours in here.items():
+            if there[package] != ours:
+                raise ClusterError(
+                    f"worker {address} has {package} {there[package]}; this process has {ours}. "
+                    "Install the same versions on all hosts (requirements.lock)."
+                )
+
+
+def refuse_other_devices(
+    client: Client,
+    ranks: Sequence[Member],
+    assumed: DeviceProfile,
+    devices_per_host: int,
+    needs: Mapping[int, float],
+) -> None:
+    """Raises ClusterError for a rank whose device is not the planned one or has too little memory for the plan.
+
+    assumed  the device that planning assumed for all ranks: this machine's
+    needs    rank -> peak bytes of tensors on its device, by the plan
+    """
+    workers = [rank.address for rank in ranks]
+    found = cast(dict[str, DeviceProfile], client.run(device_here, devices_per_host, workers=workers))
+    for number, rank in enumerate(ranks):
+        there, needed_bytes = found[rank.address], needs.get(number, 0)
+        where = f"worker {rank.name} on host {rank.host}"
+        if there.name != assumed.name:
+            name = there.name if there.name in PRESETS else "a YAML file with its figures"
+            raise ClusterError(
+                f"{where} has a {there.name}, but the plan was made for {assumed.name}, this machine's device. Set "
+                f"planning.device={name}."
+            )
+        if needed_bytes > (room := there.room_bytes(len(ranks))):
+            raise ClusterError(
+                f"{where} has {room} bytes for tensors, but the plan, made for the memory of this "
+                f"machine, needs {needed_bytes:.0f} there. Set planning.device to a YAML file with "
+                f"{{like: {there.name}, memory_bytes: {there.memory_bytes}}}."
+            )
+
+
+def _versions() -> dict[str, str]:
+    """Package -> installed version, or "none"; also Python's version without its patch level."""
+    found = {"python": python_version().rsplit(".", 1)[0]}
+    for package in SAME_VERSIONS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def address_of(client: Client) -> str:
+    """The address of the scheduler that a client is connected to."""
+    assert client.scheduler is not None, "the client is connected"
+    return str(client.scheduler.address)
+
+
+def _scheduler_settings(dask_scheduler: Scheduler) -> dict[str, Any]:
+    return {
+        "allowed_failures": dask_scheduler.allowed_failures,
+        "worker_ttl": dask_scheduler.worker_ttl,
+        "listens_on": [listener.listen_address for listener in dask_scheduler.listeners],
+    }
+
+
+def _worker_listeners(dask_worker: Worker) -> list[str]:
+    return [str(listener.listen_address) for listener in dask_worker.listeners]

@@ -11,7 +11,7 @@ from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.examination import refuse_unexamined
 from flows.run.planning import ITEMSIZES, hardware_of, shapes_of, typed
 from flows.run.ranks import fastest, on_ranks, rank_choices
-from flows.trackers.stores import refuse_missing
+from flows.trackers import refuse_missing
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster

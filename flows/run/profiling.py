@@ -11,7 +11,7 @@ from statistics import median
 
 from prefect import flow
 
-from flows.cluster.main_guard import refuse_unguarded_script
+from flows.cluster.forks import refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.run.interrupted import cancelled_by_signals

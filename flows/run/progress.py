@@ -23,7 +23,7 @@ from flows.run.prepare import Prepared
 from flows.run.replanning import Replanning
 from flows.run.summary import read_jsonl
 from flows.run.training import RunControl
-from flows.trackers.trackers import Trackers
+from flows.trackers import Trackers
 from flows.view import artifacts
 from flows.view.clocks import spans_of
 from flows.view.events import CommitEvents

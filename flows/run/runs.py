@@ -17,8 +17,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, State
 
 from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
-from flows.cluster.forks import begin_to_load_for, in_fork
-from flows.cluster.main_guard import refuse_unguarded_script
+from flows.cluster.forks import begin_to_load_for, in_fork, refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time, patient
 from flows.cluster.this_machine import gpus_here

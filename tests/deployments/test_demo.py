@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flows.demo.data import (
+from flows.demo import (
     MODEL,
     PAIRS,
     accuracy,
@@ -15,7 +15,7 @@ from flows.demo.data import (
     write_demo_data,
     write_jsonl,
 )
-from flows.demo.stages import BEFORE_PPO, Demo
+from flows.pipeline import BEFORE_PPO, Demo
 from rlhf_tasks.algorithms.configurations import RunConfig, load_config
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig

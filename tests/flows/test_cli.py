@@ -14,7 +14,7 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli import COMMANDS, CONFIG_COMMANDS, direct_to_loopback, run_command
-from flows.demo.data import DATA, write_model_folder
+from flows.demo import DATA, write_model_folder
 from flows.run.run_folder import new_run_folder, taken
 from rlhf_tasks.algorithms.configurations import make_config
 from tests.flows.checked_files import PLACE, refused

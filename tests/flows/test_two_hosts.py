@@ -10,7 +10,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-from flows.demo.data import MODEL, write_demo_data, write_model_folder
+from flows.demo import MODEL, write_demo_data, write_model_folder
 from rlhf_tasks.checkpoint.commits import step_folder
 from tests.committed import assert_same_run, generations_of
 from tests.flows.cluster.test_tls import make_certificates

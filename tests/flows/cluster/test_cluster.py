@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -15,10 +17,18 @@ from distributed import Client, rpc
 from distributed.comm import CommClosedError
 from prefect import flow
 
-from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
+from flows.cluster.cluster import (
+    SAME_VERSIONS,
+    ClusterError,
+    Member,
+    form_cluster,
+    found_cluster,
+    local_cluster,
+    ranks_and_controllers,
+    whole_hosts,
+)
 from flows.cluster.forks import begin_to_load
-from flows.cluster.this_machine import threads_environment
-from flows.cluster.workers import ClusterError, Member, ranks_and_controllers, whole_hosts
+from flows.cluster.this_machine import device_here, threads_environment
 from flows.run.training import run_training
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import SaveNode
@@ -345,3 +355,75 @@ def test_stopped_workers_of_our_cluster_die_with_the_process_that_started_them(t
     finally:
         for pid in filter(psutil.pid_exists, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+pytestmark = [pytest.mark.cluster, pytest.mark.whole, pytest.mark.timeout(600)]
+
+
+def test_a_run_folder_that_a_worker_does_not_see_is_refused(cluster, tmp_path, monkeypatch):
+    """A path that means another folder in each process stands for a folder that hosts do not share."""
+    monkeypatch.chdir(tmp_path)
+    private = Path("/proc/self/cwd")
+    message = r"worker \S+ on host 127\.0\.0\.1 does not see the run folder /proc/self/cwd"
+    with (
+        pytest.raises(ClusterError, match=message),
+        found_cluster(cluster.scheduler_address, 2, folder=private, deadline_s=STARTUP_S),
+    ):
+        pass
+    with found_cluster(cluster.scheduler_address, 2, folder=tmp_path, deadline_s=STARTUP_S):
+        pass
+    assert not list(tmp_path.iterdir()), "the token file is left"
+
+
+@pytest.mark.parametrize("package", SAME_VERSIONS)
+def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, package):
+    """Only this process sees the patched version; the workers look up their own."""
+    there = re.escape(version(package))
+    monkeypatch.setattr(
+        "flows.cluster.cluster.version", lambda name: "0.0.1" if name == package else version(name)
+    )
+    message = rf"worker tls://\S+ has {package} {there}; this process has 0\.0\.1"
+    with (
+        pytest.raises(ClusterError, match=message),
+        found_cluster(cluster.scheduler_address, 2, folder=tmp_path, deadline_s=STARTUP_S),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs", "message"),
+    [
+        (
+            "another",
+            {},
+            r"worker rank-0 on host \S+ has a {here}, but the plan was made for another, .*=\1\.",
+        ),
+        (
+            "{here}",
+            {1: 1e15},
+            r"worker rank-1 on host \S+ has (\d+) bytes .* needs 1000000000000000 there.*: \1\}",
+        ),
+    ],
+    ids=["kind", "memory"],
+)
+def test_other_devices_than_a_plan_was_made_for_are_refused(cluster, tmp_path, kind, needs, message):
+    here = device_here(4)
+    assumed = here.model_copy(update={"name": kind.replace("{here}", here.name)})
+    how = {"folder": tmp_path, "deadline_s": STARTUP_S, "devices_per_host": 4, "needs": needs}
+    with (
+        pytest.raises(ClusterError, match=message.replace("{here}", f"({here.name})")),
+        found_cluster(cluster.scheduler_address, 4, assumed=assumed, **how),
+    ):
+        pass
+
+
+def test_the_same_devices_with_memory_enough_are_not_refused(cluster, tmp_path):
+    how = {
+        "folder": tmp_path,
+        "deadline_s": STARTUP_S,
+        "devices_per_host": 4,
+        "assumed": device_here(4),
+        "needs": {0: 1.0},
+    }
+    with found_cluster(cluster.scheduler_address, 4, **how) as found:
+        assert len(found.ranks) == 4

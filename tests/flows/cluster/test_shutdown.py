@@ -17,9 +17,9 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows import pipeline
 from flows.cluster import shutdown as ending
 from flows.cluster.shutdown import ending_in_time, leave_if_cancelled, patient, run_in_thread
-from flows.demo import stages as demo
 from flows.run import runs
 from tests.flows.cluster.signals import Raised, handled_as_by_prefect, lose_a_signal
 from tests.tiny_runs import ppo_config
@@ -180,14 +180,14 @@ def test_a_flow_whose_signal_was_swallowed_is_cancelled(tmp_path, monkeypatch, p
         if place == "a run":
             await runs.carry_out("ppo", ppo_config(tmp_path))
         else:
-            with demo.demo_at(tmp_path, seed=0):
+            with pipeline.demo_at(tmp_path, seed=0):
                 await lose_a_signal()
 
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "1")
     monkeypatch.setattr(runs, "cancelled_by_signals", lambda _: nullcontext())  # as for a worker's flow run
     monkeypatch.setattr(runs, "cluster_of", no_cluster)
-    monkeypatch.setattr(demo, "local_cluster", no_cluster)
+    monkeypatch.setattr(pipeline, "local_cluster", no_cluster)
     monkeypatch.setattr(runs.RunView, "begin", begin)
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),

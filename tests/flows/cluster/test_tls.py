@@ -19,8 +19,7 @@ from cryptography.x509.oid import NameOID
 from distributed import Client, Scheduler, Security, SpecCluster, Worker
 from distributed.core import connect
 
-from flows.cluster.cluster import found_cluster
-from flows.cluster.workers import ClusterError
+from flows.cluster.cluster import ClusterError, found_cluster
 from rlhf_tasks.protocol.messages import Committed, Finished
 from rlhf_tasks.spec import SaveNode
 from tests.rlhf_tasks.fake_flow import follow, run_spec

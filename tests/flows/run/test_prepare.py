@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from flows.demo.data import write_model_folder
+from flows.demo import write_model_folder
 from flows.run import prepare
 from flows.run.planning import hardware_of, problem_of, profile_folder
 from flows.run.prepare import make_plan

@@ -12,7 +12,7 @@ import pytest
 
 from flows.commands.folders import ui
 from flows.commands.training import run
-from flows.demo.stages import Demo, settle_seed
+from flows.pipeline import Demo, settle_seed
 from flows.run.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
 from flows.run.runs import Restarts, _exported_step, carry_out
 from flows.run.training import next_attempt

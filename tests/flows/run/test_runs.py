@@ -38,7 +38,7 @@ from rlhf_tasks.protocol.messages import Cause, Enterable, Faulted, IterationRan
 from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.user_code.rewards import read_samples
 from tests.flows.events import wait_events
-from tests.flows.trackers.tracked import in_event_files
+from tests.flows.tracked import in_event_files
 from tests.markdown import table_of
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.plans import small_plan

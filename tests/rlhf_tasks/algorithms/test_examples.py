@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from flows.demo.data import write_model_folder
+from flows.demo import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config, resolve_paths
 from rlhf_tasks.algorithms.examples import endless, prepared_rows, prompt_tokens, read_examples
 from rlhf_tasks.config.data import DataConfig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flows.demo.data import write_model_folder
+from flows.demo import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.fetch import fetch as fetch_samples

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flows.demo.data import MODEL, write_model_folder
+from flows.demo import MODEL, write_model_folder
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.ppo import functions
 from rlhf_tasks.algorithms.ppo.targets import Targets, learning_targets

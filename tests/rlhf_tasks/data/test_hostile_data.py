@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.demo.data import write_model_folder
+from flows.demo import write_model_folder
 from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.data import chat_template, row_files, tokenizer_trial

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.demo.data import byte_tokenizer
+from flows.demo import byte_tokenizer
 from rlhf_tasks.data.chat_template import TokenizerError
 from rlhf_tasks.data.observations import Observations
 from rlhf_tasks.data.tokenizer import Tokenizer

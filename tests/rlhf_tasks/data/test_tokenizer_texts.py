@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from flows.demo.data import byte_tokenizer
+from flows.demo import byte_tokenizer
 from rlhf_tasks.data.tokenizer import Tokenizer
 from tests.second_user import _tokenizer as word_marks
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from flows.demo.data import (
+from flows.demo import (
     SIZES,
     near_miss,
     preference_pairs,

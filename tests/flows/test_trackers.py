@@ -13,13 +13,12 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
+from flows import trackers
 from flows.run.prepare import prepare
-from flows.trackers import trackers
-from flows.trackers.stores import PACKAGES, refuse_missing
-from flows.trackers.trackers import Trackers
+from flows.trackers import PACKAGES, Trackers, refuse_missing
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.system.reading import ConfigError
-from tests.flows.trackers.tracked import in_event_files, in_mlflow, in_wandb, only_mlflow_run
+from tests.flows.tracked import in_event_files, in_mlflow, in_wandb, only_mlflow_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy
 READ = {
