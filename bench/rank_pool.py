@@ -145,7 +145,7 @@ def run_plan(
                 NodeTime(iteration, request.key.node, started_s, time.monotonic(), used_s, result.metrics)
             )
         ended.set(f"{iteration}/{rank}", "")
-    executor.close(keep_state=False)
+    executor.close()
     return PlanRun(times, peak)
 
 
@@ -168,7 +168,7 @@ def measure_pieces(
     for piece in idle:
         executor.measure(piece)
     dispatch_s = (time.monotonic() - started_s) / len(idle)
-    executor.close(keep_state=False)
+    executor.close()
     return measured, dispatch_s
 
 

@@ -30,7 +30,6 @@ from rlhf_tasks.parallel.layout.transfers import (
     reallocation_bound,
     shares,
 )
-from rlhf_tasks.parallel.state.exchange import exchange_state
 from rlhf_tasks.parallel.state.files import read_shards, write_shards
 from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.state.transfer import StateTransfer
@@ -95,12 +94,12 @@ def plan_redistributions() -> None:
 
 
 def plan_state() -> None:
-    """Print CPU seconds in which rank 0 of 1,024 lists its messages for moving the state of a 70B model."""
+    """Print CPU seconds in which rank 0 of 1,024 lists the parts of a 70B model's state that it reads."""
     for pair in LARGE_PAIRS:
         source, destination = (layout(LLAMA_70B, degrees) for degrees in pair)
         start_s = time.process_time()
         transfer = StateTransfer(StateLayout(source), StateLayout(destination))
-        parts = sum(len(list(transfer.parts(name, 0))) for name in source.specs)
+        parts = sum(len(list(transfer.taken(name, 0))) for name in source.specs)
         seconds = time.process_time() - start_s
         print(json.dumps({"pair": pair, "state_plan_s": round(seconds, 3), "parts": parts}))
 
@@ -137,10 +136,8 @@ def move_weights(rank: int, world: int, groups: ProcessGroups) -> None:
 
 
 def move_state(rank: int, world: int, groups: ProcessGroups) -> None:
-    """Print seconds (slowest rank) for moving master weights and moments to another layout.
-
-    Two ways are measured in turn: by messages, and from files that were just written (on one host).
-    """
+    """Print seconds (slowest rank) for reading master weights and moments in another layout, from files just
+    written on one host."""
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     for number, pair in enumerate(SMALL_PAIRS):
@@ -148,10 +145,8 @@ def move_state(rank: int, world: int, groups: ProcessGroups) -> None:
         files = [Path(folder[0]) / f"{number}-{other}" for other in range(world)]
         seconds = state_seconds(source, destination, files, groups)
         if rank == 0:
-            medians = {way: statistics.median(values) for way, values in seconds.items()}
-            spread = {way: [round(min(values), 4), round(max(values), 4)] for way, values in seconds.items()}
-            ratio = round(medians["ranks"] / medians["files"], 3)
-            print(json.dumps({"pair": pair, "state_s": medians, "spread_s": spread, "ratio": ratio}))
+            spread = [round(min(seconds), 4), round(max(seconds), 4)]
+            print(json.dumps({"pair": pair, "state_s": statistics.median(seconds), "spread_s": spread}))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
@@ -159,25 +154,17 @@ def move_state(rank: int, world: int, groups: ProcessGroups) -> None:
 
 def state_seconds(
     source: Layout, destination: Layout, files: Sequence[Path], groups: ProcessGroups
-) -> dict[str, list[float]]:
-    """Way ("ranks", "files") -> seconds of each repeat. Each rank writes one of `files` first."""
-    rank, world = groups.rank, range(len(files))
+) -> list[float]:
+    """Seconds of each repeat. Each rank writes one of `files` first."""
+    rank = groups.rank
     into = optimizer(destination, groups)
     kept = [shard._replace(tensor=shard.tensor.cpu()) for shard in optimizer(source, groups).shard_state()]
     write_shards(files[rank], rank, kept)
 
-    def from_ranks() -> None:
-        transfer = StateTransfer(StateLayout(source), StateLayout(destination))
-        into.load_shard_state(exchange_state(transfer, kept, into.shard_state(), groups, world), 1)
-
-    def from_files() -> None:
+    def read() -> None:
         into.load_shard_state(read_shards(files, source, destination, rank, into.shard_state()), 1)
 
-    seconds: dict[str, list[float]] = {"ranks": [], "files": []}
-    for _ in range(REPEATS):
-        for way, work in (("ranks", from_ranks), ("files", from_files)):
-            seconds[way].append(slowest(work, groups, len(files)))
-    return seconds
+    return [slowest(read, groups, len(files)) for _ in range(REPEATS)]
 
 
 def optimizer(laid_out: Layout, groups: ProcessGroups) -> Optimizer:

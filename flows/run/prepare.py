@@ -30,7 +30,7 @@ from rlhf_tasks.algorithms.held_out import (
     shared_prompts,
 )
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
+from rlhf_tasks.checkpoint.plan_log import PLAN, RunPlan, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
@@ -38,7 +38,6 @@ from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.adapter_folder import adapter_of
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import beside_weights, check_weights
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
 PLAN_REMEDY = "Remove it, and the run is planned anew."
@@ -64,15 +63,15 @@ class Prepared:
     problem: Problem
     iterations: int
     rows: TokenFile
-    changes: tuple[ScheduledPlan, ...] = ()
+    changes: tuple[RunPlan, ...] = ()
     warnings: tuple[str, ...] = ()
     disk: DiskNeed = NO_DISK
     held_out: Mapping[str, TokenFile] = field(default_factory=dict)
 
     @property
-    def plans(self) -> tuple[ScheduledPlan, ...]:
+    def plans(self) -> tuple[RunPlan, ...]:
         """Which plan each iteration goes by, as far as it is decided."""
-        return (ScheduledPlan(iteration=0, plan=self.plan), *self.changes)
+        return (RunPlan(iteration=0, plan=self.plan), *self.changes)
 
     def keep_rows(self, folder: Path) -> None:
         """Leave the tokenised rows in the run's folder, where the ranks read them. Raises OSError."""

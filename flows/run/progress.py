@@ -39,10 +39,7 @@ from rlhf_tasks.protocol.messages import (
     Enterable,
     Faulted,
     IterationRan,
-    PlanChanged,
-    PlanKept,
 )
-from rlhf_tasks.protocol.scheduled_plans import plan_at
 from rlhf_tasks.spec import ExecutionPlan, NodeResult
 from rlhf_tasks.user_code.rewards import SAMPLES
 
@@ -100,6 +97,7 @@ class RunView:
 
     def on_event(self, event: Any) -> None:
         """News for the terminal, which shows it at once, and for the Prefect server, where it may lag behind."""
+        self.replanning.cost.hear(event, time.monotonic())
         match event:
             case Enterable() if not self._loaded:
                 self._loaded = True
@@ -139,30 +137,27 @@ class RunView:
         results = by_rank(committed)
         metrics = json.loads(self._lines.line(committed.iteration, results))
         rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
-        self._keep_recent(committed.iteration, rows)
+        self._keep_recent(rows)
         self._events.tell(committed.iteration, metrics)
         self._news.set()
         await self._trackers.tell(committed.iteration + 1)
         if self._prepared.config.replan == "auto":
             await self.replanning.on_commit(committed.iteration, rows, control)
 
-    async def on_plan(self, change: PlanChanged | PlanKept) -> None:
-        """What came of a change of the plan: a line, and the new plan in the UI."""
-        if isinstance(change, PlanKept):
-            self.say(f"the plan stays: {change.reason}")
-            return
-        await self.replanning.changed(change.planned)
-        self.say(f"a new plan from iteration {change.planned.iteration + 1} on")
-        self._plan_due = change.planned.plan
-        self._news.set()
+    async def between_attempts(self) -> None:
+        """The run takes a plan that was found better, and the UI shows it."""
+        step = newest_step(self._folder)
+        if step is not None and await self.replanning.take(step):
+            self._plan_due = self.replanning.present.plan
+            self._news.set()
 
     def say(self, line: str) -> None:
         """A line in the terminal and in the flow run's log."""
         get_run_logger().info(line)
         tell(f"{self._folder.name}: {line}")
 
-    def _keep_recent(self, iteration: int, rows: list[dict[str, Any]]) -> None:
-        plan = plan_at(self.replanning.plans, iteration).plan
+    def _keep_recent(self, rows: list[dict[str, Any]]) -> None:
+        plan = self.replanning.present.plan
         if plan is not self._shown:
             self._shown = plan
             self._recent.clear()
@@ -177,6 +172,7 @@ class RunView:
 
     def loading(self) -> None:
         """The cluster is there, its ranks load the models."""
+        self.replanning.cost.begins(time.monotonic())
         self._loaded = False
         self._terminal.begin_phase("models")
 

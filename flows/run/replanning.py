@@ -1,8 +1,8 @@
 """`replan: auto`: where a run's times drift from what was planned, plan anew beside it and change its plan.
 
-The decision takes seconds of search, so it is made beside the training, in a process of its own; it takes effect at
-the first iteration not yet delivered, and the run folder says which that was (rlhf_tasks/checkpoint/plan_log.py): no
-iteration's plan is decided twice.
+The search takes seconds, so a process of its own does it beside the training. A better plan ends the attempt at its
+next commit; the next attempt begins there, on the same cluster, and restores the commit in the layouts of the new
+plan. The run folder says at which iteration that was (rlhf_tasks/checkpoint/plan_log.py).
 """
 
 import asyncio
@@ -19,10 +19,11 @@ from flows.run.training import RunControl
 from planner.pricing.plans import price_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
+from rlhf_tasks.checkpoint.plan_log import PLAN, RunPlan, log_change, logged_changes, read_plan
+from rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 from rlhf_tasks.system.child_processes import die_with_parent, python_call
+from rlhf_tasks.system.failpoints import Point, reach
 
 GAIN = 0.1  # of an iteration's predicted time: less is within what predictions are off by
 STARTING_S = (
@@ -34,24 +35,55 @@ NICE = 5  # of the planning process: about a third of a rank's share of a core
 class Proposal(Frozen):
     """What planning anew has found, by a cost model that knows the run's own figures.
 
-    predicted_s       node -> seconds under the new plan
     iteration_time_s  under the new plan, and under the present one
     """
 
     plan: ExecutionPlan
-    predicted_s: dict[str, float]
     iteration_time_s: float
     present_iteration_time_s: float
 
+    @property
+    def saved_s(self) -> float:
+        """Seconds that the new plan is predicted to save in each iteration."""
+        return self.present_iteration_time_s - self.iteration_time_s
 
-def is_worth_it(proposal: Proposal, iterations_left: int) -> bool:
-    """Whether to change to a proposed plan: clearly faster, and by more than an iteration over what is left.
 
-    (About that long the devices idle while iterations end and ranks load the commit in another layout.)
+class ChangeCost:
+    """What a change of plan costs, as far as the run has measured it.
+
+    commit_s  from the end of an iteration to its commit, the last time
+    start_s   from an attempt's begin until its ranks held what they begin with, the last time
     """
-    saved_s = proposal.present_iteration_time_s - proposal.iteration_time_s
-    clear = saved_s >= GAIN * proposal.present_iteration_time_s
-    return clear and saved_s * iterations_left > proposal.present_iteration_time_s
+
+    def __init__(self) -> None:
+        self.commit_s = self.start_s = 0.0
+        self._began_s: float | None = None
+        self._ended_s: dict[int, float] = {}  # uncommitted iteration -> when it had run
+
+    @property
+    def seconds(self) -> float:
+        """Of a change: the ranks are idle while a commit is written and the next attempt begins from it."""
+        return self.commit_s + self.start_s
+
+    def begins(self, now: float) -> None:
+        """An attempt begins on a cluster that is there."""
+        self._began_s = now
+
+    def hear(self, event: Any, now: float) -> None:
+        """An event of the controller."""
+        match event:
+            case Enterable() if self._began_s is not None:
+                self.start_s, self._began_s = now - self._began_s, None
+            case IterationRan(iteration=iteration):
+                self._ended_s[iteration] = now
+            case Committed(iteration=iteration) if iteration in self._ended_s:
+                self.commit_s = now - self._ended_s.pop(iteration)
+
+
+def is_worth_it(proposal: Proposal, iterations_left: int, cost_s: float) -> bool:
+    """Whether to change to a proposed plan: clearly faster, and by more in what is left than the change costs."""
+    clear = proposal.saved_s >= GAIN * proposal.present_iteration_time_s
+    return clear and proposal.saved_s * iterations_left > cost_s
 
 
 def propose(config: RunConfig, present: ExecutionPlan) -> Proposal:
@@ -60,27 +92,25 @@ def propose(config: RunConfig, present: ExecutionPlan) -> Proposal:
     found = find_plan(problem, "search", config.planning.time_limit_s, config.seed)
     return Proposal(
         plan=found.plan,
-        predicted_s=found.price.longest_s,
         iteration_time_s=found.iteration_time_s,
         present_iteration_time_s=price_plan(present, problem.model).iteration_time_s,
     )
 
 
-def answer(folder: str, iteration: str, parent: str) -> None:
-    """Entry point of the planning process: prints a `Proposal` to replace the plan that an iteration of the run in
-    a folder goes by."""
+def answer(folder: str, parent: str) -> None:
+    """Entry point of the planning process: prints a `Proposal` to replace the plan of the run in a folder."""
     die_with_parent(int(parent))
     os.nice(NICE)
     path, config = existing_run_folder(folder)
     first = read_plan(path / PLAN, "Put it back.")
     config = on_ranks(config, first.devices_per_host)
-    plans = (ScheduledPlan(iteration=0, plan=first), *logged_changes(path))
-    print(propose(config, plan_at(plans, int(iteration)).plan).model_dump_json())
+    present = logged_changes(path)[-1].plan if logged_changes(path) else first
+    print(propose(config, present).model_dump_json())
 
 
-async def propose_beside(config: RunConfig, folder: Path, iteration: int) -> Proposal | None:
+async def propose_beside(config: RunConfig, folder: Path) -> Proposal | None:
     """`propose` in a process of its own; None when it fails or takes too long. Cancelling ends the process."""
-    command = python_call(f"{__name__}:{answer.__name__}", str(folder), str(iteration), str(os.getpid()))
+    command = python_call(f"{__name__}:{answer.__name__}", str(folder), str(os.getpid()))
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
     )
@@ -96,14 +126,15 @@ async def propose_beside(config: RunConfig, folder: Path, iteration: int) -> Pro
     return Proposal.model_validate_json(output) if process.returncode == 0 else None
 
 
-Propose = Callable[[RunConfig, Path, int], Awaitable[Proposal | None]]
+Propose = Callable[[RunConfig, Path], Awaitable[Proposal | None]]
 
 
 class Replanning:
     """Watches a run's commits; judges each plan once, after ENOUGH iterations and one to warm up.
 
-    plans     which plan each iteration goes by, as far as it is decided
+    plans     of the run so far
     expected  first iteration of each plan -> what was expected of it before it ran
+    cost      what a change of plan costs
     say       tells the user a line
     propose   default: `propose_beside`
     """
@@ -112,7 +143,7 @@ class Replanning:
         self,
         config: RunConfig,
         folder: Path,
-        plans: Sequence[ScheduledPlan],
+        plans: Sequence[RunPlan],
         expected: Mapping[int, Planned],
         iterations: int,
         say: Callable[[str], None],
@@ -121,34 +152,50 @@ class Replanning:
         self._config, self._folder, self._iterations = config, folder, iterations
         self.plans = tuple(plans)
         self.expected = dict(expected)
+        self.cost = ChangeCost()
         self._say, self._propose = say, propose or propose_beside
-        self._present: ScheduledPlan | None = None
-        self._rows: list[Mapping[str, Any]] = []
-        self._seen: set[int] = set()
+        self._rows: list[Mapping[str, Any]] = []  # lineage of the iterations in `_seen`
+        self._seen: set[int] = set()  # the first iterations of the present plan
         self._newest = -1
         self._judging: asyncio.Task[None] | None = None
+        self._better: Proposal | None = None  # which the run takes at its next commit
 
-    async def changed(self, change: ScheduledPlan) -> None:
-        """The run will go by another plan."""
-        self.plans += (change,)
-        self.expected[change.iteration] = await asyncio.to_thread(self._expectation, change.plan)
+    @property
+    def present(self) -> RunPlan:
+        """The plan that the run follows now."""
+        return self.plans[-1]
+
+    async def on_commit(self, iteration: int, rows: Sequence[Mapping[str, Any]], control: RunControl) -> None:
+        """An iteration is committed; rows: its lineage."""
+        self._newest = iteration
+        if self._better is not None:
+            control.end_at_commit()
+        elif len(self._seen) <= ENOUGH:
+            self._seen.add(iteration)
+            self._rows.extend(rows)
+            if len(self._seen) > ENOUGH:
+                self._judging = asyncio.create_task(self._judge())
+
+    async def take(self, step: int) -> bool:
+        """Between two attempts, at the commit of a step: whether the run follows another plan from here on."""
+        proposal, self._better = self._better, None
+        if proposal is None:
+            return False
+        try:
+            await asyncio.to_thread(log_change, self._folder, step, proposal.plan)
+        except OSError as error:
+            self._say(f"the plan stays: it could not be written to the log of plans: {error}")
+            return False
+        reach(Point.PLAN_LOGGED)
+        self.plans += (RunPlan(iteration=step, plan=proposal.plan),)
+        self.expected[step] = await asyncio.to_thread(self._expectation, proposal.plan)
+        self._rows, self._seen = [], set()
+        self._say(f"a new plan from iteration {step + 1} on")
+        return True
 
     def _expectation(self, plan: ExecutionPlan) -> Planned:
         """By the figures that are kept by now."""
         return planned(self._config, plan, problem_of(self._config, hardware_of(self._config)))
-
-    async def on_commit(self, iteration: int, rows: Sequence[Mapping[str, Any]], control: RunControl) -> None:
-        """An iteration is committed; rows: its lineage."""
-        present = plan_at(self.plans, iteration)
-        if present is not self._present:
-            self._present, self._rows, self._seen = present, [], set()
-        self._newest = iteration
-        if len(self._seen) > ENOUGH:
-            return
-        self._seen.add(iteration)
-        self._rows.extend(rows)
-        if len(self._seen) > ENOUGH and present is self.plans[-1]:
-            self._judging = asyncio.create_task(self._judge(present, control))
 
     async def close(self) -> None:
         """End what is under way: the run has ended."""
@@ -156,26 +203,28 @@ class Replanning:
             self._judging.cancel()
             await asyncio.gather(self._judging, return_exceptions=True)
 
-    async def _judge(self, present: ScheduledPlan, control: RunControl) -> None:
-        expected = self.expected[present.iteration]
-        found = planned_and_measured(present.plan, expected, self._rows)
-        if not await asyncio.to_thread(keep_drift, present.plan, expected, found):
+    async def _judge(self) -> None:
+        plan, expected = self.present.plan, self.expected[self.present.iteration]
+        found = planned_and_measured(plan, expected, self._rows)
+        if not await asyncio.to_thread(keep_drift, plan, expected, found):
             return
         iteration = found["iteration"]
         self._say(
             f"an iteration takes {iteration['measured']:.4g} s, planned were {iteration['planned']:.4g} s "
             f"({', '.join(found['drifted'])} drifted): planning anew"
         )
-        proposal = await self._propose(self._config, self._folder, present.iteration)
+        proposal = await self._propose(self._config, self._folder)
         if proposal is None:
             self._say("planning anew found nothing; the plan stays")
             return
-        times = (
+        left, cost = self._iterations - self._newest - 1, self.cost
+        worth = is_worth_it(proposal, left, cost.seconds)
+        self._say(
             f"{proposal.iteration_time_s:.4g} s predicted for an iteration of the new plan, "
-            f"{proposal.present_iteration_time_s:.4g} s for one of the present plan"
+            f"{proposal.present_iteration_time_s:.4g} s for one of the present plan: {proposal.saved_s * left:.3g} s "
+            f"saved in {left} iterations, and a change costs {cost.seconds:.3g} s ({cost.commit_s:.3g} s until a "
+            f"commit is written, {cost.start_s:.3g} s until the ranks have read it): the plan "
+            f"{'changes' if worth else 'stays'}"
         )
-        if is_worth_it(proposal, self._iterations - self._newest - 1):
-            self._say(f"{times}: the plan changes")
-            control.change_plan(proposal.plan, proposal.predicted_s)
-        else:
-            self._say(f"{times}: the plan stays")
+        if worth:
+            self._better = proposal

@@ -43,7 +43,6 @@ from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.algorithms.held_out import HELD_OUT
 from rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
 from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
-from rlhf_tasks.checkpoint.plan_log import logged_changes
 from rlhf_tasks.config.base import OnePass
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.system.durable import replace_file
@@ -313,39 +312,40 @@ class Attempts:
 
     async def _attempt(self, rebuilds: int, again: bool) -> TrainingResult:
         prepared, config, view = self._prepared, self._prepared.config, self._view
-        for change in logged_changes(self._folder)[len(view.replanning.plans) - 1 :]:
-            await view.replanning.changed(change)  # written down, but not told before its controller was lost
-        expected = view.replanning.expected
         view.starting()
-        cluster_context = cluster_of(config, self._folder, expected[0].needs, again)
-        with entering("cluster", cluster_context, view.say) as cluster:
-            view.loading()
-            spec = RunSpec(
-                run=self._folder.name,
-                plan=prepared.plan,
-                config=config.model_dump(mode="json"),
-                run_folder=str(self._folder),
-                iterations=prepared.iterations,
-                limits=config.limits,
-                rebuilds=rebuilds,
-                predicted_s=expected[0].price.longest_s,
-                users_s=users_seconds(config, prepared.plan, len(prepared.held_out.get(HELD_OUT, ()))),
-                peak_flops_per_s=expected[0].peak_flops_per_s,
-                changes=tuple(
-                    p.model_copy(update={"predicted_s": expected[p.iteration].price.longest_s})
-                    for p in view.replanning.plans[1:]
-                ),
-                blocks=self._blocks,
-            )
-            return await run_training(
-                spec,
-                cluster,
-                on_commit=view.on_commit,
-                on_plan=view.on_plan,
-                on_event=view.on_event,
-                api=view.api,
-                orders=self._orders,
-            )
+        await view.between_attempts()
+        present = view.replanning.present
+        needs = view.replanning.expected[present.iteration].needs
+        with entering("cluster", cluster_of(config, self._folder, needs, again), view.say) as cluster:
+            while True:  # attempts on one cluster, each with a plan of its own
+                view.loading()
+                present = view.replanning.present
+                expected = view.replanning.expected[present.iteration]
+                spec = RunSpec(
+                    run=self._folder.name,
+                    plan=present.plan,
+                    config=config.model_dump(mode="json"),
+                    run_folder=str(self._folder),
+                    iterations=prepared.iterations,
+                    limits=config.limits,
+                    rebuilds=rebuilds,
+                    predicted_s=expected.price.longest_s,
+                    users_s=users_seconds(config, present.plan, len(prepared.held_out.get(HELD_OUT, ()))),
+                    peak_flops_per_s=expected.peak_flops_per_s,
+                    blocks=self._blocks,
+                )
+                result = await run_training(
+                    spec,
+                    cluster,
+                    on_commit=view.on_commit,
+                    on_event=view.on_event,
+                    api=view.api,
+                    orders=self._orders,
+                )
+                if not result.again:
+                    return result
+                rebuilds = 0
+                await view.between_attempts()
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from flows.run.planned_and_measured import JournalRow
 from flows.run.prepare import Prepared
 from flows.view.clocks import idle_while_ready_s, overlapping_s, predecessors_of, running_s, spans_of
 from planner.report.text import plan_table
+from rlhf_tasks.checkpoint.plan_log import RunPlan, plan_at
 from rlhf_tasks.config.public import public_document
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan
 
 
@@ -33,7 +33,7 @@ def metrics_of_step(metrics: Sequence[JournalRow], step: int) -> JournalRow:
     return next((row for row in metrics if row["iteration"] == step - 1), {})
 
 
-def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[JournalRow]) -> dict[str, Any]:
+def run_figures(plans: Sequence[RunPlan], lineage: Sequence[JournalRow]) -> dict[str, Any]:
     """The figures of a run's committed iterations; no downtime between generations or attempts is in them.
 
     plans                     which plan each iteration went by; `calls` are those of the last one
@@ -74,10 +74,10 @@ def in_short(summary: Mapping[str, Any]) -> str:
 
 
 def rows_by_plan(
-    plans: Sequence[ScheduledPlan], lineage: Sequence[JournalRow]
-) -> list[tuple[ScheduledPlan, list[JournalRow]]]:
+    plans: Sequence[RunPlan], lineage: Sequence[JournalRow]
+) -> list[tuple[RunPlan, list[JournalRow]]]:
     """The rows of the iterations that went by each plan; plans that no iteration went by are left out."""
-    parts: dict[int, tuple[ScheduledPlan, list[JournalRow]]] = {}
+    parts: dict[int, tuple[RunPlan, list[JournalRow]]] = {}
     for row in lineage:
         planned = plan_at(plans, row["iteration"])
         parts.setdefault(planned.iteration, (planned, []))[1].append(row)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from flows.view.prefect_api import PrefectApi
 from rlhf_tasks.protocol.messages import (
     EVENT,
     Aborted,
-    ChangePlan,
     Committed,
     Enter,
     Enterable,
@@ -40,13 +39,10 @@ from rlhf_tasks.protocol.messages import (
     NodeEnded,
     NotEntered,
     Pause,
-    PlanChanged,
-    PlanKept,
     Resume,
     RunSpec,
     StopAfter,
 )
-from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.system.failpoints import Point, at, reach
 from rlhf_tasks.system.writer import Writer
 
@@ -79,32 +75,38 @@ class TrainingResult:
     committed_step  number of committed iterations
     faults          the causes of the rebuilds
     order           GO_ON: the last iteration is committed; else the order for which the attempt ended at a commit
+    again           it ended at a commit for another attempt to begin there (`RunControl.end_at_commit`)
     """
 
     committed_step: int
     faults: tuple[str, ...]
     order: Order = Order.GO_ON
+    again: bool = False
 
 
 class RunControl:
-    """What a hook can do to the run that it watches: all takes effect at the first iteration not yet delivered."""
+    """What a hook can do to the run that it watches: all takes effect at the first iteration not yet delivered.
+
+    ends_at_commit  the attempt ends at its next commit, and another one begins there
+    """
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
+        self.ends_at_commit = False
 
     def stop_after(self, iteration: int) -> None:
         """Make an iteration the last one."""
         self._writer.put(StopAfter(iteration=iteration))
 
-    def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
-        """Go by another plan; `PlanChanged` or `PlanKept` follows. predicted_s: node name -> seconds."""
-        self._writer.put(ChangePlan(plan=plan, predicted_s=dict(predicted_s)))
+    def end_at_commit(self) -> None:
+        """End the attempt at its next commit, for another one to begin there."""
+        if not self.ends_at_commit:
+            self.ends_at_commit = True
+            self._writer.put(Pause())
 
 
 OnCommit = Callable[[Committed, RunControl], Awaitable[None]]
-OnPlan = Callable[[PlanChanged | PlanKept], Awaitable[None]]
 OnEvent = Callable[[Any], None]
-HookNews = Committed | PlanChanged | PlanKept
 
 
 async def run_training(
@@ -112,7 +114,6 @@ async def run_training(
     cluster: DaskCluster,
     *,
     on_commit: OnCommit | None = None,
-    on_plan: OnPlan | None = None,
     api: PrefectApi | None = None,
     on_event: OnEvent | None = None,
     dispatch_ahead: bool = True,
@@ -124,7 +125,6 @@ async def run_training(
     spec            the attempt, which gets its number and its ranks here
     on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged. It is
                     to be quick: what it has not come to is kept, and given up `HOOKS_S` after the last commit
-    on_plan         awaited among them for what came of a change of the plan
     api             the door to Prefect that the hooks use too
     on_event        called at once with each of the controller's events, whatever the other hooks wait for
     dispatch_ahead  False: an iteration is entered only when the one before is committed, which needs snapshot_every=1
@@ -143,7 +143,7 @@ async def run_training(
     spec = spec.model_copy(update={"attempt": next_attempt(Path(spec.run_folder)), "ranks": ranks})
     with at(attempt=spec.attempt):
         reach(Point.ATTEMPT)
-    hooks, api, orders = Hooks(on_commit, on_plan, on_event), api or PrefectApi(spec.run), orders or Orders()
+    hooks, api, orders = Hooks(on_commit, on_event), api or PrefectApi(spec.run), orders or Orders()
     return await Training(spec, cluster, hooks, api, dispatch_ahead, orders).run()
 
 
@@ -167,7 +167,6 @@ class Hooks:
     """What is called beside a training."""
 
     on_commit: OnCommit | None = None
-    on_plan: OnPlan | None = None
     on_event: OnEvent | None = None
 
     def hear(self, event: Any) -> None:
@@ -200,6 +199,7 @@ class Training:
         self._held: Enterable | None = None
         self._orders = orders
         self._faults: list[str] = []
+        self._again = False
         self._rebuilds = spec.rebuilds  # since the last commit
 
     async def run(self) -> TrainingResult:
@@ -213,11 +213,12 @@ class Training:
                 f"the controller of run {self.spec.run} is gone: {error}", self._rebuilds
             ) from None
         writer = Writer(comm)
-        news: asyncio.Queue[HookNews | None] = asyncio.Queue()
-        hooks = asyncio.create_task(self._run_hooks(news, writer))
+        news: asyncio.Queue[Committed | None] = asyncio.Queue()
+        control = RunControl(writer)
+        hooks = asyncio.create_task(self._run_hooks(news, control))
         liveness = asyncio.create_task(self._watch_controller(comm))
         try:
-            step, order = await self._obey_and_follow(comm, writer, news)
+            step, order = await self._obey_and_follow(comm, writer, news, control)
             news.put_nowait(None)
             cancelled = order is Order.CANCEL
             _, late = await asyncio.wait([hooks], timeout=CANCELLED_S if cancelled else HOOKS_S)
@@ -225,7 +226,7 @@ class Training:
                 logger.warning(
                     "the hooks take too long; of what they were to be told, %d are left out", news.qsize()
                 )
-            if not cancelled:  # closing it has a limit of its own
+            if not (cancelled or self._again):  # closing it has a shorter limit, and the devices wait
                 await self._view.complete()
         except CommClosedError:
             what = "is gone"
@@ -237,15 +238,15 @@ class Training:
             hooks.cancel()
             liveness.cancel()
             await self._view.close()
-        return TrainingResult(step, tuple(self._faults), order)
+        return TrainingResult(step, tuple(self._faults), order, self._again)
 
     async def _obey_and_follow(
-        self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]
+        self, comm: Any, writer: Writer, news: asyncio.Queue[Committed | None], control: RunControl
     ) -> tuple[int, Order]:
         """Until the last commit, or the one for which the attempt is to end: its step, and the order."""
         self._orders.hold(None)
-        obeying = asyncio.create_task(self._obey(writer))
-        following = asyncio.create_task(self._follow(comm, writer, news))
+        obeying = asyncio.create_task(self._obey(writer, control))
+        following = asyncio.create_task(self._follow(comm, writer, news, control))
         try:
             await asyncio.wait({obeying, following}, return_when=asyncio.FIRST_COMPLETED)
             return (following.result(), Order.GO_ON) if following.done() else obeying.result()
@@ -254,7 +255,7 @@ class Training:
             following.cancel()
             await asyncio.gather(obeying, following, return_exceptions=True)
 
-    async def _obey(self, writer: Writer) -> tuple[int, Order]:
+    async def _obey(self, writer: Writer, control: RunControl) -> tuple[int, Order]:
         """Pass the orders on; ends at the commit, with its step and the order, at which the attempt is to end."""
         orders, passed_on = self._orders, Order.GO_ON
         while True:
@@ -266,14 +267,18 @@ class Training:
                 if order is Order.GO_ON:
                     orders.hold(None)
                     writer.put(Resume())
+                    if control.ends_at_commit:
+                        writer.put(Pause())
                 else:
                     writer.put(StopAfter(iteration=0) if order is Order.STOP else Pause())
             if orders.held is not None and order in (Order.RELEASE, Order.LEAVE, Order.CANCEL):
                 return orders.held, order
             await orders.news()
 
-    async def _follow(self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]) -> int:
-        """Act on the controller's events until the last commit; its step."""
+    async def _follow(
+        self, comm: Any, writer: Writer, news: asyncio.Queue[Committed | None], control: RunControl
+    ) -> int:
+        """Act on the controller's events until the last commit, or where another attempt begins; its step."""
         while True:
             event = EVENT.validate_json(await comm.read())
             self._hooks.hear(event)
@@ -281,7 +286,11 @@ class Training:
                 case Enterable() as place:
                     self._enter(place, writer)
                 case Held(step=step):
-                    if self._orders.wanted not in (Order.GO_ON, Order.STOP):  # taken back meanwhile
+                    leaves = self._orders.wanted in (Order.RELEASE, Order.LEAVE, Order.CANCEL)
+                    if control.ends_at_commit and not leaves:
+                        self._again = True
+                        return step
+                    if leaves or self._orders.wanted is Order.PAUSE:  # else it was taken back meanwhile
                         self._orders.hold(step)
                 case Committed() as committed:
                     self._rebuilds = 0
@@ -297,10 +306,6 @@ class Training:
                 case Aborted() | NotEntered() as end:
                     self._in_flight.discard((end.iteration, end.generation))
                     self._view.ended(end)
-                case PlanChanged() | PlanKept() as change:
-                    if isinstance(change, PlanChanged):
-                        self._view.plan_changed(change.planned)
-                    news.put_nowait(change)
                 case Faulted(cause=cause, generation=generation):
                     self._faults.append(str(cause))
                     self._rebuilds += 1
@@ -336,17 +341,13 @@ class Training:
             reach(Point.ENTERED)
         self._view.entered(place.iteration, place.generation)
 
-    async def _run_hooks(self, news: asyncio.Queue[HookNews | None], writer: Writer) -> None:
-        control, hooks = RunControl(writer), self._hooks
-        while (item := await news.get()) is not None:
-            try:
-                if isinstance(item, Committed):
-                    if hooks.on_commit is not None:
-                        await hooks.on_commit(item, control)
-                elif hooks.on_plan is not None:
-                    await hooks.on_plan(item)
-            except Exception:
-                logger.exception("a hook failed at %s; training goes on", item.kind)
+    async def _run_hooks(self, news: asyncio.Queue[Committed | None], control: RunControl) -> None:
+        while (committed := await news.get()) is not None:
+            if self._hooks.on_commit is not None:
+                try:
+                    await self._hooks.on_commit(committed, control)
+                except Exception:
+                    logger.exception("a hook failed at %s; training goes on", committed.kind)
 
 
 def _ending(end: GaveUp) -> str:

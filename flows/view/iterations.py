@@ -37,7 +37,6 @@ from rlhf_tasks.protocol.messages import (
     NotEntered,
     RunSpec,
 )
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 
 logger = logging.getLogger(__name__)
 VIEW_LAG_S = 10.0  # iterations that have waited for longer are merged
@@ -61,7 +60,6 @@ class IterationView:
 
     def __init__(self, spec: RunSpec, api: PrefectApi) -> None:
         self._spec, self._api = spec, api
-        self._plans = spec.plans
         self._shown: deque[Subflow] = deque()  # in order of entering; the oldest are open, the others wait
         self._refused: list[str] = []
         self._running: dict[tuple[int, int], Subflow] = {}  # (iteration, generation) -> subflow without end
@@ -78,17 +76,13 @@ class IterationView:
 
     def entered(self, iteration: int, generation: int) -> None:
         """An iteration has been delivered to the ranks of a generation."""
-        plan = plan_at(self._plans, iteration).plan
+        plan = self._spec.plan
         nodes = {node.name: NodeRun(node) for node in plan.nodes}
         subflow = Subflow(plan, iteration, iteration, generation, time.time(), nodes)
         self._shown.append(subflow)
         self._running[iteration, generation] = subflow
         if not self._writing:
             self._writing = [asyncio.create_task(self._write_all()), asyncio.create_task(self._end_all())]
-
-    def plan_changed(self, planned: ScheduledPlan) -> None:
-        """From one iteration on, the run uses another plan."""
-        self._plans += (planned,)
 
     def node(self, news: NodeBegun | NodeEnded) -> None:
         """The first rank has begun a node, or the last rank has ended it."""

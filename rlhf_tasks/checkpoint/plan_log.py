@@ -1,9 +1,9 @@
 """The plans of a run in its folder, and the log of the iteration at which each begins. Torch-free.
 
 `plan.json` is the run's first plan; `plan-2.json`, `plan-3.json`, ... are later ones. Each line of `plans.jsonl`
-names a later plan and its first iteration. A line is written before any iteration runs by its plan, and is never
-removed. So a run that is resumed, or repeats iterations after a fault, changes its plan at the same iterations as
-before.
+names a later plan and the iteration from which on the run follows it: that after the commit at which an attempt ended
+for the change. The line is written before the next attempt begins, and is never removed. So an attempt has one plan,
+the newest in the log, and a run that is resumed keeps it.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ from pathlib import Path
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rlhf_tasks.config.files import first_fault, read_document
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 from rlhf_tasks.system.durable import append_lines, sync, write_file
 from rlhf_tasks.system.reading import ConfigError, reading, shown
@@ -24,6 +23,18 @@ CHANGES = "plans.jsonl"
 
 
 _PLAN = TypeAdapter(ExecutionPlan)
+
+
+class RunPlan(Frozen):
+    """A plan of a run, and the first iteration that follows it."""
+
+    iteration: int = Field(ge=0)
+    plan: ExecutionPlan
+
+
+def plan_at(plans: Sequence[RunPlan], iteration: int) -> RunPlan:
+    """The plan that an iteration follows: the last one that begins at it or before."""
+    return next(planned for planned in reversed(plans) if planned.iteration <= iteration)
 
 
 class PlanChange(Frozen):
@@ -61,10 +72,10 @@ def log_change(folder: Path, iteration: int, plan: ExecutionPlan) -> PlanChange:
     return change
 
 
-def logged_changes(folder: Path) -> tuple[ScheduledPlan, ...]:
+def logged_changes(folder: Path) -> tuple[RunPlan, ...]:
     """The plans that a run has changed to, in order. Raises ConfigError naming a missing or changed file."""
     return tuple(
-        ScheduledPlan(iteration=change.iteration, plan=_read(folder / change.file, change))
+        RunPlan(iteration=change.iteration, plan=_read(folder / change.file, change))
         for change in _changes(folder)
     )
 

@@ -12,17 +12,15 @@ clock report, and tells the flow.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
 from pydantic import BaseModel
 
 from rlhf_tasks.checkpoint.journals import MetricsLines
-from rlhf_tasks.checkpoint.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.ledger import Ledger
@@ -46,7 +44,6 @@ from rlhf_tasks.protocol.messages import (
     Told,
 )
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, SaveNode, SaveSamplesNode
 from rlhf_tasks.system.durable import NotWritable
@@ -150,7 +147,6 @@ class Attempt:
             do.RestoreRank: self._restore_rank,
             do.Send: self._deliver,
             do.WriteCommit: lambda i: self._background(self._commit(i)),
-            do.LogPlan: lambda i: self._background(self._log_plan(i.planned)),
             do.Ready: lambda i: None,  # `_apply` reads `Ledger.enterable` and tells `Enterable`
             do.IterationDone: self._ran,
             Faulted: self._faulted,
@@ -160,11 +156,6 @@ class Attempt:
     @property
     def _timeouts(self) -> Timeouts:
         return self.ledger.timeouts
-
-    @property
-    def plan(self) -> ExecutionPlan:
-        """The plan of the current generation."""
-        return self.ledger.account.sequencer.plan
 
     @property
     def ledger(self) -> Ledger:
@@ -191,7 +182,7 @@ class Attempt:
         ]
         await asyncio.gather(*(link.open(CONNECT_DEADLINE_S) for link in self._links))
         self._ledger = Ledger(
-            spec.plans,
+            spec.plan,
             run=spec.run,
             attempt=spec.attempt,
             n_ranks=len(spec.ranks),
@@ -199,6 +190,7 @@ class Attempt:
             committed_step=step,
             cursor=cursor,
             limits=spec.limits,
+            predicted_s=spec.predicted_s,
             users_s=spec.users_s,
             rebuilds=spec.rebuilds,
         )
@@ -242,13 +234,6 @@ class Attempt:
             self._ordered_early.append((order, facts))
         else:
             self._feed(order, self._ledger, *facts)
-
-    def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
-        """Propose another plan, from the first undelivered iteration that comes after a snapshot.
-
-        predicted_s  node name -> seconds that the planner predicts
-        """
-        self._feed(self.ledger.change_plan, plan, predicted_s)
 
     # --- news of the ranks ------------------------------------------------------------------------------
 
@@ -299,7 +284,7 @@ class Attempt:
             self._feed(self.ledger.part_durable, part.rank, key, part.details)
 
     def _save_node(self, role: str) -> str:
-        saves = [node for node in self.plan.nodes if isinstance(node, SaveNode | SaveSamplesNode)]
+        saves = [node for node in self.spec.plan.nodes if isinstance(node, SaveNode | SaveSamplesNode)]
         return next(node.name for node in saves if node.role == role)
 
     def _lost(self, rank: int, reason: str) -> None:
@@ -341,13 +326,7 @@ class Attempt:
     def _reset_rank(self, instruction: do.ResetRank) -> None:
         spec, rank = self.spec, instruction.rank
         self._links[rank].send(
-            Reset(
-                run=spec.run,
-                attempt=spec.attempt,
-                generation=instruction.generation,
-                rank=rank,
-                keep_state=instruction.keep_state,
-            )
+            Reset(run=spec.run, attempt=spec.attempt, generation=instruction.generation, rank=rank)
         )
         self._reach(Point.RESETTING, generation=instruction.generation)
         if instruction.generation > 0:
@@ -384,7 +363,7 @@ class Attempt:
             generation=generation,
             rank=instruction.rank,
             n_ranks=len(spec.ranks),
-            plan=self.plan,
+            plan=spec.plan,
             config=spec.config,
             run_folder=spec.run_folder,
             restore_step=instruction.step,
@@ -392,7 +371,7 @@ class Attempt:
             store_host=self._rendezvous.host,
             store_port=self._rendezvous.port,
             store_prefix=f"attempt-{spec.attempt}/generation-{generation}/{self._client}",
-            timeout_s=group_timeout_s(self.plan, self.ledger.account.sequencer.deadlines),
+            timeout_s=group_timeout_s(spec.plan, self.ledger.account.sequencer.deadlines),
             blocks=spec.blocks,
         )
         self._links[instruction.rank].send(Restore(spec=generation_spec))
@@ -424,17 +403,6 @@ class Attempt:
         else:
             loop.run_in_executor(self._disk, self._snapshots.prune)  # nobody waits for it but the next commit
             self._feed(self.ledger.commit_done, order.step)
-
-    async def _log_plan(self, planned: ScheduledPlan) -> None:
-        folder, loop = Path(self.spec.run_folder), asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._disk, log_change, folder, planned.iteration, planned.plan)
-        except OSError as error:
-            logger.exception("the change of plan at iteration %d could not be logged", planned.iteration)
-            self._feed(self.ledger.plan_not_logged, f"{type(error).__name__}: {error}")
-        else:
-            self._reach(Point.PLAN_LOGGED, planned.iteration)
-            self._feed(self.ledger.plan_logged)
 
     async def _tick(self) -> None:
         while True:

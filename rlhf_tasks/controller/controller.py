@@ -21,7 +21,6 @@ from rlhf_tasks.controller.rank_link import RankLink, RankMissing, Rendezvous
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.messages import (
     FLOW_MESSAGE,
-    ChangePlan,
     Enter,
     GaveUp,
     Pause,
@@ -72,8 +71,6 @@ class Controller:
                 match message:
                     case Enter():
                         attempt.enter(message.iteration, message.generation)
-                    case ChangePlan():
-                        attempt.change_plan(message.plan, message.predicted_s)
                     case StopAfter():
                         attempt.stop_after(message.iteration)
                     case Pause():

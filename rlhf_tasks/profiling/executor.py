@@ -92,7 +92,7 @@ class ProfileExecutor:
         if self._groups is not None:
             self._groups.abort()
 
-    def close(self, keep_state: bool) -> None:
+    def close(self) -> None:
         """Leave the groups."""
         self._groups = None
         leave_world()

@@ -3,7 +3,7 @@
 It is the book-keeping half of the ledger and does not know phases or faults. Watchers read it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_tasks.protocol.cadence import Cadence
@@ -25,7 +25,6 @@ from rlhf_tasks.protocol.progress import (
     Occupancy,
     PartsInWriting,
 )
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeKey, NodeResult
 
@@ -39,7 +38,6 @@ class Account:
     """All iterations of one attempt.
 
     sequencer         makes the requests of the current generation
-    plans             which plan each iteration follows
     cadence           decides which iterations end in a snapshot; None where the configuration does
     next_iteration    the iteration to deliver next
     newest_delivered  the newest iteration that was delivered under any generation
@@ -48,7 +46,6 @@ class Account:
     def __init__(
         self,
         sequencer: Sequencer,
-        plans: Sequence[ScheduledPlan],
         schedule: SnapshotSchedule,
         committed: int | None,
         timeouts: Timeouts,
@@ -56,7 +53,6 @@ class Account:
         cadence: Cadence | None = None,
     ) -> None:
         self.sequencer = sequencer
-        self.plans = tuple(plans)
         self.commits = CommitOrder(schedule, committed)
         self.cadence = cadence
         self.occupancy = Occupancy(timeouts.entry_s)
@@ -117,10 +113,6 @@ class Account:
         return newest < self.commits.first_uncommitted or self.commits.is_snapshot(newest)
 
     # --- delivery and news ------------------------------------------------------------------------------
-
-    def changes_plan(self, iteration: int) -> bool:
-        """Whether an iteration follows another plan than the current generation."""
-        return plan_at(self.plans, iteration).plan is not self.sequencer.plan
 
     def crowded(self, iteration: int, limit: int, in_snapshot: bool) -> str | None:
         """Why an iteration may not enter while `limit` iterations are in flight; None when it may.
@@ -263,7 +255,7 @@ class Account:
             {name: dict(parts) for name, parts in self._iterations[step - 1].parts.items()},
             self.sequencer.cursor(step),
             self.sequencer.versions(step),
-            plan_at(self.plans, max(step - 1, 0)).plan,
+            self.sequencer.plan,
         )
 
     def disk_moved(self, total_bytes: int, now: float) -> None:
@@ -322,10 +314,9 @@ class Account:
         return instructions
 
     def begin_generation(self, generation: int) -> None:
-        """Begin a generation at the first uncommitted iteration, with that one's plan and with new numbers."""
+        """Begin a generation at the first uncommitted iteration, with new numbers."""
         self.next_iteration = max(0, self.commits.first_uncommitted)
-        planned = plan_at(self.plans, self.next_iteration)
-        self.sequencer = self.sequencer.starting_at(generation, self.next_iteration, planned)
+        self.sequencer = self.sequencer.starting_at(generation, self.next_iteration)
         self.occupancy = Occupancy(self._timeouts.entry_s)
         self.parts = PartsInWriting(self._pace)
         if self.cadence is not None:

@@ -92,7 +92,6 @@ class Inbox:
         self.lease: Lease | None = None
         self.generation = 0
         self._job: NodeKey | None = None
-        self._keep_state = False
         self._forget()
 
     def _forget(self) -> None:
@@ -117,12 +116,9 @@ class Inbox:
     # --- stimuli from the controller -----------------------------------------------------------------
 
     def reset(
-        self, run: str, attempt: int, generation: int, client: str, now: float, keep_state: bool = False
+        self, run: str, attempt: int, generation: int, client: str, now: float
     ) -> list[RankInstruction]:
-        """Take the lease and move to a generation: queued requests are dropped, the running job is interrupted.
-
-        keep_state  the plan changes: the rank may keep the state of its trained roles for the next generation
-        """
+        """Take the lease and move to a generation: queued requests are dropped, the running job is interrupted."""
         wanted = Lease(run, attempt, client)
         reason = refusal(self.lease, wanted)
         if reason is None and self.lease == wanted and generation < self.generation:
@@ -131,7 +127,7 @@ class Inbox:
             return [self._refusal(NodeKey(run, attempt, generation, SETUP, RESET), reason)]
         if self.lease == wanted and self.generation == generation and self.phase is not InboxPhase.FREE:
             return self._repeat_reset()
-        self.lease, self.generation, self._keep_state = wanted, generation, keep_state
+        self.lease, self.generation = wanted, generation
         return self._start_clearing()
 
     def restore(
@@ -172,7 +168,7 @@ class Inbox:
         """A controller's connection is closed: its lease ends."""
         if self.lease is None or self.lease.client != client:
             return []
-        self.lease, self._keep_state = None, False
+        self.lease = None
         return self._start_clearing()
 
     # --- stimuli from the engine thread --------------------------------------------------------------
@@ -262,7 +258,7 @@ class Inbox:
             return [Interrupt(self._job)]
         self._move(InboxPhase.CLEARING)
         self._job = self._setup_key(RESET)
-        return [Clear(self._job, self._keep_state)]
+        return [Clear(self._job)]
 
     def _repeat_reset(self) -> list[RankInstruction]:
         """Answer a repeated reset."""

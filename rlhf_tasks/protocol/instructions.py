@@ -21,11 +21,8 @@ from rlhf_tasks.protocol.messages import (
     Held,
     NodeEnded,
     NotEntered,
-    PlanChanged,
-    PlanKept,
     Told,
 )
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeRequest
 
 RESET, RESTORE = "reset", "restore"
@@ -39,13 +36,9 @@ SETUP = -1
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """On the engine thread: drop samples, copies, groups and queued writes. Then `Inbox.cleared(key)`.
-
-    keep_state  the state of trained roles may be kept for the next generation
-    """
+    """On the engine thread: drop samples, copies, groups and queued writes. Then `Inbox.cleared(key)`."""
 
     key: NodeKey
-    keep_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +71,10 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class ResetRank:
-    """Move a rank to a new generation -> `Inbox.reset`.
-
-    keep_state  the plan changes and nothing has failed: the rank may keep its trained roles' state
-    """
+    """Move a rank to a new generation -> `Inbox.reset`."""
 
     rank: int
     generation: int
-    keep_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +129,7 @@ class WriteCommit:
     parts       save node -> rank -> the details of its files that the rank reported
     cursor      global id of the first sample of the next iteration
     versions    trained role -> number of its train_step calls
-    plan        the plan of the last of the iterations; for step 0, of the first iteration
+    plan        the attempt's
     """
 
     step: int
@@ -149,13 +138,6 @@ class WriteCommit:
     cursor: int
     versions: Mapping[str, int]
     plan: ExecutionPlan
-
-
-@dataclass(frozen=True, slots=True)
-class LogPlan:
-    """Log durably which plan begins at which iteration; then `Ledger.plan_logged` or `plan_not_logged`."""
-
-    planned: ScheduledPlan
 
 
 RankInstruction = Clear | Load | Run | Interrupt | Told | Done | Failed
@@ -167,12 +149,9 @@ LedgerInstruction = (
     | Send
     | IterationDone
     | WriteCommit
-    | LogPlan
     | NotEntered
     | NodeEnded
     | Committed
-    | PlanChanged
-    | PlanKept
     | Faulted
     | Aborted
     | Held

@@ -17,7 +17,7 @@ after a fault. docs/protocol.md has the tables.
 `_advance` does all that has become possible after a stimulus.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +26,7 @@ from rlhf_tasks.protocol.account import Account
 from rlhf_tasks.protocol.cadence import Cadence
 from rlhf_tasks.protocol.commit import SnapshotSchedule
 from rlhf_tasks.protocol.headway import Pace
-from rlhf_tasks.protocol.instructions import (
-    SETUP,
-    LedgerInstruction,
-    LogPlan,
-    Ready,
-)
+from rlhf_tasks.protocol.instructions import SETUP, LedgerInstruction, Ready
 from rlhf_tasks.protocol.messages import (
     Cause,
     Faulted,
@@ -39,12 +34,9 @@ from rlhf_tasks.protocol.messages import (
     GaveUp,
     Held,
     NotEntered,
-    PlanChanged,
-    PlanKept,
 )
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from rlhf_tasks.protocol.rebuild import Rebuild
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, NodeResult
 
@@ -55,29 +47,31 @@ ALONE = 1
 class Ledger:
     """One attempt.
 
-    plans               the run's first plan and every change since, in order
+    plan                of every iteration of the attempt
     run, attempt        as in every key
     n_ranks             ranks 0 .. n_ranks - 1 are reset and restored; the plan's devices are among them
     total_iterations    of the whole run, including those before this attempt
     committed_step      the commit to start from; None: initialise the roles and commit step 0 first
     cursor              global id of the first sample of the iteration after that commit
     limits              deadlines of nodes, waits for the disk, rebuilds, commits
+    predicted_s         node name -> seconds that the planner predicts
     users_s             node name -> seconds that the user's own code may take in it besides
     rebuilds            rebuilds and earlier attempts since the last commit, which count among them
 
     account             the iterations, for watchers
-    fault               the cause of the last fault; None after a change of the plan
+    fault               the cause of the last fault
     """
 
     def __init__(
         self,
-        plans: Sequence[ScheduledPlan],
+        plan: ExecutionPlan,
         *,
         run: str,
         attempt: int,
         n_ranks: int,
         total_iterations: int,
         limits: Limits,
+        predicted_s: Mapping[str, float] | None = None,
         users_s: Mapping[str, float] | None = None,
         committed_step: int | None = None,
         cursor: int = 0,
@@ -85,34 +79,32 @@ class Ledger:
         timeouts: Timeouts | None = None,
     ) -> None:
         self.n_ranks = n_ranks
-        for planned in plans:
-            self._check_devices(planned.plan)
+        if n_ranks < plan.n_devices:
+            raise ValueError(f"the plan needs {plan.n_devices} devices; there are {n_ranks} ranks.")
         self.last_iteration = total_iterations - 1
         self.max_rebuilds = limits.max_restarts  # without a commit in between; one more ends the attempt
         self.timeouts = timeouts or Timeouts()
         self.pace = pace = Pace(limits.io_floor_s, limits.io_least_bytes_per_s)
-        deadlines = Deadlines(limits.deadline_factor, limits.deadline_floor_s, users_s=users_s or {})
+        deadlines = Deadlines(
+            limits.deadline_factor, limits.deadline_floor_s, predicted_s or {}, users_s or {}
+        )
         self.phase = Phase.NEW
         self.fault: Cause | None = None
         self.account = Account(
             Sequencer(
-                plan_at(plans, committed_step or 0).plan,
+                plan,
                 run,
                 attempt,
                 deadlines,
                 first_iteration=committed_step or 0,
                 first_sample=cursor,
             ).whole_groups(),
-            plans,
             SnapshotSchedule(limits.snapshot_every, total_iterations, limits.evaluated_every),
             committed_step,
             self.timeouts,
             pace,
             Cadence(limits.snapshot_max_s) if limits.snapshot_every == "auto" else None,
         )
-        for planned in plans:  # a change follows a snapshot, which this attempt's schedule alone may not have
-            self.account.commits.want_snapshot(planned.iteration - 1)
-        self._unlogged: ScheduledPlan | None = None
         self._paused = False
         self._held: int | None = None  # the step that Held told
         self._rebuild = Rebuild(0, n_ranks, (), 0.0, self.timeouts, pace)
@@ -183,49 +175,6 @@ class Ledger:
         """End a pause."""
         self._paused, self._held = False, None
         return self._advance(now)
-
-    def change_plan(
-        self, plan: ExecutionPlan, predicted_s: Mapping[str, float], now: float
-    ) -> list[LedgerInstruction]:
-        """Follow another plan from the first undelivered iteration that comes after a snapshot.
-
-        predicted_s  node name -> seconds that the planner predicts
-        Delivered iterations are completed and committed under their own plan. Refused, with the reason, when the run
-        ends before that iteration, or while another change is pending.
-        """
-        if self._is_over:
-            return []
-        self._check_devices(plan)
-        account = self.account
-        last = account.newest_delivered
-        if account.cadence is not None and not account.commits.is_snapshot(last):
-            last += 1  # which no configuration has decided on
-        first = account.commits.next_snapshot(last) + 1 if account.cadence is None else last + 1
-        latest = self._unlogged or account.plans[-1]
-        if latest.iteration > account.newest_delivered:
-            return [
-                PlanKept(
-                    reason=f"the plan that begins at iteration {latest.iteration + 1} has not been used yet."
-                )
-            ]
-        if first > self.last_iteration:
-            return [PlanKept(reason=f"the run ends with iteration {self.last_iteration + 1}.")]
-        account.commits.want_snapshot(first - 1)
-        self._unlogged = ScheduledPlan(iteration=first, plan=plan, predicted_s=predicted_s)
-        return [LogPlan(self._unlogged)]
-
-    def plan_logged(self, now: float) -> list[LedgerInstruction]:
-        """The change of plan is logged durably: it is final."""
-        planned, self._unlogged = self._unlogged, None
-        if planned is None or self._is_over:
-            return []
-        self.account.plans += (planned,)
-        return [PlanChanged(planned=planned), *self._advance(now)]
-
-    def plan_not_logged(self, error: str, now: float) -> list[LedgerInstruction]:
-        """The change of plan could not be logged: the run keeps its plan."""
-        self._unlogged = None
-        return [PlanKept(reason=f"it could not be written to the log of plans: {error}")]
 
     # --- stimuli from the ranks: news of other generations is ignored -----------------------------------
 
@@ -380,16 +329,13 @@ class Ledger:
         if self._is_over:
             return "the attempt has ended."
         if generation != self.generation:
-            why = self.fault or "the plan has changed"
-            return f"generation {generation} has ended ({why}); this is generation {self.generation}."
+            return f"generation {generation} has ended ({self.fault}); this is generation {self.generation}."
         if self.phase is not Phase.RUNNING:
             return f"the ranks are not ready: {self.phase.value}."
         if iteration != self.account.next_iteration:
             return f"iterations follow each other: the next one is {self.account.next_iteration + 1}."
         if iteration > self.last_iteration:
             return f"iteration {self.last_iteration + 1} is the last one."
-        if self.account.changes_plan(iteration) or (self._unlogged and iteration >= self._unlogged.iteration):
-            return f"the plan changes at iteration {iteration + 1}, when all before it are committed."
         if self._paused and self.account.ends_in_commit:
             return "the run is paused."
         return self.account.crowded(iteration, ALONE if self._rebuilds else IN_FLIGHT, self._next_in_snapshot)
@@ -415,9 +361,6 @@ class Ledger:
         elif self.phase is Phase.RESTORING and self._rebuild.all_restored and self.committed_step is not None:
             self._move(Phase.RUNNING)
             instructions.append(Ready(self.generation, self.account.next_iteration))
-        elif self.phase is Phase.RUNNING and self._plan_is_due:
-            self.fault = None
-            instructions += self._start_rebuild(self.generation + 1, (), now, keep_state=True)
         return instructions + self._hold()
 
     def _hold(self) -> list[LedgerInstruction]:
@@ -428,16 +371,6 @@ class Ledger:
             return []
         self._held = step
         return [Held(step=step)]
-
-    @property
-    def _plan_is_due(self) -> bool:
-        """Whether the next iteration follows another plan, and all before it are committed."""
-        reached = self.committed_step == self.account.next_iteration
-        return reached and self.account.changes_plan(self.account.next_iteration)
-
-    def _check_devices(self, plan: ExecutionPlan) -> None:
-        if self.n_ranks < plan.n_devices:
-            raise ValueError(f"the plan needs {plan.n_devices} devices; there are {self.n_ranks} ranks.")
 
     def _restore(self, now: float) -> list[LedgerInstruction]:
         """Every rank is clean and nothing is being committed: join the groups, load the last commit."""
@@ -497,13 +430,11 @@ class Ledger:
             return instructions + self._give_up(f"{cause} (after {without})")
         return instructions + self._start_rebuild(self.generation + 1, self._rebuild.down.union(lost), now)
 
-    def _start_rebuild(
-        self, generation: int, down: Collection[int], now: float, keep_state: bool = False
-    ) -> list[LedgerInstruction]:
+    def _start_rebuild(self, generation: int, down: Collection[int], now: float) -> list[LedgerInstruction]:
         """Reset every rank to a generation."""
         self._move(Phase.RESETTING)
         self.account.begin_generation(generation)
-        self._rebuild = Rebuild(generation, self.n_ranks, down, now, self.timeouts, self.pace, keep_state)
+        self._rebuild = Rebuild(generation, self.n_ranks, down, now, self.timeouts, self.pace)
         return self._rebuild.begin()
 
 

@@ -16,10 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from rlhf_tasks.config.cluster import Limits
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
 
-"""Iterations from one snapshot to the next; auto: as often as they are worth their cost (cadence.py)."""
 HOST = "host"
 """Node name in the key of a failure that belongs to no node."""
 
@@ -64,10 +62,9 @@ class RunSpec(Frozen):
     executor        "module:function" that makes a rank's executor
     snapshots       "module:function" that makes the controller's `Snapshots` of this spec
     predicted_s     node name -> seconds that the plan predicts
-    users_s         node name -> seconds that the user's own code may take in it, under whichever plan
+    users_s         node name -> seconds that the user's own code may take in it
     peak_flops_per_s  FLOP/s of all devices together, on which the metric `mfu` is based; None where it is unknown
     rebuilds        earlier attempts and rebuilds since the last commit, which count among those that are allowed
-    changes         changes of plan, from the log in the run folder
     blocks          name of each Prefect Secret block in the kwargs of rewards -> its value; never written to disk
     """
 
@@ -85,13 +82,7 @@ class RunSpec(Frozen):
     users_s: dict[str, float] = Field(default_factory=dict)
     peak_flops_per_s: float | None = Field(default=None, gt=0)
     rebuilds: int = Field(default=0, ge=0)
-    changes: tuple[ScheduledPlan, ...] = ()
     blocks: dict[str, str] = Field(default_factory=dict, repr=False)
-
-    @property
-    def plans(self) -> tuple[ScheduledPlan, ...]:
-        """Which plan each iteration follows."""
-        return (ScheduledPlan(iteration=0, plan=self.plan, predicted_s=self.predicted_s), *self.changes)
 
 
 class GenerationSpec(Frozen):
@@ -128,17 +119,13 @@ class GenerationSpec(Frozen):
 
 
 class Reset(Frozen):
-    """Take the lease and move to a generation.
-
-    keep_state  the plan changes: the rank may keep the state of its trained roles for the next generation
-    """
+    """Take the lease and move to a generation."""
 
     kind: Literal["reset"] = "reset"
     run: str
     attempt: int
     generation: int
     rank: int
-    keep_state: bool = False
 
 
 class Restore(Frozen):
@@ -249,31 +236,6 @@ class StopAfter(Frozen):
     iteration: int
 
 
-class ChangePlan(Frozen):
-    """Proposes another plan, from the first undelivered iteration that comes after a snapshot.
-
-    predicted_s  node name -> seconds that the planner predicts
-    """
-
-    kind: Literal["change_plan"] = "change_plan"
-    plan: ExecutionPlan
-    predicted_s: dict[str, float] = Field(default_factory=dict)
-
-
-class PlanChanged(Frozen):
-    """The proposed plan was accepted and logged; `planned` has its first iteration."""
-
-    kind: Literal["plan_changed"] = "plan_changed"
-    planned: ScheduledPlan
-
-
-class PlanKept(Frozen):
-    """The proposed plan was rejected."""
-
-    kind: Literal["plan_kept"] = "plan_kept"
-    reason: str
-
-
 class Enterable(Frozen):
     """The iteration may be entered under this generation."""
 
@@ -283,7 +245,7 @@ class Enterable(Frozen):
 
 
 class NotEntered(Frozen):
-    """The iteration was not entered: a fault, a change of plan or the end of the run came first."""
+    """The iteration was not entered: a fault, a pause or the end of the run came first."""
 
     kind: Literal["not_entered"] = "not_entered"
     iteration: int
@@ -389,7 +351,7 @@ class GaveUp(Frozen):
 
 RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
 News = Annotated[Told | Done | Failed | SavedPart | Moved, Field(discriminator="kind")]
-FlowMessage = Annotated[Enter | Pause | Resume | StopAfter | ChangePlan, Field(discriminator="kind")]
+FlowMessage = Annotated[Enter | Pause | Resume | StopAfter, Field(discriminator="kind")]
 Event = Annotated[
     Enterable
     | NotEntered
@@ -399,8 +361,6 @@ Event = Annotated[
     | Committed
     | Aborted
     | Faulted
-    | PlanChanged
-    | PlanKept
     | Held
     | Finished
     | GaveUp,

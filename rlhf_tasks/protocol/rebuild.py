@@ -25,9 +25,8 @@ class Rebuild:
     """The rebuild of all ranks for one generation.
 
     Groups are joined only when every rank is clean, so no rank waits in a collective for a process that is not there.
-    A rank that has not reset within `timeouts.reset_s` is stuck and is restarted. With `keep_state` it may keep the
-    state of its trained roles, and has `pace.floor_s` to reset. While ranks restore, they wait for each other, so the
-    progress of all of them together is judged.
+    A rank that has not reset within `timeouts.reset_s` is stuck and is restarted. While ranks restore, they wait for
+    each other, so the progress of all of them together is judged.
     """
 
     def __init__(
@@ -38,26 +37,20 @@ class Rebuild:
         now: float,
         timeouts: Timeouts,
         pace: Pace,
-        keep_state: bool = False,
     ) -> None:
         self.generation = generation
-        self.keep_state = keep_state
         self.timeouts = timeouts
         self.pace = pace
         self.states = {r: RankState.DOWN if r in down else RankState.RESETTING for r in range(n_ranks)}
         self._count = Counter(self.states.values())
-        # State that is kept is first copied to host memory.
-        reset_s = pace.floor_s if keep_state else timeouts.reset_s
-        self._restarts_until = now + reset_s + timeouts.restart_s
-        self._reset_until = dict.fromkeys(self.states, now + reset_s)
+        self._restarts_until = now + timeouts.reset_s + timeouts.restart_s
+        self._reset_until = dict.fromkeys(self.states, now + timeouts.reset_s)
         self._restoring: Headway | None = None
 
     def begin(self) -> list[LedgerInstruction]:
         """Reset every rank that has a process; start the others."""
         return [
-            RestartRank(rank, lost=True)
-            if state is RankState.DOWN
-            else ResetRank(rank, self.generation, self.keep_state)
+            RestartRank(rank, lost=True) if state is RankState.DOWN else ResetRank(rank, self.generation)
             for rank, state in self.states.items()
         ]
 

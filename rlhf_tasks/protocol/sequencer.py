@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import (
     CallNode,
     EvaluateNode,
@@ -72,12 +71,10 @@ class Sequencer:
             self, first_sample=-(-self.first_sample // self.plan.group_size) * self.plan.group_size
         )
 
-    def starting_at(self, generation: int, iteration: int, planned: ScheduledPlan) -> "Sequencer":
-        """The same run's sequencer for a generation that starts at an iteration and follows a plan."""
+    def starting_at(self, generation: int, iteration: int) -> "Sequencer":
+        """The same run's sequencer for a generation that starts at an iteration."""
         return replace(
             self,
-            plan=planned.plan,
-            deadlines=replace(self.deadlines, predicted_s=planned.predicted_s),
             generation=generation,
             first_iteration=iteration,
             first_sample=self.cursor(iteration),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.checkpoint.kept_state import KeptState
 from rlhf_tasks.parallel.comm.groups import join_world, leave_world
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.plan_nodes import RankRun
@@ -32,13 +31,9 @@ class NodeExecutor:
         self._rank = rank
         self._on_saved = on_saved
         self._run: RankRun | None = None
-        self._kept: KeptState | None = None
-        self._aborted = False
 
     def load(self, spec: GenerationSpec) -> None:
         """Join the generation's groups, build the engines, restore or initialise."""
-        self._aborted = False
-        kept, self._kept = self._kept, None
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         server = dist.TCPStore(spec.store_host, spec.store_port, is_master=False)
         store = dist.PrefixStore(spec.store_prefix, server)
@@ -46,7 +41,7 @@ class NodeExecutor:
         join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
         self._run = RankRun(spec, device, self._on_saved, self.moved)
         with told_when_out("loading the models", device):
-            self._run.start(kept)
+            self._run.start()
 
     def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
         """Run one node. Whatever it raises becomes a fault of the run."""
@@ -72,23 +67,14 @@ class NodeExecutor:
 
     def abort(self) -> None:
         """From another thread: abort the groups. NCCL's blocked collectives raise; gloo's wait for their timeout."""
-        self._aborted = True
         if self._run is not None:
             self._run.abort()
 
-    def close(self, keep_state: bool) -> None:
-        """End the generation: free groups, engines, copies and samples, and any state kept from earlier ones.
-
-        keep_state  keep the trained roles' state in host memory for the next `load`
-        """
-        run, self._run, self._kept = self._run, None, None
-        try:
-            if run is not None and keep_state and not self._aborted:
-                self._kept = run.keep()
-        finally:
-            if run is not None:
-                # After a fault, parts of the generation can be in no commit any more. A reset must not wait for them.
-                run.close(finish_parts=keep_state and not self._aborted)
-            leave_world()
+    def close(self) -> None:
+        """End the generation: free groups, engines, copies and samples."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+        leave_world()
         del run
         give_back()  # hooks make engines reference cycles, which must be collected before the next ones are built

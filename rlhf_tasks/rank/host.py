@@ -71,11 +71,8 @@ class Executor(Protocol):
         thread. A process that does not come back is ended (INTERRUPT_GRACE_S)."""
         ...
 
-    def close(self, keep_state: bool) -> None:
-        """End the generation, if there is one: free groups, engines, samples, copies, writers. `load` may follow.
-
-        keep_state  a `load` for another plan follows, for which the trained roles' state may be kept
-        """
+    def close(self) -> None:
+        """End the generation, if there is one: free groups, engines, samples, copies, writers. `load` may follow."""
         ...
 
 
@@ -197,7 +194,7 @@ class EngineHost:
         now = time.monotonic()
         if isinstance(request, Reset):
             names = (request.run, request.attempt, request.generation)
-            instructions = self._inbox.reset(*names, client, now, request.keep_state)
+            instructions = self._inbox.reset(*names, client, now)
             for instruction in instructions:
                 if isinstance(instruction, Told) and instruction.kind == "refused":
                     self._tell(instruction, writer)
@@ -224,7 +221,7 @@ class EngineHost:
         def close() -> None:
             reach(Point.RESET)
             if executor is not None:
-                executor.close(instruction.keep_state)
+                executor.close()
 
         def ended(_: Any, now: float) -> list[Any]:
             self._renew_executor()

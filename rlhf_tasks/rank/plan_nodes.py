@@ -18,7 +18,6 @@ from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, nothing_left
 from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
 from rlhf_tasks.checkpoint.journals import BEFORE
-from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.config.base import MovesReference, TrainingConfig
 from rlhf_tasks.data.token_file import ROWS, TokenFile
@@ -103,7 +102,6 @@ class RankRun:
         self._untold: dict[str, dict[int, dict[str, float]]] = {}
         self._engines = RoleEngines(spec.plan, self._config, self._groups, moved, self._rows.vocabulary)
         self._writer = SnapshotWriter(spec, on_saved, moved)
-        self._at_step: dict[str, int] = {}  # role -> the step it was saved as; removed when it changes again
         self._nodes_per_iteration = len(spec.plan.on(spec.rank))
         self._performed = 0
         self._first_iteration = spec.restore_step or 0
@@ -129,41 +127,22 @@ class RankRun:
             self._evaluation = Evaluation(self._config, folder, rewards, self._tokenizer, environment)
         return self._evaluation
 
-    def start(self, kept: KeptState | None) -> None:
-        """Restore the commit that the generation starts from; without one, save the initial state as step 0.
-
-        kept  the state that this rank has kept from an earlier generation
-        """
+    def start(self) -> None:
+        """Restore the commit that the generation starts from; without one, save the initial state as step 0."""
         step, engines = self._spec.restore_step, dict(self._engines.changing())
         self._take_drawn()
         if step is None:
             for role, engine in engines.items():
-                self._save_as(0, role, engine)
+                self._writer.save(role, engine, 0)
             return
-        commit = KeptCommit(kept, self._spec, self._groups, self._moved)
-        for role, layout in self._engines.changing_layouts():
-            with self._engines.at_hand(role, layout.placement) as engine:
-                if commit.is_whole:
-                    commit.take_over(role, layout, engine)
-                elif engine is not None:
-                    restore(role, engine, Path(self._spec.run_folder), step, self._moved)
+        for role, engine in engines.items():
+            with self._engines.at_hand(role, engine.layout.placement):
+                restore(role, engine, Path(self._spec.run_folder), step, self._moved)
 
     @cached_property
     def _ahead(self) -> list[SaveSamplesNode]:
         """The nodes that save what is drawn ahead: one for each call that runs ahead."""
         return [node for node in self._plan.nodes if isinstance(node, SaveSamplesNode)]
-
-    def keep(self) -> KeptState | None:
-        """The state of this rank's roles that change, if this generation saved it as a step; else None.
-
-        On CUDA it is copied to host memory. State that was restored and not saved since is not kept, because the
-        commit may have it in another layout.
-        """
-        engines = dict(self._engines.changing())
-        steps = set(self._at_step.values())
-        if len(steps) != 1 or len(self._at_step) != len(engines):
-            return None
-        return KeptState(self._spec.run, self._spec.attempt, steps.pop(), host_shards(engines))
 
     def perform(self, node: PlanNode, request: NodeRequest) -> Outcome:
         """Run one node. The rank's last node of an iteration also drops the iteration's samples."""
@@ -181,16 +160,17 @@ class RankRun:
         """From another thread: abort the groups. NCCL's blocked collectives raise; gloo's wait for their timeout."""
         self._groups.abort()
 
-    def close(self, finish_parts: bool) -> None:
+    def close(self) -> None:
         """End the processes of rewards and environments, the engines' copies and the background writer.
 
-        finish_parts  the writer first writes what is queued; else nobody waits for it
+        Nobody waits for parts that are not written: an attempt that ends in order ends at a commit, and after a fault
+        no commit can have them any more.
         """
         self._rewards.close()
         self._rewards_of_evaluation.close()
         self._environment.close()
         self._engines.close()
-        self._writer.close(wait=finish_parts)
+        self._writer.close(wait=False)
 
     @singledispatchmethod
     def _perform(self, node: Any, request: NodeRequest) -> Outcome:
@@ -251,8 +231,6 @@ class RankRun:
             tally=self._tallies.setdefault((call.name, iteration), []),
             rows=lambda samples: fetch(self._rows, self._config, samples),
         )
-        if node.trains:
-            self._at_step.pop(call.role, None)
         output = self._functions[call.name](engine, batch, context)
         if node.trains:
             engine.version += 1
@@ -320,7 +298,7 @@ class RankRun:
     def _save(self, node: SaveNode, request: NodeRequest) -> Outcome:
         if request.in_snapshot:
             engine = self._engines.get(node.role, node.placement)
-            self._save_as(request.key.iteration + 1, node.role, engine)
+            self._writer.save(node.role, engine, request.key.iteration + 1)
         return Outcome()
 
     @_perform.register
@@ -339,7 +317,6 @@ class RankRun:
         config = self._config
         assert isinstance(config, MovesReference), f"the reference of {config.type} runs stays as it is"
         due = config.syncs_after(request.key.iteration)
-        self._at_step.pop(node.role, None)
         share = config.ref_model_mixup_alpha if due else None
         moved = self._engines.sync(node, request.versions[node.leader], share)
         return Outcome() if moved is None else Outcome(bytes_sent=moved.bytes_sent, digest=moved.digest)
@@ -369,10 +346,6 @@ class RankRun:
             if node.at_start
             else Outcome(metrics, flops=flops)
         )
-
-    def _save_as(self, step: int, role: str, engine: Engine) -> None:
-        self._at_step[role] = step
-        self._writer.save(role, engine, step)
 
     def _take_drawn(self) -> None:
         """Load this rank's samples from the commit, in this plan's layout.

@@ -132,12 +132,6 @@ class RoleEngines:
             if engine.master is not None:
                 yield role, engine
 
-    def changing_layouts(self) -> Iterator[tuple[str, Layout]]:
-        """All roles of the plan whose weights change, on this rank or not, with the layouts in which they do."""
-        for role, planned in self._plan.roles.items():
-            if planned.changes:
-                yield role, self._layout(role, planned.placements[0])
-
     def versions(self) -> dict[str, int]:
         """Role -> version, for the roles whose weights change that this rank owns a part of."""
         return {role: engine.version for role, engine in self.changing()}

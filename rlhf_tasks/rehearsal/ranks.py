@@ -36,7 +36,6 @@ class Waiting(NamedTuple):
 class Process:
     """One process of a rank.
 
-    aborted   its process groups were aborted in this generation: what waits to be written is dropped
     hangs     its job never ends, whatever is done about it
     stopped   it does nothing and does not answer
     raises    its next call raises
@@ -46,7 +45,7 @@ class Process:
     def __init__(self, cluster: "SimulatedCluster", rank: int) -> None:
         self.cluster, self.rank = cluster, rank
         self.inbox = Inbox(rank)
-        self.alive, self.stopped, self.hangs, self.aborted = True, False, False, False
+        self.alive, self.stopped, self.hangs = True, False, False
         self.raises = False
         self.job: NodeKey | None = None
         self.meeting: Meeting | None = None
@@ -54,8 +53,7 @@ class Process:
         self._waiting: deque[Waiting] = deque()
         self._writing: asyncio.Task[None] | None = None
         self._moved_bytes, self._told_bytes = 0.0, 0
-        self._written = asyncio.Event()
-        self._written.set()
+        self._is_writing = False
         self._asked_s: float | None = None  # when the controller has asked for a reset or a restore
         self._act: dict[type, Callable[[Any], None]] = {
             do.Clear: self._clear,
@@ -99,7 +97,7 @@ class Process:
         self._asked_s = now
         if isinstance(message, Reset):
             names = (message.run, message.attempt, message.generation)
-            instructions = self.inbox.reset(*names, link.client, now, message.keep_state)
+            instructions = self.inbox.reset(*names, link.client, now)
             if not any(isinstance(i, Told) and i.kind == "refused" for i in instructions):
                 self._link = link
         else:
@@ -127,13 +125,9 @@ class Process:
     def _clear(self, instruction: do.Clear) -> None:
         self.job = instruction.key
         self.forget()
-        finishes = instruction.keep_state and not self.aborted
-        if not finishes:
-            self.lose_copies()
+        self.lose_copies()
 
         async def work() -> None:
-            if finishes:
-                await self._written.wait()
             await asyncio.sleep(self.cluster.machines.reset_s)
             self._answers("reset of a rank", self.cluster.timeouts.reset_s)
             self.end(instruction.key, lambda now: self.inbox.cleared(instruction.key, now))
@@ -147,7 +141,6 @@ class Process:
     async def _read(self, instruction: do.Load) -> None:
         """Read models and commit; without a commit, save step 0."""
         cluster = self.cluster
-        self.aborted = False
         size_bytes = cluster.load_bytes(self.rank, instruction.step)
         await cluster.disk_of(self.rank).move(size_bytes, self)
         self._moved_bytes += size_bytes
@@ -213,7 +206,6 @@ class Process:
 
     def _interrupt(self, instruction: do.Interrupt) -> None:
         """Abort the groups: a collective raises soon. Any other job that does not end by itself costs the process."""
-        self.aborted = True
         if self.meeting is not None and not self.hangs:
             self.cluster.call_later(self.cluster.machines.interrupt_s, self._raised, instruction.key)
         self.cluster.call_later(INTERRUPT_GRACE_S, self._exit_if_in, instruction.key)
@@ -234,8 +226,8 @@ class Process:
         part = Waiting(key, node.role, size_bytes, self.cluster.now, self.details(key, node))
         self.cluster.copied(self, part)
         self._waiting.append(part)
-        if self._written.is_set():
-            self._written.clear()
+        if not self._is_writing:
+            self._is_writing = True
             self._writing = self.cluster.start(self._write())
 
     async def _write(self) -> None:
@@ -260,7 +252,7 @@ class Process:
                     details=part.details,
                 )
             )
-        self._written.set()
+        self._is_writing = False
 
     def lose_copies(self) -> None:
         """What it had still to write is gone: the process has ended, or nobody needs it any more."""
@@ -268,7 +260,7 @@ class Process:
             self._writing.cancel()
         self.cluster.dropped(self, self._waiting)
         self._waiting.clear()
-        self._written.set()
+        self._is_writing = False
 
 
 def _share(least_bytes: float, size_bytes: float) -> float:

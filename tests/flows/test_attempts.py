@@ -19,7 +19,7 @@ from flows.run.prepare import Prepared
 from flows.run.runs import Attempts, Restarts, carry_out
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
 from flows.view.prefect_api import PrefectApi
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from rlhf_tasks.checkpoint.plan_log import RunPlan
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
 from tests.flows.run.test_orders import states_after
 from tests.flows.run.test_training import FAKES
@@ -36,7 +36,10 @@ def attempts(tmp_path, expected):
 
     def make(place, orders=None, on_commit=None, max_restarts=3):
         config = ppo_config(tmp_path, cluster=place, runtime={"max_restarts": max_restarts})
-        plans = (ScheduledPlan(iteration=0, plan=small_plan()),)
+        present = RunPlan(iteration=0, plan=small_plan())
+
+        async def nothing():
+            pass
 
         async def committed_one(commit, control):
             committed.append(commit.iteration)
@@ -44,9 +47,9 @@ def attempts(tmp_path, expected):
                 await on_commit(commit.iteration)
 
         view = SimpleNamespace(
-            replanning=SimpleNamespace(plans=plans, expected={0: expected}),
+            replanning=SimpleNamespace(present=present, expected={0: expected}),
             on_commit=committed_one,
-            on_plan=None,
+            between_attempts=nothing,
             on_event=lambda event: None,
             starting=lambda: None,
             loading=lambda: None,

@@ -26,7 +26,12 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "point", [pytest.param(point, id=point.label) for point in Point if point.process == FLOW]
+    "point",
+    [  # a change of plan has its own test (test_changing_plans.py)
+        pytest.param(point, id=point.label)
+        for point in Point
+        if point.process == FLOW and point is not Point.PLAN_LOGGED
+    ],
 )
 def test_a_flow_killed_there_goes_on_by_its_command_to_the_same_bits(tmp_path, undisturbed, point):
     command, folder = begin(tmp_path, "killed", ITERATIONS)

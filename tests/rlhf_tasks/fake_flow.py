@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distributed.core import connect, rpc
 
-from rlhf_tasks.protocol.messages import EVENT, ChangePlan, Enter, Enterable, Finished, GaveUp, RunSpec
+from rlhf_tasks.protocol.messages import EVENT, Enter, Enterable, Finished, GaveUp, Held, Pause, RunSpec
 from tests.rlhf_tasks.settings import with_limits
 
 
@@ -31,10 +31,12 @@ async def open_lease(cluster, spec: RunSpec):
     return comm
 
 
-async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: float = 300, later=None):
+async def follow(
+    cluster, spec: RunSpec, until=(Finished, GaveUp, Held), patience_s: float = 300, pause_at=None
+):
     """Events up to the first of `until`, each with its time since the lease was taken; a longer silence fails.
 
-    later  (iteration, plan): the plan is asked for when that iteration may be entered in generation 0
+    pause_at  a pause is ordered when that iteration may be entered in generation 0
     Returns when the controller has let the ranks go: another run may follow at once.
     """
     comm = await open_lease(cluster, spec)
@@ -44,8 +46,8 @@ async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: f
             event = EVENT.validate_json(await asyncio.wait_for(comm.read(), patience_s))
             events.append((time.monotonic() - start, event))
             if isinstance(event, Enterable):
-                if later and (event.iteration, event.generation) == (later[0], 0):
-                    await comm.write(ChangePlan(plan=later[1]).model_dump_json().encode())
+                if (event.iteration, event.generation) == (pause_at, 0):
+                    await comm.write(Pause().model_dump_json().encode())
                 enter = Enter(iteration=event.iteration, generation=event.generation)
                 await comm.write(enter.model_dump_json().encode())
     finally:

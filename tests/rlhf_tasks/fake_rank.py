@@ -129,9 +129,7 @@ class FakeExecutor:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 group.abort()
 
-    def close(self, keep_state):
-        if keep_state:
-            (Path(self.spec.run_folder) / f"kept-{self.rank}-of-{self.spec.generation}").touch()
+    def close(self):
         if dist.is_initialized():
             dist.destroy_process_group()
         self.groups = {}

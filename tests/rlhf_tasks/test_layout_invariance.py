@@ -115,7 +115,8 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             result = executor.execute(request, plan.node(request.key.node))
             metrics.update({f"{request.key.node}/{name}": value for name, value in result.metrics.items()})
         seen.append(metrics)
-    executor.close(keep_state=True)  # waits until its parts are written
+    executor._run._writer.close()  # when all parts are written
+    executor.close()
     return seen
 
 

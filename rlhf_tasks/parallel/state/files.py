@@ -243,7 +243,7 @@ def _read(
 ) -> Iterator[tuple[Rectangle, Tensor]]:
     """The parts of a shard that the files contain."""
     key = _key(shard.name, shard.kind)
-    for source, _, part in transfer.taken(shard.name, device):
+    for source, part in transfer.taken(shard.name, device):
         if (key, source) in stored:
             file, (start, _) = stored[key, source]
             columns = transfer.old.columns(shard.name, source)

@@ -1,4 +1,4 @@
-"""Which rank gets which part of a role's training state from which rank, when the role moves to another layout."""
+"""Which part of a role's stored state a rank reads from which rank's file when the layout has changed."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,45 +15,34 @@ from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
 
 
 class StatePart(NamedTuple):
-    """A rectangle of one parameter's state that a destination gets from a source (device ids)."""
+    """A rectangle of one parameter's state, and the device (id) that has stored it."""
 
     source: int
-    destination: int
     part: Rectangle
 
 
 class StateTransfer:
-    """The parts of a role's state that devices send each other between two layouts. Pure: equal on all ranks."""
+    """The parts of a role's state in one layout that devices of another layout need. Pure."""
 
     def __init__(self, old: StateLayout, new: StateLayout) -> None:
         ours, theirs = new.layout, old.layout
         assert replace(theirs, placement=ours.placement) == ours, "two different models"
         self.old, self.new = old, new
 
-    def parts(self, name: str, device: int) -> Iterator[StatePart]:
-        """The parts of a parameter that a device sends or receives, in an order that is the same on both ends."""
-        old, new = self.old.layout.placement.devices, self.new.layout.placement.devices
-        destinations: Iterable[int] = (device,) if device in new else ()
-        if device in old and self.old.range(name, device).size:
-            destinations = [destination for destination, _ in self.new.layout.owners(name)]
-        for destination in destinations:
-            yield from self.taken(name, destination, None if destination == device else device)
-
-    def taken(self, name: str, destination: int, source: int | None = None) -> Iterator[StatePart]:
-        """The parts of a parameter that a device receives; with a source, only those from that device.
+    def taken(self, name: str, destination: int) -> Iterator[StatePart]:
+        """The parts of a parameter that a device takes.
 
         Every element of the device's range comes once. It comes from the device itself if it has it, else from its
         own dp group, else from other holders, where destinations begin with different ones to share the load. So
-        replicas keep their own bits, and reading files by the same rule (state/files.py) gives the same bits as an
-        exchange.
+        replicas keep their own bits.
         """
         if not self.new.range(name, destination).size:
             return
         into, target = self.new.rectangles(name, destination), self.new.columns(name, destination)
         for group, columns in self._givers(name, destination, target.interval):
-            for giver in group if source is None else {source}.intersection(group):
+            for giver in group:
                 for part in _common(self.old.rectangles(name, giver), into, columns):
-                    yield StatePart(giver, destination, part)
+                    yield StatePart(giver, part)
 
     def _givers(
         self, name: str, destination: int, wanted: Interval

@@ -15,7 +15,7 @@ from flows.run.orders import Orders
 from flows.run.runs import Attempts, Restarts
 from flows.run.training import ControllerLost, TrainingResult
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from rlhf_tasks.checkpoint.plan_log import RunPlan
 from tests.flows.checked_files import refused
 from tests.rlhf_tasks.plans import small_plan
 
@@ -82,10 +82,15 @@ def test_an_attempt_after_a_lost_controller_needs_no_server(
 
     monkeypatch.setattr(runs, "run_training", train)
     monkeypatch.setattr(runs, "cluster_of", no_cluster)
-    plans = (ScheduledPlan(iteration=0, plan=small_plan()),)
+
+    async def nothing():
+        pass
+
+    present = RunPlan(iteration=0, plan=small_plan())
     view = SimpleNamespace(
-        replanning=SimpleNamespace(plans=plans, expected={0: expected}),
-        **dict.fromkeys(("on_commit", "on_plan", "on_event", "api")),
+        replanning=SimpleNamespace(present=present, expected={0: expected}),
+        **dict.fromkeys(("on_commit", "on_event", "api")),
+        between_attempts=nothing,
         starting=lambda: None,
         loading=lambda: None,
         say=lambda line: None,

@@ -3,10 +3,10 @@
 import pytest
 
 from flows.run.summary import in_short, metrics_of_step, run_figures
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from rlhf_tasks.checkpoint.plan_log import RunPlan
 from tests.rlhf_tasks.plans import small_plan, swapped_plan
 
-BY_ONE_PLAN = [ScheduledPlan(iteration=0, plan=small_plan())]
+BY_ONE_PLAN = [RunPlan(iteration=0, plan=small_plan())]
 
 
 def iteration(number: int, start: float, attempt: int) -> list[dict]:
@@ -51,7 +51,7 @@ def test_a_run_that_changed_its_plan_is_the_sum_of_its_parts():
     """Iterations 0 and 1 by one plan, 2 by another, after a pause in which ranks loaded the commit."""
     rows = [*iteration(0, 0.0, 1), *iteration(1, 3.0, 1)]
     later = [{**row, "generation": 1} for row in iteration(2, 60.0, 1)]
-    changed = run_figures([*BY_ONE_PLAN, ScheduledPlan(iteration=2, plan=swapped_plan())], [*rows, *later])
+    changed = run_figures([*BY_ONE_PLAN, RunPlan(iteration=2, plan=swapped_plan())], [*rows, *later])
     assert changed["plan_changes"] == [2]
     assert (changed["iterations"], changed["seconds"]) == (3, 9.0)
     assert changed["orchestration_overhead_s"] == pytest.approx(0.5)

@@ -17,9 +17,9 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 
 from flows.cluster.cluster import DaskCluster, Member
 from flows.run import training
+from flows.run.orders import Order
 from flows.run.training import ControllerLost, RunFailed, Training, run_training
-from rlhf_tasks.checkpoint.plan_log import logged_changes
-from rlhf_tasks.protocol.messages import PlanChanged, RunSpec
+from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import SaveNode
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
 from tests.rlhf_tasks.settings import with_limits
@@ -191,41 +191,33 @@ def test_a_hook_can_stop_the_run_early(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_changes_between_iterations_without_losing_a_step(cluster, tmp_path):
+def test_an_attempt_ends_at_a_commit_and_the_next_one_goes_on_there_by_another_plan(cluster, tmp_path):
     heard = []
 
     async def on_commit(committed, control):
         heard.append(committed.iteration)
         if committed.iteration == 1:
-            control.change_plan(swapped_plan(), {"generate": 3.0})
-
-    async def on_plan(change):
-        heard.append(change)
+            control.end_at_commit()
 
     options = {"iterations": 8, "config": {"sleep_s": 0.05}}
     (tmp_path / "changed").mkdir(), (tmp_path / "plain").mkdir()
-    result, parent = train(cluster, tmp_path / "changed", on_commit=on_commit, on_plan=on_plan, **options)
-    assert (result.committed_step, result.faults) == (8, ())
-    (change,) = (item for item in heard if isinstance(item, PlanChanged))
-    assert [item for item in heard if isinstance(item, int)] == list(range(8))
-    first = change.planned.iteration
-    assert 2 <= first < 8
-    assert change.planned.plan == swapped_plan()
-    assert change.planned.predicted_s == {"generate": 3.0}
-    kept = sorted(path.name for path in (tmp_path / "changed").glob("kept-*"))
-    assert kept == [f"kept-{rank}-of-0" for rank in range(len(kept))]
-    assert len(kept) == change.planned.plan.n_devices
-    (logged,) = logged_changes(tmp_path / "changed")
-    assert (logged.iteration, logged.plan) == (first, swapped_plan())
+    first, before = train(cluster, tmp_path / "changed", on_commit=on_commit, **options)
+    assert (first.again, first.order, first.faults) == (True, Order.GO_ON, ())
+    assert 2 <= first.committed_step < 8
+    result, after = train(cluster, tmp_path / "changed", on_commit=on_commit, plan=swapped_plan(), **options)
+    assert (result.again, result.committed_step, result.faults) == (False, 8, ())
+    assert heard == list(range(8))
     train(cluster, tmp_path / "plain", **options)
     last = [json.loads((tmp_path / run / "step-8.json").read_text()) for run in ("changed", "plain")]
     assert last[0] == last[1]
-    runs = asyncio.run(read_runs(parent))
-    expected = {f"it-{t + 1:05d}" + ("-r1" if t >= first else "") for t in range(8)}
-    assert {name for name, (run, _) in runs.items() if run.state_name == "Completed"} == expected
-    refused = {name: run.state_name for name, (run, _) in runs.items() if name not in expected}
-    crossed = {f"it-{first + 1:05d}": "Cancelled"}  # entering it and changing the plan can cross
-    assert refused in ({}, crossed)
+    shown = {
+        name: run.state_name
+        for parent in (before, after)
+        for name, (run, _) in asyncio.run(read_runs(parent)).items()
+    }
+    assert {name for name, state in shown.items() if state == "Completed"} == {
+        f"it-{t + 1:05d}" for t in range(8)
+    }
 
 
 def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_before(cluster, tmp_path):

@@ -5,6 +5,7 @@ The product's executor and snapshots on two ranks; generation is dealt over both
 """
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from flows.run.run_identity import accept_changes
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.in_flight import in_flight
 from rlhf_tasks.checkpoint.manifest import read_manifest
-from rlhf_tasks.protocol.messages import Faulted, PlanChanged
+from rlhf_tasks.protocol.messages import Faulted, Held
 from tests.committed import assert_same_run, metrics_of, state_at
 from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume, run_undisturbed, spec_of_job
 from tests.rlhf_tasks.controller.test_kills import armed
@@ -210,9 +211,13 @@ def test_a_change_on_which_no_sample_depends_keeps_what_is_in_flight(cluster, pl
 @pytest.mark.whole
 def test_what_one_plan_has_in_flight_goes_on_under_another(cluster, played, tmp_path):
     folder, later = tmp_path / "run", played.case.prepared(tmp_path, later=True).plan
+    changed = played._replace(job=replace(played.job, plan=later))
     folder.mkdir()
     with found(cluster, folder) as now:
-        events = asyncio.run(attend(now, played.spec(now, folder), later=(AT, later)))
-    assert [event.planned.iteration for event in of_type(events, PlanChanged)] == [AT]
+        events = asyncio.run(attend(now, played.spec(now, folder), pause_at=AT))
+        (held,) = of_type(events, Held)
+        assert AT <= held.step <= AT + 1
+        events = asyncio.run(attend(now, changed.spec(now, folder, attempt=2)))
+    assert committed(events) == list(range(held.step, played.case.iterations))
     for mine, wanted in zip(metrics_of(folder), metrics_of(played.undisturbed), strict=True):
         assert mine == pytest.approx(wanted, rel=1e-9, abs=1e-11)

@@ -11,8 +11,7 @@ from distributed import Client
 from distributed.comm import CommClosedError
 
 from flows.run.prepare import prepare
-from rlhf_tasks.checkpoint.plan_log import logged_changes
-from rlhf_tasks.protocol.messages import Faulted, GaveUp, PlanChanged
+from rlhf_tasks.protocol.messages import Faulted, GaveUp
 from rlhf_tasks.system import failpoints
 from rlhf_tasks.system.failpoints import CONTROLLER, RANK, Point
 from tests.committed import assert_same_run, metrics_of
@@ -28,11 +27,6 @@ OFFLOADED = {
     **TWO_RANKS,
     "ref_inference": {"devices": [0], "offload": True},
     "reward_inference": {"devices": [1], "offload": True},
-}
-LATER = {
-    **OFFLOADED,
-    "actor_train": {"devices": [1], "offload": True},
-    "critic_train": {"devices": [0], "offload": True},
 }
 HEADS = {Point.FETCH: (0,), Point.REWARD: (1,)}  # of the calls that only heads do something in
 CORE = {  # of the default suite; all others are for the long one
@@ -107,7 +101,7 @@ def places():
         if point.process == RANK:
             on = HEADS.get(point, RANKS)
             yield from ((point, rank) for rank in on)
-        elif point.process == CONTROLLER and point is not Point.PLAN_LOGGED:
+        elif point.process == CONTROLLER:
             yield point, None
 
 
@@ -154,29 +148,6 @@ def test_a_controller_killed_there_is_replaced_and_the_run_resumed_to_the_same_b
     if point in (Point.RENAMED, Point.COMMITTED):
         assert committed(events)[0] == AT + 1, "the step was committed"
     assert len(metrics_of(folder)) == ITERATIONS
-    assert_same_run(folder, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_controller_killed_when_a_change_of_plan_is_logged_makes_that_change_when_resumed(
-    cluster, job, tmp_path
-):
-    later = prepare(config_of(tmp_path, LATER)).plan
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
-    undisturbed.mkdir()
-    folder.mkdir()
-    with found(cluster, undisturbed) as now:  # the tests before have killed controllers
-        events = asyncio.run(attend(now, spec_of(now, job, undisturbed), later=(AT, later)))
-    assert [event.planned.iteration for event in of_type(events, PlanChanged)] == [AT]
-    text = text_of(Point.PLAN_LOGGED)
-    with found(cluster, folder) as now, armed(now, text), pytest.raises(CommClosedError):
-        asyncio.run(attend(now, spec_of(now, job, folder), later=(AT, later)))
-    changes = logged_changes(folder)
-    assert [change.iteration for change in changes] == [AT]
-    gone = {now.controller.address}
-    events = resume(cluster, folder, gone, lambda now: spec_of(now, job, folder, attempt=2, changes=changes))
-    assert committed(events)[-1] == ITERATIONS - 1
-    assert logged_changes(folder) == changes
     assert_same_run(folder, undisturbed)
 
 

@@ -69,7 +69,7 @@ def measure(rank: int, world: int, document: dict) -> list[dict]:
     # On GPUs a deeper model draws, of layers that do not train.
     with patch.object(profiling, "ROUNDS", 1), patch.dict(profiling.DRAWING, cpu=DEEP + 1):
         found = [executor.measure(spec.pieces[node.name]).model_dump(mode="json") for node in plan.nodes]
-    executor.close(keep_state=False)
+    executor.close()
     return found
 
 

@@ -1,11 +1,8 @@
 """Ledgers of two ranks in a known state, and what their ranks tell them."""
 
-from collections.abc import Sequence
-
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.protocol.phases import Phase
-from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult, SaveNode
 from tests.rlhf_tasks.protocol.plans import call, on, plan_of
 from tests.rlhf_tasks.settings import with_limits
@@ -18,14 +15,11 @@ def pair_plan() -> ExecutionPlan:
     return plan_of(2, {"actor": both}, [train, SaveNode(name="save", role="actor", placement=both)])
 
 
-PLANS = (ScheduledPlan(iteration=0, plan=pair_plan()),)
-
-
-def ledger(plans: Sequence[ScheduledPlan] = PLANS, **changes) -> Ledger:
+def ledger(plan: ExecutionPlan | None = None, **changes) -> Ledger:
     settings = {"run": "run", "attempt": 0, "n_ranks": 2, "total_iterations": 9, "committed_step": 0}
     bounds = {"snapshot_max_s": 1e9, "max_restarts": 3, "io_floor_s": 300, "io_least_bytes_per_s": 10}
     bounds |= {"deadline_factor": 10, "deadline_floor_s": 10}
-    return Ledger(plans, **with_limits(bounds | settings | changes))
+    return Ledger(plan or pair_plan(), **with_limits(bounds | settings | changes))
 
 
 def key(node: str, iteration: int = 0, generation: int = 0) -> NodeKey:

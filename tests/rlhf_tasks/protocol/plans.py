@@ -66,11 +66,6 @@ def ahead_plan(lead: int) -> ExecutionPlan:
     return plan.model_copy(update={"nodes": tuple(nodes)})
 
 
-def moved_plan() -> ExecutionPlan:
-    """The same calls elsewhere: the actor generates on 1 and 2 and trains on 2, the critic trains on 0 and 1."""
-    return placed_plan(everywhere=on([1, 2]), actor=on([2]), critic=on([0, 1]))
-
-
 def placed_plan(everywhere: Placement, actor: Placement, critic: Placement) -> ExecutionPlan:
     return plan_of(
         3,

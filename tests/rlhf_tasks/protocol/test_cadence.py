@@ -182,15 +182,6 @@ def test_a_pause_makes_no_third_snapshot_in_the_making():
     assert [r.in_snapshot for send in books.enter(7, 0, 61) for r in send.requests] == [True] * 4
 
 
-def test_a_change_of_the_plan_does_not_wait_for_the_next_commit_that_is_worth_it():
-    books = automatic()
-    run_until(books, 3, commit_s=1e6)
-    books.change_plan(books.account.plans[0].plan.model_copy(), {}, 50)
-    books.plan_logged(50)
-    assert books.account.plans[-1].iteration == 4
-    assert books.account.commits.is_snapshot(3)
-
-
 def test_after_a_fault_what_is_done_again_is_committed_at_once():
     """Else a run that fails every hour, and commits every two, would never get on."""
     books = automatic()

@@ -164,17 +164,6 @@ def test_a_newer_reset_overtakes_one_that_still_clears_or_loads():
     assert inbox.failed(failure(setup(RESTORE, 1)), 0) == [Clear(setup(RESET, 2))]
 
 
-def test_state_is_kept_for_the_next_generation_of_a_lease_alone():
-    inbox = ready()
-    assert inbox.reset("run", 0, 1, "client", 0, keep_state=True) == [Clear(setup(RESET, 1), keep_state=True)]
-    assert inbox.reset("run", 0, 2, "client", 0) == [Interrupt(setup(RESET, 1))]
-    assert inbox.cleared(setup(RESET, 1), 0) == [Clear(setup(RESET, 2))], "a fault came in between"
-    inbox = ready()
-    inbox.reset("run", 0, 1, "client", 0, keep_state=True)
-    inbox.client_lost("client", 0)
-    assert inbox.cleared(setup(RESET, 1), 0) == [Clear(setup(RESET, 1, run=""))]
-
-
 @pytest.mark.parametrize(
     ("names", "reason"),
     [

@@ -304,7 +304,6 @@ def test_a_commit_after_which_another_one_waits_is_written_too():
         lambda books: books.rank_refused(1, key("train", 1), "gap", 0),
         lambda books: books.rank_done(result(1, "train", 1), 0),
         lambda books: books.part_durable(1, key("save", 1), "b", 0),
-        lambda books: books.change_plan(books.account.plans[0].plan, {}, 0),
         lambda books: books.tick(200),
     ],
 )

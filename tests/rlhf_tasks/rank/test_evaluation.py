@@ -53,7 +53,8 @@ def run(prepared: Prepared, folder: Path, iterations: range) -> tuple[Results, l
         requests = sequencer.requests(iteration)[0]
         done = [executor.execute(request, plan.node(request.key.node)) for request in requests]
         results[iteration] = {result.key.node: {0: result} for result in done}
-    executor.close(keep_state=True)  # when all parts are written
+    executor._run._writer.close()  # when all parts are written
+    executor.close()
     return results, parts
 
 

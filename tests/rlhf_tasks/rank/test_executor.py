@@ -54,7 +54,8 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     )
     requests = Sequencer(plan, "test", 1, DEADLINES).requests(0)[0]
     results = [Done(result=executor.execute(r, plan.node(r.key.node))) for r in requests]
-    executor.close(keep_state=True)  # when all parts are written
+    executor._run._writer.close()  # when all parts are written
+    executor.close()
     tokens = sum(len(row["completion"]) for row in read_samples(run_folder, config.batch_size))
     assert len(parts) == 4  # actor and critic, before and after the iteration
     return max(len(message.model_dump_json()) for message in [*results, *parts]), tokens

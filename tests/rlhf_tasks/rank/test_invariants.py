@@ -61,7 +61,7 @@ def test_a_call_is_refused_where_the_engine_has_another_version(tmp_path):
     with pytest.raises(InvariantError, match="actor_generate: actor has version 0, the plan says 1"):
         executor.execute(later, plan.node("actor_generate"))
     executor.execute(generate, plan.node("actor_generate"))
-    executor.close(keep_state=False)
+    executor.close()
 
 
 def test_an_evaluation_is_refused_of_another_version(tmp_path):
@@ -83,7 +83,7 @@ def test_an_evaluation_is_refused_of_another_version(tmp_path):
     )
     with pytest.raises(InvariantError, match="evaluate_actor: actor has version 0, the plan says 1"):
         executor.execute(request, plan.node("evaluate_actor"))
-    executor.close(keep_state=False)
+    executor.close()
 
 
 def test_a_copy_is_made_of_the_version_that_the_plan_says(engines):

@@ -91,7 +91,7 @@ def run_iterations(
                     {f"{request.key.node}/{name}": value for name, value in result.metrics.items()}
                 )
             seen.append(_timeless(metrics))
-        executor.close(keep_state=False)
+        executor.close()
         return seen, copies.started
     finally:
         role_engines.copier = real
@@ -173,7 +173,7 @@ def test_parameters_are_on_the_device_only_from_the_onload_to_the_offload(tmp_pa
                 freed.append(weights() is None)
     assert freed == [True, True]
     assert not there
-    executor.close(keep_state=False)
+    executor.close()
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_where_a_stored_plan_has_no_onload_parameters_stay(tmp_path):
             result = executor.execute(request, given.node(request.key.node))
             if request.key.node == "critic_train":
                 losses.append(_timeless(result.metrics))
-        executor.close(keep_state=False)
+        executor.close()
     assert len(moved) == 4
     assert losses[0] == losses[1]
 
@@ -257,7 +257,7 @@ def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_pa
             if n == 1 and isinstance(node, OnloadNode):
                 executor.abort()
                 break
-        executor.close(keep_state=False)
+        executor.close()
     assert len(losses) == 2
     assert _timeless(losses[0]) == _timeless(losses[1])
 
@@ -281,4 +281,4 @@ def test_a_model_is_refused_while_it_is_offloaded(tmp_path, offloaded, readers):
         executor.execute(by_name[name], plan.node(name))
     with pytest.raises(InvariantError, match=r"role '\w+' on .* is offloaded: onload it first"):
         executor.execute(by_name[names[scored]], plan.node(names[scored]))
-    executor.close(keep_state=False)
+    executor.close()
