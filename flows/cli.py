@@ -12,7 +12,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError
 from rich.markup import escape
 
-from flows.view.consoles import Console
+from flows.view.terminal import Console
 
 app = App(
     name="prefect-rlhf",

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 
 from flows.run.examination import Patient, default_strategies, examined, keep_verdict, strategy_of
-from flows.view.consoles import Console
+from flows.view.terminal import Console
 
 console = Console(highlight=False, soft_wrap=True)
 

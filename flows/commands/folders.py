@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from flows.cluster.server import own_server
 from flows.run.run_folder import CONFIG, existing_run_folder, refuse_foreign, refuse_unwritable
-from flows.view.consoles import Console
+from flows.view.terminal import Console
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.checkpoint.commits import commit_to_export
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from flows.run.run_folder import existing_run_folder, leave_order
-from flows.view.consoles import Console
+from flows.view.terminal import Console
 from rlhf_tasks.algorithms.configurations import ConfigError
 
 TAKEN_S = 60.0  # the run's process looks twice a second

@@ -16,7 +16,6 @@ from flows.cluster.shutdown import run_in_thread
 from flows.commands.numbers import check_range, whole, whole_seed
 from flows.run.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
 from flows.run.ranks import Ranks, decided, fastest, rank_choices
-from flows.view.consoles import Console
 from flows.view.plan_view import (
     show_alternatives,
     show_calls,
@@ -26,6 +25,7 @@ from flows.view.plan_view import (
     show_source,
     show_timeline,
 )
+from flows.view.terminal import Console
 from planner.deadline import Deadline
 from planner.plan.build import PlanError
 from planner.pricing.plans import shortfall

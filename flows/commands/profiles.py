@@ -9,7 +9,7 @@ from flows.commands.plans import check_writable, show_warnings
 from flows.run.planning import computed_profiles, hardware_of, measured_folders, only_device, problem_of
 from flows.run.ranks import decided
 from flows.run.run_folder import refuse_unwritable
-from flows.view.consoles import Console
+from flows.view.terminal import Console
 from planner.pricing.profile_cache import write_profiles
 from rlhf_tasks.algorithms.configurations import RunConfig, load_config
 

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from flows.commands.numbers import check_range, whole_seed
 from flows.commands.plans import check_writable, show_warnings
 from flows.run.rehearsal import rehearsable, rehearsed
-from flows.view.consoles import Console
 from flows.view.rehearsal_view import rehearsal_document, show_rehearsal
+from flows.view.terminal import Console
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config
 from rlhf_tasks.rehearsal.costs import Machines
 from rlhf_tasks.rehearsal.faults import read_faults, scheduled

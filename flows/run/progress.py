@@ -26,8 +26,7 @@ from flows.run.training import RunControl
 from flows.trackers import Trackers
 from flows.view import artifacts
 from flows.view.clocks import spans_of
-from flows.view.events import CommitEvents
-from flows.view.prefect_api import Away, PrefectApi
+from flows.view.prefect_api import Away, CommitEvents, PrefectApi
 from flows.view.terminal import RunProgress, tell
 from rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
 from rlhf_tasks.checkpoint.commits import newest_step

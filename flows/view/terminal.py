@@ -1,5 +1,8 @@
-"""Shows a run in the terminal: its phases while it starts, then a progress bar and a line for each iteration. If the
-output is not a terminal, plain lines are printed instead. Loads no Prefect."""
+"""What a run shows in the terminal: its phases while it starts, then a progress bar and a line for each iteration.
+
+Where the output is not a terminal, plain lines are printed instead. What others wrote gives no orders to
+the terminal. Loads no Prefect.
+"""
 
 import time
 from collections import deque
@@ -7,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
+import rich.console
 from rich.progress import (
     BarColumn,
     Progress,
@@ -21,13 +25,22 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from flows.view.consoles import Console
+from rlhf_tasks.system.reading import printable
 
 T = TypeVar("T")
 
 REFRESHES_PER_S = 2  # of spinner and bar: each takes some milliseconds of the ranks' CPU time
 RECENT = 10  # iterations whose median is used to estimate the remaining time
 SHOW_CURSOR = "\x1b[?25h"  # for a process that exits while a spinner or bar hides the cursor
+
+
+class Console(rich.console.Console):
+    """Rich's, which prints texts without their control characters; Rich's own markup has its effect."""
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Print texts, made printable, and Rich's own objects."""
+        super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **settings)
+
 
 console = Console()
 

@@ -12,7 +12,7 @@ from httpx import ConnectError
 from flows.run import progress as run_view
 from flows.run.prepare import prepare
 from flows.run.progress import RunView
-from flows.view import events
+from flows.view import prefect_api
 from flows.view.artifacts import Page
 from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, IterationRan
 from tests.rlhf_tasks.plans import small_plan
@@ -40,8 +40,8 @@ class Played:
         monkeypatch.setattr("flows.view.artifacts.start_progress", self.start_progress)
         monkeypatch.setattr("flows.view.artifacts.show_progress", self.show_progress)
         monkeypatch.setattr("flows.view.artifacts.show_page", self.show)
-        monkeypatch.setattr(events, "prompt_client", lambda: self)
-        monkeypatch.setattr(events, "related_resources_from_run_context", self.related)
+        monkeypatch.setattr(prefect_api, "prompt_client", lambda: self)
+        monkeypatch.setattr(prefect_api, "related_resources_from_run_context", self.related)
 
     async def __aenter__(self):
         return self
@@ -80,7 +80,7 @@ class Played:
         await self.answer()
         self.requests += 1
         self.commits += [event["payload"]["iteration"] for event in json]
-        assert all(event["event"] == events.COMMITTED for event in json)
+        assert all(event["event"] == prefect_api.COMMITTED for event in json)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_slow_server_holds_no_commit_up_gets_every_event_and_only_the_newest_b
 def test_events_that_no_server_has_taken_by_the_end_are_counted(server, view, monkeypatch):
     monkeypatch.setattr(run_view, "GIVE_UP_S", 0.1)
     monkeypatch.setattr("flows.view.prefect_api.PAUSE_S", 0.1)
-    monkeypatch.setattr(events, "KEPT", 20)
+    monkeypatch.setattr(prefect_api, "MOST_EVENTS", 20)
 
     async def scene():
         server.away = True

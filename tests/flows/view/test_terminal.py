@@ -1,13 +1,14 @@
 """What a run shows in the terminal: phases, a bar with the ranks' own seconds, plain lines where there is none."""
 
+import io
 from io import StringIO
 
 import pytest
-from rich.console import Console
 
+from flows.cli import run_command
 from flows.run.training import Hooks
 from flows.view import terminal
-from flows.view.terminal import RunProgress, as_time, phase, shown_metrics
+from flows.view.terminal import Console, RunProgress, as_time, phase, shown_metrics
 from rlhf_tasks.protocol.messages import Finished
 
 METRICS = {
@@ -98,3 +99,15 @@ def test_a_broken_terminal_does_not_end_the_training(caplog):
 
     Hooks(on_event=broken).hear(Finished(step=3))
     assert "training goes on" in caplog.text
+
+
+def test_a_console_prints_markup_but_no_orders_of_others():
+    out = io.StringIO()
+    Console(file=out, force_terminal=True, highlight=False).print("[bold]failed:[/] \x1b]0;x\x07 \u202e")
+    assert out.getvalue() == "\x1b[1mfailed:\x1b[0m \\x1b]0;x\\x07 \\u202e\n"
+
+
+def test_a_refusal_that_quotes_a_file_name_has_no_escapes(tmp_path, capsys):
+    assert run_command(["run", "ppo", "--config", str(tmp_path / "a\x1b[2J\x9bm.yaml")]) == 2
+    assert "\x1b[2J" not in (said := capsys.readouterr().err)
+    assert r"a\x1b[2J\x9bm.yaml" in said.replace("\n", "")
