@@ -32,7 +32,6 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from bench.engine import LEARNING_RATE, build_engine
-from rlhf_tasks.parallel.batch import prefixes
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
@@ -135,7 +134,7 @@ def _generation_checks(engine: Engine) -> list[Check]:
 
 @contextmanager
 def _nothing_shared() -> Iterator[None]:
-    with patch.object(prefixes, "LEAST_SHARED", 10**9):
+    with patch("rlhf_tasks.parallel.batch.micro_batch.LEAST_SHARED", 10**9):
         yield
 
 

@@ -30,9 +30,8 @@ from rlhf_tasks.parallel.layout.transfers import (
     reallocation_bound,
     shares,
 )
-from rlhf_tasks.parallel.state.files import read_shards, write_shards
+from rlhf_tasks.parallel.state.files import StateTransfer, read_shards, write_shards
 from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
-from rlhf_tasks.parallel.state.transfer import StateTransfer
 from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
 from rlhf_tasks.parallel.train.state_layout import StateLayout
 from rlhf_tasks.spec import DataSide

@@ -96,6 +96,11 @@ class ModelFunctionCall(Frozen):
         return self.n_seqs if self.segment_tokens is None else 2 * self.n_seqs
 
     @property
+    def outlasts(self) -> bool:
+        """Whether it makes something for later iterations, which commits have."""
+        return bool(self.lead or self.segment_tokens)
+
+    @property
     def left(self) -> dict[str, str]:
         """In segments: key of what it leaves in its places for the next iteration -> the key's name in a commit."""
         keys = (*self.outputs, ENDED, GROUPS_BEGUN) if self.segment_tokens else ()
@@ -513,7 +518,12 @@ class ExecutionPlan(Frozen):
     @property
     def group_size(self) -> int:
         """Consecutive samples that are made from one row."""
-        return next((node.group_size for node in self.nodes if isinstance(node, FetchNode)), 1)
+        return next((fetch.group_size for fetch in self.fetches.values()), 1)
+
+    @property
+    def fetches(self) -> dict[str, FetchNode]:
+        """Call -> the node that reads the rows for it."""
+        return {node.call: node for node in self.nodes if isinstance(node, FetchNode)}
 
     def node(self, name: str) -> PlanNode:
         """The node of that name. Raises KeyError."""

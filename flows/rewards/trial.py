@@ -9,8 +9,9 @@ from typing import NamedTuple
 from flows.rewards.find import blocks_named
 from rlhf_tasks.algorithms.examples import first_example
 from rlhf_tasks.config.base import Scores
+from rlhf_tasks.data.observations import Observations
 from rlhf_tasks.data.rows import prompt_example
-from rlhf_tasks.data.tokenizer import Observations, Tokenizer
+from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.user_code.environments import EnvironmentProcess, observed
 from rlhf_tasks.user_code.episodes import Answer, Episode, shown
 from rlhf_tasks.user_code.errors import RewardError

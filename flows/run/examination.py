@@ -17,12 +17,11 @@ import psutil
 from flows.cluster.this_machine import memory_bytes
 from flows.run.planning import ITEMSIZES
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.parallel.layout.adapter_folder import base_of
 from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import VERDICT, check_weights, config_digest
+from rlhf_tasks.parallel.layout.weight_files import VERDICT, base_of, check_weights, config_digest
 from rlhf_tasks.system.reading import read_json, shown
 
 if TYPE_CHECKING:

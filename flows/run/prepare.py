@@ -35,9 +35,8 @@ from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.layout.adapter_folder import adapter_of
 from rlhf_tasks.parallel.layout.shape import parameters
-from rlhf_tasks.parallel.layout.weight_files import beside_weights, check_weights
+from rlhf_tasks.parallel.layout.weight_files import adapter_of, beside_weights, check_weights
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
 PLAN_REMEDY = "Remove it, and the run is planned anew."

@@ -35,8 +35,8 @@ from rlhf_tasks.checkpoint.journals import (
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from rlhf_tasks.checkpoint.plan_log import PLAN
 from rlhf_tasks.data.token_file import TokenFile
-from rlhf_tasks.parallel.layout.adapter_folder import base_of
 from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.weight_files import base_of
 from rlhf_tasks.system.durable import replace_file, sync, write_file
 from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
 

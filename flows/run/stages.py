@@ -13,7 +13,7 @@ from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_fo
 from flows.run.run_identity import compared, refuse_changes
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import newest_step
-from rlhf_tasks.parallel.layout.adapter_folder import is_model_folder
+from rlhf_tasks.parallel.layout.weight_files import is_model_folder
 from rlhf_tasks.system.reading import read_json
 
 

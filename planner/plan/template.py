@@ -278,7 +278,7 @@ def _add_saves(template: PlanTemplate, graph: DataflowGraph) -> None:
 def _add_sample_saves(template: PlanTemplate, graph: DataflowGraph) -> None:
     """After each call that runs ahead, or generates in segments, a save of what it has made for later iterations."""
     for call in graph.calls:
-        if call.lead or call.segment_tokens:
+        if call.outlasts:
             slot = Slot(f"save_samples_of_{call.name}", "save_samples", call.name, call.name)
             template.add(slot, after=set(call.nodes))
 

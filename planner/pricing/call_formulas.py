@@ -17,15 +17,15 @@ from planner.pricing.rooflines import GRADIENT_BYTES, Timing
 from planner.pricing.run_history import Factor
 from planner.pricing.segments import drawn
 from rlhf_tasks.parallel.layout.flops import layer_flops
-from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.layout.shared_tokens import LEAST_SHARED
-from rlhf_tasks.parallel.layout.slots_of import (
+from rlhf_tasks.parallel.layout.portions import (
+    LEAST_SHARED,
     LOGITS_AT_ONCE,
     PREFILL_TOKENS,
     REFILL_SHARE,
     rows_at_once,
     slots_of,
 )
+from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.train.state_layout import BUCKET
 from rlhf_tasks.profiling.measurements import Exchange, Pass

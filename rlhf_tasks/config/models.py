@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 
 from rlhf_tasks.config.settings import MOST_ITERATIONS, Settings, form
-from rlhf_tasks.parallel.layout.adapter_folder import MOST_RANK
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
+from rlhf_tasks.parallel.layout.weight_files import MOST_RANK
 
 
 def _content_of_a_config(value: dict[str, Any]) -> dict[str, Any]:

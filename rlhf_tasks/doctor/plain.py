@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf_tasks.parallel.layout.adapter_folder import ADAPTER, WRAPPED, adapter_of, base_of
+from rlhf_tasks.parallel.layout.weight_files import ADAPTER, WRAPPED, adapter_of, base_of
 
 LOGITS, GRADIENTS, GREEDY = "logits.safetensors", "gradients.safetensors", "greedy.safetensors"
 

@@ -28,8 +28,7 @@ from rlhf_tasks.config.models import OptimizerConfig
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.redistribution import redistribute
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
-from rlhf_tasks.parallel.comm.messages import Blank, exchange
+from rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, all_reduce, exchange
 from rlhf_tasks.parallel.generate.generation import Segments, generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.layout.shape import Head, ModelShape

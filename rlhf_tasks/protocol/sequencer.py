@@ -130,7 +130,7 @@ class Sequencer:
 
     def deadline_s(self, iteration: int, node: PlanNode) -> float:
         """The deadline of a node. In a generation's first iteration, one that runs ahead may also have to draw what
-        the iterations up to its own need (`RankRun`)."""
+        the iterations up to its own need (`RankSamples.worked_on`)."""
         batches = node.lead + 1 if iteration == self.first_iteration else 1
         return batches * self.deadlines.of(node.name)
 

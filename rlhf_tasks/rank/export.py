@@ -9,12 +9,10 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, RoleRecord, verify
-from rlhf_tasks.parallel.layout.adapter_folder import adapter_of
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import weight_files
-from rlhf_tasks.parallel.model.export import FolderWriter
-from rlhf_tasks.parallel.model.weights import opened, stored_rows
+from rlhf_tasks.parallel.layout.weight_files import adapter_of, weight_files
+from rlhf_tasks.parallel.model.weights import FolderWriter, opened, stored_rows
 from rlhf_tasks.parallel.state.files import read_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.rank.role_engines import DTYPES

@@ -199,7 +199,8 @@ class EngineHost:
                 if isinstance(instruction, Told) and instruction.kind == "refused":
                     self._tell(instruction, writer)
                     return
-            self._holder, self._inbox.rank = writer, request.rank
+            self._holder = writer
+            self._inbox.rank = request.rank
             self._wanted = (request.rank, make_executor)
         elif isinstance(request, Restore):
             spec = request.spec

@@ -15,31 +15,28 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, nothing_left
-from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
+from rlhf_tasks.algorithms.shared.sampling.segments import functions_of
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.config.base import MovesReference, TrainingConfig
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey
-from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
+from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.transfers import shares
 from rlhf_tasks.parallel.state.reallocation import union_set
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.role_engines import RoleEngines
+from rlhf_tasks.rank.samples import RankSamples
 from rlhf_tasks.spec import (
     CallNode,
-    DataSide,
     EvaluateNode,
     ExecutionPlan,
     FetchNode,
     NodeRequest,
     OffloadNode,
     OnloadNode,
-    Part,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
@@ -79,12 +76,14 @@ class RankRun:
         on_saved: Callable[[SavedPart], None],
         moved: ByteCount,
     ) -> None:
+        self.device = device
         self._moved = moved
-        self._spec, self._plan, self.device = spec, spec.plan, device
+        self._spec = spec
+        self._plan = spec.plan
         self._config = make_config(spec.config)
-        self._algorithm = algorithm(self._config.type)
         calls = [nodes[0].call for nodes in spec.plan.calls.values()]
-        self._functions = functions_of(load_functions(self._algorithm, spec.plan.calls), calls)
+        functions = load_functions(algorithm(self._config.type), spec.plan.calls)
+        self._functions = functions_of(functions, calls)
         self._groups = ProcessGroups(
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
@@ -94,20 +93,11 @@ class RankRun:
         self._environment = EnvironmentProcess(self._config, spec.blocks)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
-        self._samples = SampleStore()
-        self._left: dict[str, SampleBatch] = {}  # call in segments -> what it has left in this head's places
-        # (call, iteration of its samples) -> what its parts have left for their metrics
-        self._tallies: dict[tuple[str, int], list[Any]] = {}
-        # call -> iteration -> metrics of its samples, until its last part of that iteration tells them
-        self._untold: dict[str, dict[int, dict[str, float]]] = {}
+        self._samples = RankSamples(spec, self._groups, moved)
         self._engines = RoleEngines(spec.plan, self._config, self._groups, moved, self._rows.vocabulary)
         self._writer = SnapshotWriter(spec, on_saved, moved)
         self._nodes_per_iteration = len(spec.plan.on(spec.rank))
         self._performed = 0
-        self._first_iteration = spec.restore_step or 0
-        self._drawn = DrawnSamples(
-            Path(spec.run_folder), spec.restore_step, [node.call for node in self._ahead], moved
-        )
 
     @cached_property
     def _rows(self) -> TokenFile:
@@ -130,7 +120,7 @@ class RankRun:
     def start(self) -> None:
         """Restore the commit that the generation starts from; without one, save the initial state as step 0."""
         step, engines = self._spec.restore_step, dict(self._engines.changing())
-        self._take_drawn()
+        self._samples.restore()
         if step is None:
             for role, engine in engines.items():
                 self._writer.save(role, engine, 0)
@@ -139,18 +129,12 @@ class RankRun:
             with self._engines.at_hand(role, engine.layout.placement):
                 restore(role, engine, Path(self._spec.run_folder), step, self._moved)
 
-    @cached_property
-    def _ahead(self) -> list[SaveSamplesNode]:
-        """The nodes that save what is drawn ahead: one for each call that runs ahead."""
-        return [node for node in self._plan.nodes if isinstance(node, SaveSamplesNode)]
-
     def perform(self, node: PlanNode, request: NodeRequest) -> Outcome:
         """Run one node. The rank's last node of an iteration also drops the iteration's samples."""
         outcome = self._perform(node, request)
         self._performed += 1
         if self._performed % self._nodes_per_iteration == 0:
-            self._samples.drop(self._ids(request))
-            self._tallies.clear()
+            self._samples.end_iteration(request)
         return outcome
 
     def versions(self) -> dict[str, int]:
@@ -178,40 +162,47 @@ class RankRun:
 
     @_perform.register
     def _fetch(self, node: FetchNode, request: NodeRequest) -> Outcome:
-        (call, *_) = self._plan.calls[node.call]
-        reads = not call.call.segment_tokens  # in segments the call itself finds out which prompts are next
-        if reads and self._spec.rank in node.placement.heads:
-            for iteration in self._served(node, request):
-                mine = shares(node.side, self._ids(request, iteration))[self._spec.rank]
-                fetched = fetch(self._rows, self._config, mine)
+        if self._samples.of(node.call).is_fetched and self._spec.rank in node.placement.heads:
+            for _, whole in self._samples.worked_on(node, request):
+                mine = shares(node.side, whole)[self._spec.rank]
+                rows = fetch(self._rows, self._config, mine)
                 reach(Point.FETCH)
-                self._samples.put(fetched.to(self._groups.device))
+                self._samples.store.put(rows.to(self._groups.device))
         return Outcome()
 
     @_perform.register
     def _call(self, node: CallNode, request: NodeRequest) -> Outcome:
+        samples = self._samples.of(node.call.name)
         engine = self._engines.get(node.call.role, node.placement)
         flops_before = engine.flops
-        untold = self._untold.setdefault(node.call.name, {})
-        for iteration in self._served(node, request):
-            metrics = self._run(node, request, engine, iteration)
-            untold.setdefault(iteration, {}).update(metrics)
+        for iteration, whole in self._samples.worked_on(node, request):
+            metrics = self._run(node, engine, request.versions, iteration, whole)
+            samples.metrics.setdefault(iteration, {}).update(metrics)
         is_last = node.part.number == node.part.of - 1
-        told = untold.pop(request.key.iteration, {}) if is_last else {}
-        return Outcome(told, flops=engine.flops - flops_before)
+        metrics = samples.metrics.pop(request.key.iteration, {}) if is_last else {}
+        return Outcome(metrics, flops=engine.flops - flops_before)
 
     def _run(
-        self, node: CallNode, request: NodeRequest, engine: Engine, iteration: int
+        self,
+        node: CallNode,
+        engine: Engine,
+        versions: Mapping[str, int],
+        iteration: int,
+        whole: Sequence[int],
     ) -> Mapping[str, float]:
-        """Run a call on the samples of an iteration. Returns its metrics."""
+        """Run a call on the samples of an iteration. Returns its metrics.
+
+        versions  role -> version of its parameters, as the plan says
+        whole     ids of the iteration's samples
+        """
         call = node.call
-        expected = request.versions[call.role]
+        expected = versions[call.role]
         require(
             engine.version == expected or not call.runs_model,
             f"call {call.name}: {call.role} has version {engine.version}, the plan says {expected}",
         )
-        whole = self._ids(request, iteration)
-        batch = self._inputs(node, whole) if engine.is_head else None
+        samples = self._samples.of(call.name)
+        batch = samples.inputs(node, whole) if engine.is_head else None
         batch = share_batch(batch, node.placement, self._groups, self._spec.rank)
         ids = node.part.ids(whole)
         context = CallContext(
@@ -227,52 +218,25 @@ class RankRun:
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
             columns=lambda: self._rows.columns,
             part=node.part,
-            earlier=self._earlier(node, whole) if engine.is_head else None,
-            tally=self._tallies.setdefault((call.name, iteration), []),
-            rows=lambda samples: fetch(self._rows, self._config, samples),
+            earlier=samples.earlier(node, whole) if engine.is_head else None,
+            tally=samples.tally(node.part, iteration),
+            rows=lambda sample_ids: fetch(self._rows, self._config, sample_ids),
         )
         output = self._functions[call.name](engine, batch, context)
         if node.trains:
             engine.version += 1
             reach(Point.TRAINED)
-        if engine.is_head and output.batch is not None:
-            to_store = {inside: outside for outside, inside in call.remap.items()}
-            self._samples.put(_only(_renamed(output.batch, to_store), call.outputs))
-        if output.left is not None:
-            self._left[call.name] = output.left
-        if call.segment_tokens:
-            self._deal(node, whole)
+        samples.put(node, whole, output)
         return output.metrics
-
-    def _deal(self, node: CallNode, whole: Sequence[int]) -> None:
-        """Move the finished samples of a call in segments from the heads where they ended to the heads to which they
-        are dealt."""
-        keys = node.call.outputs
-        self._redistribute(node.side, node.side, whole, keys, node.call.token_key)
-        mine = set(shares(node.side, whole).get(self._spec.rank, ()))
-        self._samples.drop([sample for sample in whole if sample not in mine], keys)
 
     @_perform.register
     def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:
-        consumer = self._plan.calls[node.consumer][0].call
-        sent = sum(
-            self._redistribute(
-                node.source,
-                node.destination,
-                node.part.ids(self._ids(request, iteration)),
-                node.keys,
-                consumer.token_key,
-            )
-            for iteration in self._served(node, request)
-        )
+        sent, sides, store = 0, (node.source, node.destination), self._samples.store
+        token_key, hosts = self._samples.of(node.consumer).call.token_key, self._plan.devices_per_host
+        for _, whole in self._samples.worked_on(node, request):
+            ids = node.part.ids(whole)
+            sent += redistribute(*sides, ids, node.keys, store, self._groups, hosts, token_key)
         return Outcome(bytes_sent=sent)
-
-    def _redistribute(
-        self, source: DataSide, destination: DataSide, ids: Sequence[int], keys: Sequence[str], token_key: str
-    ) -> int:
-        """As `redistribute`, with this rank's samples."""
-        hosts = self._plan.devices_per_host
-        return redistribute(source, destination, ids, keys, self._samples, self._groups, hosts, token_key)
 
     @_perform.register
     def _reallocate(self, node: ReallocateNode, request: NodeRequest) -> Outcome:
@@ -304,12 +268,11 @@ class RankRun:
     @_perform.register
     def _save_samples(self, node: SaveSamplesNode, request: NodeRequest) -> Outcome:
         if request.in_snapshot and self._spec.rank in node.writers:
-            step = request.key.iteration + 1
-            ids = [sample for i in self._drawn_after(node, step) for sample in self._ids(request, i)]
-            (call, *_), held = self._plan.calls[node.call], self._samples.held(ids)
-            if node.call in self._left:
-                held.append(_renamed(self._left[node.call], call.call.left))
-            self._writer.save_samples(node.call, held, self._untold.get(node.call, {}), step)
+            batches, metrics = (
+                self._samples.for_commit(node.call, request),
+                self._samples.of(node.call).metrics,
+            )
+            self._writer.save_samples(node.call, batches, metrics, request.key.iteration + 1)
         return Outcome()
 
     @_perform.register
@@ -347,97 +310,6 @@ class RankRun:
             else Outcome(metrics, flops=flops)
         )
 
-    def _take_drawn(self) -> None:
-        """Load this rank's samples from the commit, in this plan's layout.
-
-        Afterwards the rank holds what the fetch, and the calls that run ahead or generate in segments, would have
-        left. Every rank also gets the metrics of these calls.
-        """
-        rank, n_seqs = self._spec.rank, self._plan.n_seqs
-        for save in self._ahead if self._drawn.ready else ():
-            self._untold[save.call] = self._drawn.metrics(save.call)
-            if rank not in save.writers:
-                continue
-            stored = self._drawn.of(save.call)
-            call = self._plan.calls[save.call][0]
-            if call.call.segment_tokens:
-                self._left[save.call] = self._in_places(call, stored)
-            for number in range(len(self._drawn_after(save, self._first_iteration))):
-                first = self._drawn.first_sample + number * n_seqs
-                ids = range(first, first + n_seqs)
-                for node in self._plan.nodes:
-                    if isinstance(node, FetchNode) and node.call == save.call:
-                        if call.call.segment_tokens:
-                            continue
-                        mine, keys = shares(node.side, ids)[rank], node.keys
-                    elif isinstance(node, CallNode) and node.call.name == save.call:
-                        key = node.call.token_key if node.side.balance == "tokens" else None
-                        lengths = None if key is None else {i: stored.length(i, key) for i in ids}
-                        mine = shares(node.side, node.part.ids(ids), lengths)[rank]
-                        read = () if call.call.segment_tokens else node.call.inputs
-                        keys = (*read, *node.call.outputs)
-                    else:
-                        continue
-                    self._samples.put(stored.get(mine, keys).to(self._groups.device))
-
-    def _in_places(self, node: CallNode, stored: SampleStore) -> SampleBatch:
-        """What a commit has of this rank's places of a call in segments."""
-        inside = {outside: key for key, outside in node.call.left.items()}
-        return _renamed(stored.get(self._places(node), inside), inside)
-
-    def _places(self, node: CallNode) -> list[int]:
-        """This dp rank's places of a call in segments."""
-        return shares(node.side, range(node.call.n_places))[self._spec.rank]
-
-    def _drawn_after(self, node: SaveSamplesNode, step: int) -> range:
-        """The iterations that have been drawn ahead when a commit of `step` is written."""
-        return range(step, min(step + node.lead, self._spec.iterations))
-
-    def _served(self, node: PlanNode, request: NodeRequest) -> range:
-        """The iterations on whose samples a node works: the one that is `node.lead` ahead, where the run has it.
-
-        If no samples are drawn yet, it also works on all iterations before that one, in a generation's first.
-        """
-        now = request.key.iteration
-        last = min(now + node.lead, self._spec.iterations - 1)
-        if now == self._first_iteration and not self._drawn.ready:
-            return range(now, last + 1)
-        return range(now + node.lead, last + 1)
-
-    def _ids(self, request: NodeRequest, iteration: int | None = None) -> tuple[int, ...]:
-        """The ids of an iteration's samples; default: of the one that the request belongs to."""
-        ahead = 0 if iteration is None else iteration - request.key.iteration
-        first = request.first_sample + ahead * self._plan.n_seqs
-        return tuple(range(first, first + self._plan.n_seqs))
-
-    def _inputs(self, node: CallNode, whole: Sequence[int]) -> SampleBatch:
-        """On a head: this dp rank's samples, with the call's input keys under the names its function uses; or what a
-        call in segments has left in its places.
-
-        whole  ids of the iteration's samples
-        """
-        if node.call.segment_tokens:
-            left = self._left.get(node.call.name)
-            return left or nothing_left(node.call, self._places(node), whole[0])
-        mine = self._share(node, node.part.ids(whole))
-        return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
-
-    def _earlier(self, node: CallNode, whole: Sequence[int]) -> SampleBatch | None:
-        """On a head: this dp rank's samples of the parts before this one, with the keys that the call asks for."""
-        if not node.call.earlier or not node.part.number:
-            return None
-        before = [Part(number, node.part.of).ids(whole) for number in range(node.part.number)]
-        mine = [sample for ids in before for sample in self._share(node, ids)]
-        return self._samples.get(mine, node.call.earlier)
-
-    def _share(self, node: CallNode, ids: Sequence[int]) -> list[int]:
-        """This dp rank's samples of a part, or of all."""
-        side, lengths = node.side, None
-        if side.balance == "tokens":
-            key = node.call.token_key
-            lengths = survey(self._samples, ids, [key], side.placement.heads, self._groups)[key].rows
-        return shares(side, ids, lengths)[self._spec.rank]
-
 
 def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
     """Every set of device ids that communicates under a plan, in the same order on all ranks."""
@@ -456,11 +328,3 @@ def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
             case _:
                 pass
     return sorted(set(sets))
-
-
-def _renamed(batch: SampleBatch, names: Mapping[str, str]) -> SampleBatch:
-    return SampleBatch(batch.ids, {names.get(key, key): packed for key, packed in batch.data.items()})
-
-
-def _only(batch: SampleBatch, keys: tuple[str, ...]) -> SampleBatch:
-    return SampleBatch(batch.ids, {key: batch.data[key] for key in keys})

@@ -56,7 +56,8 @@ class RoleEngines:
     ) -> None:
         self._drawn = {"tokens": tokens, "counts_drawn": isinstance(config, Samples)}
         self._bytes_filled = moved
-        self._plan, self._groups = plan, groups
+        self._plan = plan
+        self._groups = groups
         self._roles = config.roles()
         require(
             config.dtype in DTYPES,

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.comm.messages import Blank, exchange
+from rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, exchange
 from rlhf_tasks.parallel.layout.transfers import Side, plan_redistribution, shares
 from rlhf_tasks.system.failpoints import Point, reach
 

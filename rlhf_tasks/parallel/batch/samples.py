@@ -80,6 +80,14 @@ class SampleBatch:
             data[key] = Packed.of([parts[i] for i in places]) if places else Packed(packed.values[:0], ())
         return SampleBatch(tuple(self.ids[i] for i in places), data)
 
+    def renamed(self, names: Mapping[str, str]) -> "SampleBatch":
+        """The same samples under other keys. names: old key -> new key; a key that is not among them stays"""
+        return SampleBatch(self.ids, {names.get(key, key): packed for key, packed in self.data.items()})
+
+    def only(self, keys: Iterable[str]) -> "SampleBatch":
+        """The same samples with these keys alone. Raises KeyError for one that they do not have."""
+        return SampleBatch(self.ids, {key: self.data[key] for key in keys})
+
     def to(self, device: torch.device) -> "SampleBatch":
         return SampleBatch(self.ids, {key: packed.to(device) for key, packed in self.data.items()})
 

@@ -12,13 +12,15 @@ rank holds and how large they are.
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_tasks.parallel.layout.slots_of import runs_of
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.layout.portions import runs_of
 
 
 class Piece(NamedTuple):
@@ -48,20 +50,21 @@ class KVCache:
 
     def __init__(self, slots: int, columns: int, device: torch.device, span_multiple: int = 1) -> None:
         self.continues = False
-        self._slots, self._device, self._span_multiple = slots, device, span_multiple
-        self._most, self._columns = columns, -(-columns // span_multiple) * span_multiple
+        self._slots = slots
+        self._device = device
+        self._span_multiple = span_multiple
+        self._most = columns
+        self._columns = -(-columns // span_multiple) * span_multiple
         self._lengths: list[int] = []  # tokens of each row
-        self._newest = torch.zeros(
-            slots, dtype=torch.int64, device=device
-        )  # column of each row's newest token
+        # The column of each row's newest token:
+        self._newest = torch.zeros(slots, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(slots, device=device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [slots, kv heads, columns, head_dim] twice
         # Of the next micro-batch:
         self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
         self._read = [(slice(0), 0)]  # runs of rows, and the columns that are read of them
-        self._attending = torch.zeros(
-            0, 1, dtype=torch.int64, device=device
-        )  # columns of these rows' new tokens
+        # Columns of these rows' new tokens:
+        self._attending = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self._masks: dict[int | None, list[Tensor]] = {}
 
     @property
@@ -133,7 +136,7 @@ class KVCache:
         They are beginnings of sequences, or one later piece of a single sequence whose beginning is in the cache.
         """
         self.continues = any(piece.first for piece in pieces)
-        assert not self.continues or len(pieces) == 1, "pieces behind beginnings come one by one"
+        assert not self.continues or len(pieces) == 1, "later pieces come one by one"
         columns = [torch.arange(piece.first, piece.stop) for piece in pieces]
         rows = [torch.full_like(own, piece.row) for own, piece in zip(columns, pieces, strict=True)]
         self._places = (torch.cat(rows).to(self._device), torch.cat(columns).to(self._device))
@@ -163,7 +166,8 @@ class KVCache:
         self._attend([(run, -(-span // multiple) * multiple) for run, span in runs], newest[:, None])
 
     def _attend(self, runs: list[tuple[slice, int]], columns: Tensor) -> None:
-        self._read, self._attending = runs, columns
+        self._read = runs
+        self._attending = columns
         self.forget_masks()
 
     def forget_masks(self) -> None:
@@ -204,3 +208,59 @@ def vacate(finished: Sequence[bool], size: int) -> list[int]:
     """
     movers = [row for row in range(size, len(finished)) if not finished[row]]
     return [movers.pop() if finished[row] and movers else row for row in range(size)]
+
+
+Forward = Callable[[Tensor, MicroBatch, KVCache], Tensor]
+
+
+class DecodeGraphs:
+    """CUDA graphs of one stage's decode step, one for each (rows, span of the cache) that occurs: for a small batch,
+    launching the kernels one by one takes longer than running them.
+
+    forward  the stage: (x, micro-batch, cache) -> output
+    cache    of the decoding sequences; a graph is bound to its memory
+    """
+
+    def __init__(self, forward: Forward, cache: KVCache) -> None:
+        self._forward = forward
+        self._cache = cache
+        self._shape: tuple[int, int] | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: Tensor | None = None
+
+    @staticmethod
+    def rows_for(remaining: int) -> int:
+        """The batch size for `remaining` sequences: the next power of two, so that there are few sizes."""
+        return 1 << (remaining - 1).bit_length() if remaining else 0
+
+    def run(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """The stage's output for one token per row, valid until the next call. Shapes as in `Stage.forward`."""
+        shape = (self._cache.rows, self._cache.span)
+        if shape != self._shape:
+            # Earlier shapes seldom come again. A graph's memory is freed once graph and output are both freed.
+            # Capturing into the memory pool of a freed graph is an error in torch's allocator.
+            self._graph = self._output = None
+            self._graph, self._output = self._capture(x, micro)
+            self._shape = shape
+        assert self._graph is not None
+        assert self._output is not None
+        self._x.copy_(x)
+        self._positions.copy_(micro.position_ids)
+        self._graph.replay()
+        return self._output
+
+    def _capture(self, x: Tensor, micro: MicroBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Capture a step in a new memory pool. Returns the graph and the tensor for the output of a replay."""
+        self._x = x.clone()
+        self._positions = micro.position_ids.clone()
+        micro = replace(micro, position_ids=self._positions)
+        # Run once before the capture: a capture does not allow loading kernels or allocating library workspaces.
+        # This is harmless: the captured step writes the same keys to the same column again.
+        self._cache.forget_masks()
+        self._forward(self._x, micro, self._cache)
+        self._cache.forget_masks()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self._forward(self._x, micro, self._cache)
+        self._cache.forget_masks()
+        return graph, output

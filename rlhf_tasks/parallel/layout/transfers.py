@@ -66,10 +66,8 @@ def plan_reallocation(
     loads: dict[int, int] = defaultdict(int)
     messages: dict[tuple[int, int], list[tuple[Slices, int]]] = defaultdict(list)
     for need in sorted(needs, key=lambda n: -n.size_bytes):  # largest first balances best
-        part = (
-            need.slices,
-            need.size_bytes,
-        )  # all messages share one object: there may be millions of messages
+        # All messages share one object: there may be millions of messages.
+        part = need.slices, need.size_bytes
         queue = [(loads[holder], holder) for holder in need.holders]
         heapq.heapify(queue)
         for wanter in need.wanters:

@@ -30,7 +30,8 @@ class Router(nn.Module):
         self, experts: int, hidden: int, per_token: int, normalised: bool, device: torch.device
     ) -> None:
         super().__init__()
-        self.per_token, self.normalised = per_token, normalised
+        self.per_token = per_token
+        self.normalised = normalised
         self.weight = nn.Parameter(torch.empty(experts, hidden, device=device))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,9 @@ class Experts(nn.Module):
         rows: int = 1,
     ) -> None:
         super().__init__()
-        self.activation, self.grouped, self.rows = activation, grouped, rows
+        self.activation = activation
+        self.grouped = grouped
+        self.rows = rows
         self.gate_proj = nn.Parameter(torch.empty(experts, columns, hidden, device=device))
         self.up_proj = nn.Parameter(torch.empty(experts, columns, hidden, device=device))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, columns, device=device))
@@ -125,7 +128,9 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, gate: Router, experts: Experts, group: ProcessGroup | None) -> None:
         super().__init__()
-        self.gate, self.experts, self.group = gate, experts, group
+        self.gate = gate
+        self.experts = experts
+        self.group = group
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., hidden] -> the same shape, equal on all ranks."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.comm.groups import all_reduce
-from rlhf_tasks.parallel.layout.slots_of import LOGITS_AT_ONCE
+from rlhf_tasks.parallel.layout.portions import LOGITS_AT_ONCE
 
 LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no NaN arises as from -inf
 

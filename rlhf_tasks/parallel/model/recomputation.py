@@ -75,7 +75,8 @@ class _Dear(TorchDispatchMode):
 
     def __init__(self, kept: deque[tuple[Any, Any]], adapter_rank: int) -> None:
         super().__init__()
-        self._kept, self._adapter_rank = kept, adapter_rank
+        self._kept = kept
+        self._adapter_rank = adapter_rank
 
     def _is_dear(self, operator: Any, args: tuple) -> bool:
         name = operator.name().split(".")[0]

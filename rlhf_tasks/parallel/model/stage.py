@@ -73,7 +73,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, offset: float, device: torch.device) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
+        self.eps = eps
+        self.offset = offset
         self.weight = nn.Parameter(torch.empty(size, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -194,9 +195,13 @@ class Stage(nn.Module):
         check_model(config)
         assert config.model_type == layout.shape.family, (config.model_type, layout.shape.family)
         assert (tp_group is None) == (layout.placement.strategy.tp == 1), "tp_group does not fit the strategy"
-        self.config, self.coordinate, self.tp_group = config, coordinate, tp_group
-        self.layout, self.trained = layout.whole, layout
-        self.device, self.dtype = device, dtype
+        self.config = config
+        self.coordinate = coordinate
+        self.tp_group = tp_group
+        self.layout = layout.whole
+        self.trained = layout
+        self.device = device
+        self.dtype = dtype
         self.recompute: Recompute = recompute
         self.is_first = coordinate.pp == 0
         self.is_last = coordinate.pp == layout.placement.strategy.pp - 1

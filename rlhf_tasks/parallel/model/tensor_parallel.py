@@ -159,7 +159,9 @@ class VocabParallelEmbedding(nn.Module):
         padding_idx: int | None = None,
     ) -> None:
         super().__init__()
-        self.vocab, self.group, self.scale = vocab, group, scale
+        self.vocab = vocab
+        self.group = group
+        self.scale = scale
         inside = padding_idx is not None and vocab.start <= padding_idx < vocab.stop
         self.padding_row = padding_idx - vocab.start if padding_idx is not None and inside else None
         self.weight = nn.Parameter(torch.empty(vocab.size, hidden, device=device))

@@ -1,7 +1,8 @@
 """Training state on disk: one safetensors file per rank, which any other layout can read.
 
 A file holds the rank's `StateShard`s: ranges of its flattened slices of master weights and moments. Each element is
-written by one dp rank only. Nothing is pickled.
+written by one dp rank only. Nothing is pickled. `StateTransfer` says which part a rank of
+another layout reads from which file.
 
 Three things go on at once while a file is written: a piece is hashed and handed to the system, and the pieces before
 it are synced and read back. So a hash, and the check that the disk has what was written, cost little beside the
@@ -10,10 +11,13 @@ writing itself.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
@@ -24,7 +28,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.state.transfer import StateTransfer, assemble
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
 from rlhf_tasks.system.byte_count import ByteCount
@@ -128,7 +131,8 @@ class _ReadBack:
 
     def __init__(self, path: Path, moved: ByteCount) -> None:
         self.waiting_bytes = 0
-        self._path, self._moved = path, moved
+        self._path = path
+        self._moved = moved
         self._waiting: list[bytes | memoryview] = []
         self._file = path.open("rb", buffering=0)
         self._thread = ThreadPoolExecutor(1)
@@ -150,7 +154,8 @@ class _ReadBack:
         """Follow what is written. Waits for the piece before, so that little is left to sync at the end."""
         self.finish()
         self._last = self._thread.submit(self._sync_and_compare, descriptor, self._waiting)
-        self._waiting, self.waiting_bytes = [], 0
+        self._waiting = []
+        self.waiting_bytes = 0
 
     def finish(self) -> None:
         """Wait until all is synced and compared. Raises NotAsWritten, and the OSError of a sync."""
@@ -172,6 +177,93 @@ class _ReadBack:
 
 def _numbers(data: bytes | bytearray | memoryview) -> "np.ndarray[Any, Any]":
     return np.frombuffer(data, dtype=np.uint8)
+
+
+class StatePart(NamedTuple):
+    """A rectangle of one parameter's state, and the device (id) that has stored it."""
+
+    source: int
+    part: Rectangle
+
+
+class StateTransfer:
+    """The parts of a role's state in one layout that devices of another layout need. Pure."""
+
+    def __init__(self, old: StateLayout, new: StateLayout) -> None:
+        ours, theirs = new.layout, old.layout
+        assert replace(theirs, placement=ours.placement) == ours, "two different models"
+        self.old = old
+        self.new = new
+
+    def taken(self, name: str, destination: int) -> Iterator[StatePart]:
+        """The parts of a parameter that a device takes.
+
+        Every element of the device's range comes once. It comes from the device itself if it has it, else from its
+        own dp group, else from other holders, where destinations begin with different ones to share the load. So
+        replicas keep their own bits.
+        """
+        if not self.new.range(name, destination).size:
+            return
+        into, target = self.new.rectangles(name, destination), self.new.columns(name, destination)
+        for group, columns in self._givers(name, destination, target.interval):
+            for giver in group:
+                for part in _common(self.old.rectangles(name, giver), into, columns):
+                    yield StatePart(giver, part)
+
+    def _givers(
+        self, name: str, destination: int, wanted: Interval
+    ) -> Iterator[tuple[Sequence[int], list[Interval]]]:
+        """Dp groups of the old layout, each with the columns that a destination gets from it; every column once."""
+        layout = self.old.layout
+        place, stages = layout.placement, layout.stages(layout.specs[name])
+        axes = place.strategy
+        at = [(t, p) for p in stages for t in range(axes.tp)]
+        groups = [tuple(place.device(d, t, p) for d in range(axes.dp)) for t, p in at]
+        first = destination % len(groups)
+        left = [wanted]
+        for group in sorted(groups[first:] + groups[:first], key=lambda group: destination not in group):
+            held = self.old.columns(name, group[0]).interval
+            common = [piece.intersect(held) for piece in left]
+            yield group, [columns for columns in common if columns.size]
+            left = [rest for piece in left for rest in _without(piece, held) if rest.size]
+
+
+def assemble(
+    new: StateLayout, device: int, shard: StateShard, parts: Iterable[tuple[Rectangle, Tensor]], whence: str
+) -> StateShard:
+    """A shard with a new tensor, assembled from its parts.
+
+    parts   (rectangle, tensor [rows, columns]), together all elements of the shard
+    whence  the source of the parts, for the error message
+    Raises ValueError when parts are missing.
+    """
+    target = new.columns(shard.name, device)
+    values, lacking = torch.empty_like(shard.tensor), shard.tensor.numel()
+    for part, tensor in parts:
+        target.view(values, shard.start, part).copy_(tensor)
+        lacking -= math.prod(part.shape)
+    if lacking:
+        raise ValueError(
+            f"{whence} lacks {lacking} of {values.numel()} elements of {shard.kind} of {shard.name}"
+        )
+    return shard._replace(tensor=values)
+
+
+def _without(piece: Interval, taken: Interval) -> tuple[Interval, Interval]:
+    """The parts of `piece` before and after `taken`; either may be empty."""
+    before, behind = min(piece.stop, taken.start), max(piece.start, taken.stop)
+    return Interval(piece.start, before), Interval(behind, piece.stop)
+
+
+def _common(
+    given: Iterable[Rectangle], wanted: Iterable[Rectangle], columns: Iterable[Interval]
+) -> Iterator[Rectangle]:
+    """Every non-empty intersection of a given rectangle, a wanted one, and an interval of columns."""
+    for theirs, ours, (left, right) in product(given, wanted, columns):
+        part = theirs.intersect(ours)
+        part = part and part.intersect(part._replace(left=left, right=right))
+        if part is not None:
+            yield part
 
 
 def read_shards(

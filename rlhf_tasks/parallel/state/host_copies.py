@@ -31,7 +31,10 @@ class HostCopy:
         copies: Copier,
         changes: bool = False,
     ) -> None:
-        self._held, self._use, self._copies, self._changes = list(held), use, copies, changes
+        self._held = list(held)
+        self._use = use
+        self._copies = copies
+        self._changes = changes
         self._arrival: Arrival | None = None
         self._kept = [copies.kept(tensor) for tensor in held]
         self._free()

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
-from rlhf_tasks.parallel.comm.messages import Blank, broadcast_json, exchange
+from rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, all_reduce, broadcast_json, exchange
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import SliceTransfer, plan_reallocation

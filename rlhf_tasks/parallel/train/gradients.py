@@ -225,7 +225,8 @@ class SharedSums:
     def __init__(
         self, gradients: Mapping[str, Tensor], like: Tensor, layout: Layout, groups: ProcessGroups
     ) -> None:
-        self._gradients, self._like = gradients, like
+        self._gradients = gradients
+        self._like = like
         self._layout = layout
         self._device = groups.rank
         place = layout.placement

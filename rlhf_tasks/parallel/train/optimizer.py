@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from rlhf_tasks.parallel.comm.copier import Copier, host_zeros
+from rlhf_tasks.parallel.comm.copier import Arrival, Copier, host_zeros
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.train.gradients import Gradients
 from rlhf_tasks.parallel.train.state_layout import CHUNK, Bucket, StateLayout
-from rlhf_tasks.parallel.train.streamed import streamed
 from rlhf_tasks.system.failpoints import Point, reach
 
 # torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
@@ -89,7 +88,8 @@ class MasterWeights:
         device = groups.rank
         self._group = groups[layout.placement.dp_group(device)]
         state = StateLayout(layout)
-        self._buckets, self._kept = state.buckets(device), tuple(state.kept(device))
+        self._buckets = state.buckets(device)
+        self._kept = tuple(state.kept(device))
         (dtype,) = {parameter.dtype for parameter in slices.values()}
         (on,) = {parameter.device for parameter in slices.values()}
         self._precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -209,7 +209,8 @@ class Optimizer(MasterWeights):
         copies: Copier | None = None,
     ) -> None:
         super().__init__(slices, layout, groups, on_host=copies is not None)
-        self.settings, self._copies = settings, copies
+        self.settings = settings
+        self._copies = copies
         self._mesh = groups[layout.placement.devices]
         self.gradients = Gradients(slices, layout, groups, self._precise)
         self._state |= {"exp_avg": self._zeros(), "exp_avg_sq": self._zeros()}
@@ -271,7 +272,7 @@ class Optimizer(MasterWeights):
     ) -> Iterator[tuple[Bucket, Tensor]]:
         """As `_updated`, with the state in host memory."""
         chunks = [list(_chunks(*bucket.share)) for bucket in self._buckets]
-        pieces = streamed(self._held, [chunk for own in chunks for chunk in own], gradient.device, copies)
+        pieces = _streamed(self._held, [chunk for own in chunks for chunk in own], gradient.device, copies)
         for bucket, own in zip(self._buckets, chunks, strict=True):
             share = self._weights.new_empty(bucket.share.size)
             for start, stop in own:
@@ -314,6 +315,44 @@ class Optimizer(MasterWeights):
             weight_decay=self.settings.weight_decay if bucket.decayed else 0.0,
             eps=self.settings.eps,
         )
+
+
+def _streamed(
+    state: Sequence[Tensor], ranges: Sequence[tuple[int, int]], device: torch.device, copies: Copier
+) -> Iterator[list[Tensor]]:
+    """For each range (start, stop) of elements: its pieces of all tensors on the device, [stop - start] each.
+
+    state  tensors [elements] in host memory. What is in the pieces when the next ones are asked for goes back there
+
+    There are two buffers: while one piece is used, the next one arrives. When the iterator is exhausted, host memory
+    is complete.
+    """
+    most = max(stop - start for start, stop in ranges)
+    buffers = [[torch.empty(most, dtype=held.dtype, device=device) for held in state] for _ in range(2)]
+    returning: list[Arrival | None] = [None, None]
+
+    def pairs(number: int) -> list[tuple[Tensor, Tensor]]:
+        """(in host memory, on the device) of a range."""
+        start, stop = ranges[number]
+        return [
+            (held[start:stop], buffer[: stop - start])
+            for held, buffer in zip(state, buffers[number % 2], strict=True)
+        ]
+
+    arriving = copies.start(pairs(0))
+    for number in range(len(ranges)):
+        here = arriving
+        if number + 1 < len(ranges):
+            leaves = returning[(number + 1) % 2]
+            if leaves is not None:
+                leaves.wait()
+            arriving = copies.start(pairs(number + 1))
+        here.wait()
+        yield [piece for _, piece in pairs(number)]
+        returning[number % 2] = copies.start([(piece, held) for held, piece in pairs(number)])
+    for leaves in returning:
+        if leaves is not None:
+            leaves.finish()
 
 
 def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:

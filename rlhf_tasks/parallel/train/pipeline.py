@@ -40,7 +40,8 @@ class Pipeline:
         self._later_stages = len(stages) - 1 - here
         self._group = groups[stages]
         self._device = groups.device
-        self._hidden, self._dtype = hidden, dtype
+        self._hidden = hidden
+        self._dtype = dtype
 
     @property
     def is_first(self) -> bool:

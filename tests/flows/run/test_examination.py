@@ -13,7 +13,7 @@ from rlhf_tasks.doctor.examination import Finding
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.weight_files import VERDICT
-from rlhf_tasks.parallel.model.export import FolderWriter
+from rlhf_tasks.parallel.model.weights import FolderWriter
 from tests.flows.checked_files import model_folder
 from tests.flows.plan_documents import ppo
 from tests.tiny_models import SIZES

@@ -12,8 +12,8 @@ from planner.pricing.devices import PRESETS, DeviceLink, preset
 from planner.pricing.rooflines import Roofline
 from rlhf_tasks.parallel.batch.micro_batch import split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.layout.portions import LEAST_SHARED
 from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.shared_tokens import LEAST_SHARED
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 
 CLUSTER = Cluster(2, 8)

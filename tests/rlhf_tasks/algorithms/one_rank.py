@@ -24,9 +24,8 @@ from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.model.export import FolderWriter
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import initialise, load, load_config
+from rlhf_tasks.parallel.model.weights import FolderWriter, initialise, load, load_config
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part

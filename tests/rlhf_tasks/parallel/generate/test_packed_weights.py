@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_tasks.parallel.generate.packed_weights import PackedWeights, can_pack
+from rlhf_tasks.parallel.generate.generation import PackedWeights, can_pack
 from rlhf_tasks.parallel.model.products import linear
 
 CPU = torch.device("cpu")

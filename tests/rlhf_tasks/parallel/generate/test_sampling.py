@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
-from rlhf_tasks.parallel.generate.vocabulary import Vocabulary
-from rlhf_tasks.parallel.layout import slots_of
+from rlhf_tasks.parallel.generate.sampling import SamplingParams, Vocabulary, sample, uniform
+from rlhf_tasks.parallel.layout import portions
 from rlhf_tasks.parallel.layout.slices import split
 
 FIRST = torch.zeros(1, dtype=torch.int64)
@@ -277,7 +276,7 @@ def test_rows_that_are_drawn_a_few_at_a_time_are_those_drawn_together(monkeypatc
         params = SamplingParams(max_new_tokens=1, **way)
         monkeypatch.undo()
         together = sample(logits, params, numbers, FIRST.expand(7), record_kept=True)
-        monkeypatch.setitem(slots_of.SAMPLED_AT_ONCE, "cpu", 60)
+        monkeypatch.setitem(portions.SAMPLED_AT_ONCE, "cpu", 60)
         for one, other in zip(
             together, sample(logits, params, numbers, FIRST.expand(7), record_kept=True), strict=True
         ):

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from rlhf_tasks.parallel.batch import prefixes
+from rlhf_tasks.parallel.batch import micro_batch
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
@@ -725,7 +725,7 @@ def _in_groups(rank: int, world: int, trial: Trial, sharing: bool):
     batch = share_batch(mine, engine.placement, engine.groups, rank)
     with pytest.MonkeyPatch.context() as patch:
         if not sharing:
-            patch.setattr(prefixes, "LEAST_SHARED", 1000)
+            patch.setattr(micro_batch, "LEAST_SHARED", 1000)
         rows = engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
         flops, metrics = engine.flops, []
         for rate in RATES:

@@ -1,4 +1,4 @@
-"""How much of a call's work happens at a time: what the engine does and the planner prices."""
+"""How much of a call's work happens at a time: what the engine does and the planner prices. Loads no torch."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -16,6 +16,10 @@ cache, and small beside a model on a GPU, which sums up many rows at a time as f
 LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits of a rank whose log-probabilities are computed at a time, by type of device. On a CPU their 4 MiB of float32
 stay in the cache; on a GPU 64 MiB take longer to compute than their kernel to launch."""
+
+LEAST_SHARED = 8
+"""Fewest first tokens that neighbouring samples have in common and are computed once. Below, what is saved is less
+than what attention spends on keys of another length."""
 
 
 def runs_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:

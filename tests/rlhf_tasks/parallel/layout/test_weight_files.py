@@ -10,9 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_tasks.parallel.layout.adapter_folder import ADAPTER, ADAPTER_CONFIG, adapter_of, base_of
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
-from rlhf_tasks.parallel.layout.weight_files import check_weights, config_digest
+from rlhf_tasks.parallel.layout.weight_files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    adapter_of,
+    base_of,
+    check_weights,
+    config_digest,
+)
 from rlhf_tasks.system.reading import ConfigError
 from tests.adapter_folders import write_adapter
 from tests.tiny_models import tiny_config, tiny_model
