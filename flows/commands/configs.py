@@ -91,7 +91,7 @@ def validate(
 def _try_rewards(settings: RunConfig) -> None:
     """Print what each reward and the environment gave. Raises ConfigError with a sentence for each that failed."""
     own, of_evaluation = settings if isinstance(settings, Scores) else None, evaluation_of(settings)
-    if own is not None and of_evaluation is not None and own.rewards == of_evaluation.rewards:
+    if own is not None and of_evaluation is not None and own.scoring_rewards == of_evaluation.rewards:
         of_evaluation = None
     scored = [part for part in (own, of_evaluation) if part is not None]
     if not scored:

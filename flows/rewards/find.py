@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.base import RunConfig, Scores, rewards_of
-from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardFunction, RewardService
+from rlhf_tasks.config.base import Judges, RunConfig, Scores
+from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig
 from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound, parsed
 from rlhf_tasks.user_code import builtin_environments, builtin_rewards
 from rlhf_tasks.user_code.child import secret_named
@@ -34,8 +34,8 @@ _SECRETS = (
 """Ends of names of arguments whose literal values are warned of. Where a value goes does not depend on its name."""
 
 
-def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bool) -> list[str]:
-    """Warnings about the rewards. Raises ConfigError for the first one that cannot be found or called.
+def check_rewards(rewards: Sequence[RewardConfig], columns: Sequence[str], is_here: bool) -> None:
+    """Raises ConfigError for the first reward that cannot be found or called.
 
     columns  the rows' columns, without the prompt
     is_here  whether rewards run on this machine, with this process's environment
@@ -43,7 +43,7 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bo
     for reward in rewards:
         if is_here:
             _refuse_unset(f"reward {reward.location}", reward.arguments)
-        if isinstance(reward, RewardService):
+        if reward.function is None:
             continue
         if reward.function.startswith(f"{BUILTIN}:"):
             _try_builtin(reward, columns)
@@ -51,12 +51,16 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bo
         function = _find(reward)
         if function is not None:
             _check_parameters(reward, function, columns)
+
+
+def literal_secrets(config: RunConfig) -> list[str]:
+    """Warnings about arguments of rewards that are secrets by their names and stand in the configuration itself."""
+    rewards = config.rewards if isinstance(config, Judges) else ()
     return [
         warning
         for number, reward in enumerate(rewards)
         for warning in _literals(
-            f"rewards.{number}.{'headers' if isinstance(reward, RewardService) else 'kwargs'}",
-            reward.arguments,
+            f"rewards.{number}.{'kwargs' if reward.url is None else 'headers'}", reward.arguments
         )
     ]
 
@@ -103,15 +107,16 @@ def _refuse_unfit(environment: EnvironmentConfig) -> None:
 def blocks_named(config: RunConfig) -> list[str]:
     """The Prefect Secret blocks that the arguments of a run's rewards and environment name."""
     environment = config.environment if isinstance(config, Scores) else None
-    users = (*rewards_of(config), *([environment] if environment else []))
+    rewards = config.rewards if isinstance(config, Judges) else ()
+    users = (*rewards, *([environment] if environment else []))
     named = {secret_named(value) for each in users for value in each.arguments.values()}
     return sorted(name for kind, name in filter(None, named) if kind == "block")
 
 
-def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def _find(reward: RewardConfig) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The function's definition; None where the source does not show it, for example because it is imported."""
-    place, _, name = reward.function.rpartition(":")
-    found = _read(f"reward {reward.function}", place)
+    place, _, name = reward.location.rpartition(":")
+    found = _read(f"reward {reward.location}", place)
     if found is None:
         return None
     path, tree = found
@@ -119,7 +124,7 @@ def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | No
     if name not in names and "*" not in names:
         functions = ", ".join(node.name for node in tree.body if isinstance(node, FUNCTIONS)) or "none"
         raise ConfigError(
-            f"reward {reward.function}: {path} has no function {name!r} (functions there: {functions})."
+            f"reward {reward.location}: {path} has no function {name!r} (functions there: {functions})."
         )
     defined = [node for node in tree.body if isinstance(node, FUNCTIONS) and node.name == name]
     return defined[-1] if defined and not defined[-1].decorator_list else None
@@ -145,20 +150,20 @@ def _read(what: str, place: str) -> tuple[Path, ast.Module] | None:
         raise ConfigError(f"{what}: {path} is not valid Python ({error}).") from None
 
 
-def _try_builtin(reward: RewardFunction, columns: Sequence[str]) -> None:
+def _try_builtin(reward: RewardConfig, columns: Sequence[str]) -> None:
     """Raises ConfigError where a built-in reward does not exist, or refuses its arguments or the rows' columns."""
     name = reward.name
     function = getattr(builtin_rewards, name) if name in builtin_rewards.__all__ else None
     if function is None:
         raise ConfigError(
-            f"reward {reward.function}: there is none of that name. Built in are "
+            f"reward {reward.location}: there is none of that name. Built in are "
             f"{', '.join(builtin_rewards.__all__)}."
         )
     try:
         names = [
             each for each in Parameters.of(function).names if each not in ("completions", "completion_ids")
         ]
-        Parameters(names, (), takes_any=False).refuse_unknown(reward.function, reward.kwargs)
+        Parameters(names, (), takes_any=False).refuse_unknown(reward.location, reward.kwargs)
         nothing = {name: [] for name in columns}
         function(**{**nothing, "completions": [], "completion_ids": [], **reward.kwargs})
     except RewardError as error:
@@ -166,7 +171,7 @@ def _try_builtin(reward: RewardFunction, columns: Sequence[str]) -> None:
 
 
 def _check_parameters(
-    reward: RewardFunction, function: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str]
+    reward: RewardConfig, function: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str]
 ) -> None:
     """Raises ConfigError when a function's parameters match no form, or nothing supplies a required one."""
     found = function.args
@@ -176,8 +181,8 @@ def _check_parameters(
     required += [name for name, default in zip(named, found.kw_defaults, strict=True) if default is None]
     parameters = Parameters([*positional, *named], required, found.kwarg is not None)
     try:
-        form = parameters.form(reward.function, reward.kwargs)
-        parameters.refuse_missing(reward.function, form, reward.kwargs, columns)
+        form = parameters.form(reward.location, reward.kwargs)
+        parameters.refuse_missing(reward.location, form, reward.kwargs, columns)
     except RewardError as error:
         raise ConfigError(str(error)) from None
 

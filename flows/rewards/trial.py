@@ -44,7 +44,7 @@ def try_rewards(config: Scores) -> Iterator[Tried]:
     """
     blocks = _blocks(config)
     answers, where = _answers(config)
-    for reward in config.rewards:
+    for reward in config.scoring_rewards:
         tried = config.model_copy(update={"rewards": (reward,), "on_reward_error": "stop"})
         alone = RewardProcess(tried, blocks=blocks)
         started_s = time.monotonic()

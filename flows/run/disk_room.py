@@ -58,7 +58,7 @@ def disk_need(
     evaluation = config.evaluation if isinstance(config, TrainingConfig) else None
     best = 0 if evaluation is None else evaluation.keep_best
     state_itemsize = max(itemsize, 4)  # bfloat16 is trained in float32
-    every = 1 if config.snapshot_every == "auto" else config.snapshot_every
+    every = 1 if isinstance(config.snapshot_every, str) else config.snapshot_every
     written = -(-iterations // every) + 1  # at most, with step 0
     exported = exports.get("actor", next(iter(exports.values())))
     return DiskNeed(

@@ -50,7 +50,7 @@ def _none_ends(_first: Row, newest: Sequence[Row]) -> str:
     return (
         f"no response of {IN_A_ROW} iterations has an end token: all are cut at {max(lengths, default=0):.0f} "
         "tokens. Raise sampling.max_completion_length, see whether the chat template ends the model's answers, or "
-        "name sampling.stop_strings."
+        "name strings in sampling.stop."
     )
 
 

@@ -27,7 +27,7 @@ from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.examples import learns_from_pairs, shared_tokens
 from rlhf_tasks.algorithms.examples import prompt_tokens as tokens_of_prompts
-from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, section_of
+from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, rows_at_once, section_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.base import MovesReference, RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
@@ -336,7 +336,7 @@ def _evaluation(config: RunConfig) -> EvaluationWork | None:
         sizes["new_tokens"] = answers.sampling.max_completion_length
     if completions is not None:
         sizes["completion_tokens"] = stated or _mean(tokens_of_prompts(completions))
-    return EvaluationWork(every=asked.every, rows=rows, rows_at_once=asked.batch_size, **sizes)
+    return EvaluationWork(every=asked.every, rows=rows, rows_at_once=rows_at_once(config), **sizes)
 
 
 def _check_followers(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:

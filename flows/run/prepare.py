@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flows.cluster.shutdown import run_in_thread
 from flows.cluster.this_machine import cores_here, gpus_here
-from flows.rewards.find import check_environment, check_rewards
+from flows.rewards.find import check_environment, check_rewards, literal_secrets
 from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.examination import refuse_unexamined
 from flows.run.planning import ITEMSIZES, hardware_of, shapes_of, typed
@@ -125,7 +125,7 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
         )
     if isinstance(config, Samples) and any(i >= tokenizer.size for i in config.sampling.stop_token_ids):
         raise ConfigError(
-            f"sampling.stop_token_ids has {config.sampling.stop_token_ids[-1]}, but models.actor's tokenizer has "
+            f"sampling.stop has {config.sampling.stop_token_ids[-1]}, but models.actor's tokenizer has "
             f"{tokenizer.size} tokens, from 0. Name ids of its tokens."
         )
     for role in config.roles().values():
@@ -136,7 +136,8 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
         if config.environment is not None:
             of_rewards += check_environment(config.environment, is_here)
         columns = [name for name in rows.columns if name != "prompt"]
-        of_rewards += check_rewards(config.rewards, columns, is_here)
+        check_rewards(config.scoring_rewards, columns, is_here)
+    of_rewards += literal_secrets(config)
     held_out, of_evaluation = _held_out(config, folder)
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
@@ -190,23 +191,22 @@ def check_without_models(config: RunConfig) -> list[str]:
     """Check what `prepare` would, of a configuration whose models are still to be trained: whether its data are there
     and its rewards fit them. Returns warnings. Raises ConfigError."""
     _refuse_what_cannot_run(config)
-    warnings, is_here = list[str](), config.cluster.address is None
+    is_here = config.cluster.address is None
     for part in (config, *held_out_sets(config).values()):
         columns = [name for name in next(iter(data_set(part.data))).row if name != "prompt"]
         if isinstance(part, Scores):
-            warnings += check_rewards(part.rewards, columns, is_here)
-    return warnings
+            check_rewards(part.scoring_rewards, columns, is_here)
+    return literal_secrets(config)
 
 
 def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFile], list[str]]:
-    """The tokenised rows of a run's evaluation, by file, and warnings about them and its rewards."""
+    """The tokenised rows of a run's evaluation, by file, and warnings about them."""
     found = {name: prepared_rows(reader, folder, name) for name, reader in held_out_sets(config).items()}
     warnings = [shared] if (shared := shared_prompts(config)) else []
     evaluation, is_here = evaluation_of(config), config.cluster.address is None
     if evaluation is not None:
         columns = [name for name in found[HELD_OUT].columns if name != "prompt"]
-        told = set(check_rewards(getattr(config, "rewards", ()), columns, is_here))
-        warnings += [w for w in check_rewards(evaluation.rewards, columns, is_here) if w not in told]
+        check_rewards(evaluation.rewards, columns, is_here)
     return found, warnings
 
 

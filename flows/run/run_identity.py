@@ -50,7 +50,6 @@ FREE = (
     "resume",
     "runtime",
     "snapshot_every",
-    "snapshot_max_s",
 )
 """Keys of a configuration on which no result depends."""
 

@@ -153,10 +153,9 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan, "plan")
     code = [("environment", document.get("environment") or {}, "factory")]
-    for place, section in (("rewards", document), ("evaluation.rewards", evaluation or {})):
-        code += [(f"{place}.{n}", one, "function") for n, one in enumerate(section.get("rewards", ()))]
+    code += [(f"rewards.{n}", one, "function") for n, one in enumerate(document.get("rewards", ()))]
     for place, holder, key in code:
-        location, _, name = holder.get(key, "").rpartition(":")
+        location, _, name = (holder.get(key) or "").rpartition(":")
         if location.endswith(".py"):
             holder[key] = f"{absolute(location, f'{place}.{key}')}:{name}"
     return type(config).model_validate(document)

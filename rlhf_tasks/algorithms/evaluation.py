@@ -14,7 +14,7 @@ from rlhf_tasks.algorithms.held_out import (
     completions_of,
     evaluation_of,
     held_out_sets,
-    section_of,
+    rows_at_once,
 )
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.sampling.generation import sampling_params
@@ -52,9 +52,8 @@ class Evaluation:
         tokenizer: Tokenizer,
         environment: EnvironmentProcess | None = None,
     ) -> None:
-        section, answers = section_of(config), evaluation_of(config)
-        assert section is not None, "the run has no evaluation"
-        self._batch_size, self._completions = section.batch_size, completions_of(config)
+        answers = evaluation_of(config)
+        self._batch_size, self._completions = rows_at_once(config), completions_of(config)
         self._rows = {name: TokenFile.open(run_folder / name) for name in held_out_sets(config)}
         self._answers = answers and HeldOutAnswers(
             answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder, environment

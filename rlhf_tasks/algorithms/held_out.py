@@ -9,6 +9,7 @@ from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.config.models import ActorOnly, RolloutModels
+from rlhf_tasks.config.rewards import RewardConfig
 from rlhf_tasks.config.sampling import EvaluationConfig
 from rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
 
@@ -45,10 +46,11 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
 
     The model is the one that trains: `models.actor` gives its tokenizer and its context. A batch has whole rows.
     """
-    asked = section_of(config)
-    rewards = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
+    if not isinstance(config, TrainingConfig) or config.evaluation is None:
+        return None
+    asked, rewards = config.evaluation, config.rewards_of_evaluation
     environment = config.environment if isinstance(config, Scores) else None
-    if asked is None or not (rewards or environment):
+    if not (rewards or environment):
         return None
     tokens, stops = asked.max_completion_length, {}
     if isinstance(config, Samples):
@@ -56,11 +58,9 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         tokens = tokens or sampling.max_completion_length
         stops = {
             "min_new_tokens": min(sampling.min_new_tokens, tokens),
-            "stop_token_ids": sampling.stop_token_ids,
-            "stop_strings": sampling.stop_strings,
+            "stop": sampling.stop,
         }
     assert tokens is not None, "the configuration has checked this"
-    limits = ("on_reward_error", "reward_timeout_s", "reward_processes", "reward_memory_bytes")
     return EvaluateConfig(
         models=RolloutModels(actor=config.models.actor),
         data=_data(config, asked),
@@ -71,10 +71,24 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         environment=environment,
         sampling=AnsweringConfig(max_completion_length=tokens, temperature=asked.temperature, **stops),
         num_generations=asked.num_generations,
-        batch_size=asked.batch_size * asked.num_generations,
+        batch_size=rows_at_once(config) * asked.num_generations,
         cluster=config.cluster,
-        **({name: getattr(config, name) for name in limits} if isinstance(config, Scores) else {}),
+        on_reward_error=config.on_reward_error,
+        reward_timeout_s=config.reward_timeout_s,
+        reward_processes=config.reward_processes,
+        reward_memory_bytes=config.reward_memory_bytes,
     )
+
+
+def rows_at_once(config: RunConfig) -> int:
+    """Held-out rows that all ranks compute together: as many as have a batch's number of answers, at least one."""
+    asked = section_of(config)
+    return max(1, config.batch_size // (1 if asked is None else asked.num_generations))
+
+
+def scoring_rewards_of(config: RunConfig) -> tuple[RewardConfig, ...]:
+    """The rewards of the run's own samples."""
+    return config.scoring_rewards if isinstance(config, Scores) else ()
 
 
 def shared_prompts(config: RunConfig) -> str | None:

@@ -5,6 +5,7 @@ generates, `SamplesGroups` several times for each prompt, `Scores` generates and
 each row. Code outside `algorithms/` checks for these bases, never for an algorithm.
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -15,7 +16,7 @@ from pydantic_core import CoreSchema
 from rlhf_tasks.config.cluster import ClusterConfig, Limits, PlanningConfig, PlanSource, RuntimeConfig
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
-from rlhf_tasks.config.rewards import EnvironmentConfig, Reward, RewardModelScore
+from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig, RewardModelScore
 from rlhf_tasks.config.rows import RunRows
 from rlhf_tasks.config.sampling import EvaluationConfig, SamplingConfig
 from rlhf_tasks.config.settings import (
@@ -51,7 +52,6 @@ class RunConfig(Settings):
             "dtype",
             "resume",
             "snapshot_every",
-            "snapshot_max_s",
             "keep_last",
             "report_to",
         ),
@@ -81,17 +81,11 @@ class RunConfig(Settings):
         default=64, gt=0, le=MOST_SEQS, description="Sequences, or preference pairs, per iteration."
     )
     resume: str = Field(default="never", description="never, auto (where the run exists) or a run folder.")
-    snapshot_every: int | Literal["auto"] = Field(
+    snapshot_every: int | str = Field(
         default="auto",
-        description="Iterations from one committed snapshot to the next, or auto: as often as writing them stays "
-        "below 5% of the time.",
-    )
-    snapshot_max_s: float = Field(
-        default=1800.0,
-        gt=0,
-        le=MOST_SECONDS,
-        description="Most seconds of work that may be lost where snapshot_every is auto: before that a snapshot is "
-        "written whatever it costs.",
+        description="Iterations from one committed snapshot to the next; or auto: as often as writing them stays "
+        "below 5% of the time, but at the latest after 1800 s of work that may be lost, or after those of a time "
+        "such as 600s.",
     )
     keep_last: int = Field(
         default=2,
@@ -131,6 +125,8 @@ class RunConfig(Settings):
         groups: dict[str, list[str]] = {}
         for base in reversed(cls.__mro__):
             for heading, names in vars(base).get("groups", {}).items():
+                for others in groups.values():  # a class may move a field of its bases
+                    others[:] = [name for name in others if name not in names]
                 groups.setdefault(heading, []).extend(names)
         return groups
 
@@ -189,8 +185,8 @@ class RunConfig(Settings):
         """What the ledger needs to know of the configuration."""
         return Limits.of(
             self.runtime,
-            snapshot_every=self.snapshot_every,
-            snapshot_max_s=self.snapshot_max_s,
+            snapshot_every="auto" if isinstance(self.snapshot_every, str) else self.snapshot_every,
+            snapshot_max_s=self._most_lost_s,
             evaluated_every=self.evaluated_every,
         )
 
@@ -211,10 +207,22 @@ class RunConfig(Settings):
             )
         return document
 
+    @property
+    def _most_lost_s(self) -> float:
+        """Seconds of work that may be lost, where the cadence of snapshots follows from their costs."""
+        every = self.snapshot_every
+        return float(every[:-1]) if isinstance(every, str) and every != "auto" else 1800.0
+
     @field_validator("snapshot_every", mode="before")
     @classmethod
-    def _auto_or_a_number(cls, value: Any) -> Any:
-        return auto_or_a_number(value, "iterations", MOST_ITERATIONS)
+    def _iterations_or_seconds(cls, value: Any) -> Any:
+        if (
+            isinstance(value, str)
+            and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?s", value)
+            and float(value[:-1])
+        ):
+            return value
+        return auto_or_a_number(value, "a time such as 600s, or iterations", MOST_ITERATIONS)
 
     @field_validator("report_to")
     @classmethod
@@ -255,7 +263,46 @@ class RunConfig(Settings):
         return self
 
 
-class TrainingConfig(RunConfig):
+class Judges(RunConfig):
+    """The configuration of runs in which rewards judge answers: the run's own, or those to held-out rows."""
+
+    groups: ClassVar[Groups] = {
+        "Evaluation": ("rewards",),
+        "Score": ("on_reward_error", "reward_timeout_s", "reward_processes", "reward_memory_bytes"),
+    }
+
+    rewards: tuple[RewardConfig, ...] = Field(
+        default=(), description="Python rewards and HTTP services, summed with weights."
+    )
+    on_reward_error: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="stop: where a reward fails, the run ends; skip: the samples that it fails on leave the batch.",
+    )
+    reward_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds that rewards may take for a rank's batch, and an environment for a turn of it.",
+    )
+    reward_processes: int = Field(
+        default=1,
+        gt=0,
+        le=256,
+        description="Processes of Python rewards per rank; they share out rewards, and answers judged one by one.",
+    )
+    reward_memory_bytes: int = Field(
+        default=4 * 2**30,
+        gt=0,
+        description="Bytes of memory for each process of Python rewards, with all that it starts.",
+    )
+
+    @property
+    def scoring_rewards(self) -> tuple[RewardConfig, ...]:
+        """The rewards of the run's own samples."""
+        return self.rewards
+
+
+class TrainingConfig(Judges):
     """The configuration that training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
 
     groups: ClassVar[Groups] = {
@@ -309,10 +356,14 @@ class TrainingConfig(RunConfig):
         return asked.every if asked is not None and asked.keep_best else None
 
     @property
-    def rewards_of_evaluation(self) -> tuple[Reward, ...]:
-        """The Python rewards that score the answers to held-out rows."""
-        own = self.rewards if isinstance(self, Scores) else ()
-        return () if self.evaluation is None else self.evaluation.rewards or own
+    def scoring_rewards(self) -> tuple[RewardConfig, ...]:
+        return tuple(reward for reward in self.rewards if reward.used_in != "evaluation")
+
+    @property
+    def rewards_of_evaluation(self) -> tuple[RewardConfig, ...]:
+        """The rewards of the answers to held-out rows."""
+        asked = self.evaluation is not None
+        return tuple(reward for reward in self.rewards if asked and reward.used_in != "training")
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
@@ -347,8 +398,8 @@ class TrainingConfig(RunConfig):
         played = self.environment if isinstance(self, Scores) else None
         if not self.rewards_of_evaluation and played is None and not asked.loss:
             raise ValueError(
-                "evaluation: nothing scores the answers. Name a function under evaluation.rewards, or set "
-                "evaluation.loss: true for the loss on the rows' completions."
+                "evaluation: nothing scores the answers. Name a function under rewards, or set evaluation.loss: true "
+                "for the loss on the rows' completions."
             )
         if (
             self.rewards_of_evaluation
@@ -359,12 +410,27 @@ class TrainingConfig(RunConfig):
                 f"evaluation: a run of type {self.type!r} has no sampling.max_completion_length. Give "
                 "evaluation.max_completion_length."
             )
-        if asked.keep_best and self.snapshot_every != "auto" and asked.every % self.snapshot_every:
+        if asked.keep_best and isinstance(self.snapshot_every, int) and asked.every % self.snapshot_every:
             raise ValueError(
                 f"evaluation.keep_best keeps evaluated snapshots, but every={asked.every} is no multiple of "
                 f"snapshot_every={self.snapshot_every}. Make it one."
             )
-        refuse_equal_names([reward.name for reward in asked.rewards])
+        refuse_equal_names([reward.name for reward in self.rewards_of_evaluation])
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_have_a_use(self) -> Self:
+        for number, reward in enumerate(self.rewards):
+            if reward.used_in == "evaluation" and self.evaluation is None:
+                raise ValueError(
+                    f"rewards.{number}.used_in=evaluation: the run has no section evaluation. Add one, or leave out "
+                    f"{reward.name!r}."
+                )
+            if not isinstance(self, Scores) and (self.evaluation is None or reward.used_in == "training"):
+                raise ValueError(
+                    f"rewards.{number}: a run of type {self.type!r} uses rewards in its evaluation only. Add a "
+                    f"section evaluation and used_in: evaluation, or leave out {reward.name!r}."
+                )
         return self
 
 
@@ -481,25 +547,15 @@ class SamplesGroups(Samples):
         return self
 
 
-class Scores(Samples):
+class Scores(Samples, Judges):
     """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
 
     groups: ClassVar[Groups] = {
         "": ("rewards", "environment"),
         "Batch": ("chunks",),
-        "Score": (
-            "reward_model",
-            "missing_eos_penalty",
-            "on_reward_error",
-            "reward_timeout_s",
-            "reward_processes",
-            "reward_memory_bytes",
-        ),
+        "Score": ("reward_model", "missing_eos_penalty"),
     }
 
-    rewards: tuple[Reward, ...] = Field(
-        default=(), description="Python rewards and HTTP services, summed with weights."
-    )
     environment: EnvironmentConfig | None = Field(
         default=None,
         description="What answers the model turn by turn, and rewards it; default: a response is one turn.",
@@ -516,29 +572,11 @@ class Scores(Samples):
     missing_eos_penalty: float = Field(
         default=0.0, ge=0, description="Subtracted where a response has no end token."
     )
-    on_reward_error: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="stop: where a reward fails, the run ends; skip: the samples that it fails on leave the batch.",
-    )
-    reward_timeout_s: float = Field(
-        default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards may take per batch."
-    )
-    reward_processes: int = Field(
-        default=1,
-        gt=0,
-        le=256,
-        description="Processes of Python rewards per rank; they share out rewards, and answers judged one by one.",
-    )
-    reward_memory_bytes: int = Field(
-        default=4 * 2**30,
-        gt=0,
-        description="Bytes of memory for each process of Python rewards, with all that it starts.",
-    )
 
     @property
     def scores_tokens(self) -> bool:
         """Whether some reward judges single tokens or steps."""
-        return any(reward.per != "sequence" for reward in self.rewards)
+        return any(reward.per != "sequence" for reward in self.scoring_rewards)
 
     @property
     def skipped_leave(self) -> bool:
@@ -549,7 +587,7 @@ class Scores(Samples):
     def score_names(self) -> list[str]:
         """The names of all that has a part in a score, in metrics, but for the reward model."""
         own = [] if self.environment is None else [self.environment.name]
-        return [*(reward.name for reward in self.rewards), *own]
+        return [*(reward.name for reward in self.scoring_rewards), *own]
 
     @model_validator(mode="after")
     def _turns_can_end(self) -> Self:
@@ -619,13 +657,6 @@ class OnePass(Scores, SamplesGroups):
         if self.models.reward is not None:
             roles["reward"] = Role.of(self.models.reward, "scalar")
         return roles
-
-
-def rewards_of(config: RunConfig) -> tuple[Reward, ...]:
-    """All Python rewards that a run calls, those of its evaluation among them."""
-    own = config.rewards if isinstance(config, Scores) else ()
-    of_evaluation = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
-    return (*own, *(reward for reward in of_evaluation if reward not in own))
 
 
 def refuse_equal_names(names: Sequence[str]) -> None:

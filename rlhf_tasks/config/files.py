@@ -11,7 +11,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhf_tasks.config.key_names import example, suggestion
-from rlhf_tasks.config.rewards import FUNCTION_REWARD, SERVICE_REWARD
 from rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, reading, shown
 
 T = TypeVar("T")
@@ -145,7 +144,7 @@ def faults_of(error: ValidationError, model: type[BaseModel] | None = None, *kin
 
 def _sentence(fault: ErrorDetails, model: type[BaseModel] | None, kinds: Sequence[str]) -> str:
     *above, last = ("", *fault["loc"])
-    tags = (*kinds, "path", "inline", "several", FUNCTION_REWARD, SERVICE_REWARD)
+    tags = (*kinds, "path", "inline", "several")
     keyed = fault["type"] in (
         "extra_forbidden",
         "missing",

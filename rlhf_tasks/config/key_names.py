@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 MOST_KEY = 100  # characters of a key that is compared with others: longer ones are no slips of the keyboard
 MOST_LISTED = 12  # keys that a sentence lists
 LAST = ("evaluation.", "planning.", "runtime.")  # sections that are meant less often than others
-DEEPEST = 3  # sections inside sections, such as evaluation.rewards
+DEEPEST = 2  # sections inside sections, such as rewards.0
 
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     # TRL and transformers
@@ -49,12 +49,18 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("warmup_ratio", "lr_warmup_steps"), ("optimizer.warmup_steps",)),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "betas"), ("optimizer.adam_betas",)),
     **dict.fromkeys(("grad_clip", "clip_grad"), ("optimizer.max_grad_norm",)),
-    **dict.fromkeys(("stop", "stop_token"), ("sampling.stop_strings",)),
-    "stop_token_id": ("sampling.stop_token_ids",),
+    **dict.fromkeys(("stop_token", "stop_token_id"), ("sampling.stop",)),
     "importance_sampling_cap": ("importance_cap",),
     "vf_coef": ("critic_learning_rate",),
     # names of before
     "critic_optimizer": ("critic_learning_rate",),
+    "evaluation.rewards": ("rewards.0.used_in",),
+    "evaluation.batch_size": ("batch_size",),
+    "snapshot_max_s": ("snapshot_every",),
+    "score_clip": ("reward_model.clip",),
+    **dict.fromkeys(("request_timeout_s", "turn_timeout_s"), ("reward_timeout_s",)),
+    "max_observation_tokens": ("sampling.max_completion_length",),
+    **dict.fromkeys(("stop_strings", "stop_token_ids"), ("sampling.stop",)),
     **dict.fromkeys(
         (
             "deadline_floor_s",
@@ -90,6 +96,12 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """What TRL, transformers, peft, verl and earlier versions call it -> its names here; the first there is counts."""
 
+GONE: Mapping[str, str] = {
+    "retries": "a request that fails is sent three times more",
+    "value_huber_delta": "the error of a value is squared, clipped by cliprange_value",
+}
+"""Keys of earlier versions that have no other name here -> what holds instead."""
+
 _EXAMPLES: Mapping[str, str] = {
     "actor": "models/my-model",
     "teacher": "models/my-teacher",
@@ -98,7 +110,6 @@ _EXAMPLES: Mapping[str, str] = {
     "max_completion_length": "256",
     "total_iterations": "100",
     "function": "rewards.py:correct",
-    "path": "data/train.jsonl",
     "name": "mine",
     "stages": "[{name: sft, type: sft}]",
 }
@@ -112,9 +123,11 @@ def suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:
         return "."
     key = path[-1][:MOST_KEY]
     everywhere = {} if model is None else _paths(model)
+    if key in GONE:
+        return f": {GONE[key]}."
     candidates = (
-        *(known_there for known_there in everywhere if known_there.rpartition(".")[2] == key),
         *ELSEWHERE.get(".".join(path), ()),
+        *(known_there for known_there in everywhere if known_there.rpartition(".")[2] == key),
         *ELSEWHERE.get(key, ()),
     )
     here = [found for found in candidates if found.replace(".0.", ".") in everywhere]

@@ -3,23 +3,43 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import (
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
-from rlhf_tasks.config.settings import MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings
+from rlhf_tasks.config.settings import MOST_SEQS, MOST_TOKENS, Settings
 
 
-class RewardSource(Settings):
-    """What rewards of both kinds have in common."""
+class RewardConfig(Settings):
+    """A reward: a Python function, or an HTTP service that computes it."""
 
+    function: str | None = Field(
+        default=None,
+        pattern=r"^[^:]+:[A-Za-z_]\w*$",
+        description="Where it is: `module:function`, `file.py:function` or `builtin:NAME`; give this or url.",
+    )
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further keyword arguments of the function; name a secret as {env: VARIABLE} or "
+        "{block: PREFECT_SECRET}.",
+    )
+    url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/?#\s@]+([/?][^\s#]*)?$",
+        max_length=2000,
+        description="Service to which answers are sent, as a POST of JSON; no other address is asked. A "
+        "request may take half of reward_timeout_s.",
+    )
+    headers: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further headers for the url; name a secret as {env: VARIABLE} or {block: PREFECT_SECRET}.",
+    )
     weight: float = Field(default=1.0, description="Factor of its value in the score.")
+    used_in: Literal["both", "training", "evaluation"] = Field(
+        default="both",
+        description="Where a training run uses it: in training, in its evaluation, or in both.",
+    )
     per: Literal["sequence", "step", "token"] = Field(
         default="sequence",
         description="It gives an answer a number, or a list: [token, number] of each step, or each token's number.",
@@ -30,66 +50,22 @@ class RewardSource(Settings):
         le=4096,
         description="Calls of an async function, or requests to a url, at the same time.",
     )
+    answers_per_request: int = Field(
+        default=64, gt=0, le=MOST_SEQS, description="Answers of one request to a url."
+    )
+    allow_private: bool = Field(
+        default=False, description="Allow a url on this machine or in a private network."
+    )
     cache: bool = Field(
         default=False,
         description="Keep values in the run folder: an equal answer to an equal row is not judged again.",
     )
 
-
-class RewardFunction(RewardSource):
-    """A Python reward."""
-
-    function: str = Field(
-        pattern=r"^[^:]+:[A-Za-z_]\w*$",
-        description="Where it is: `module:function`, `file.py:function` or `builtin:NAME`.",
-    )
-    kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further keyword arguments; name a secret as {env: VARIABLE} or {block: PREFECT_SECRET}.",
-    )
-
-    @property
-    def name(self) -> str:
-        """The reward's name in metrics: `rewards/<name>/mean`."""
-        return self.function.rpartition(":")[2]
-
-    @property
-    def location(self) -> str:
-        """Where it is, for sentences."""
-        return self.function
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """What it is given, which may name secrets."""
-        return self.kwargs
-
-
-class RewardService(RewardSource):
-    """A reward that an HTTP service computes."""
-
-    url: str = Field(
-        pattern=r"^https?://[^/?#\s@]+([/?][^\s#]*)?$",
-        max_length=2000,
-        description="Where answers are sent, as a POST of JSON; no other address is asked.",
-    )
-    headers: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further headers; name a secret as {env: VARIABLE} or {block: PREFECT_SECRET}.",
-    )
-    answers_per_request: int = Field(default=64, gt=0, le=MOST_SEQS, description="Answers of one request.")
-    request_timeout_s: float = Field(
-        default=30.0, gt=0, le=MOST_SECONDS, description="Seconds that one request may take."
-    )
-    retries: int = Field(
-        default=3, ge=0, le=20, description="Further tries where the service fails or is busy."
-    )
-    allow_private: bool = Field(
-        default=False, description="Allow an address on this machine or in a private network."
-    )
-
     @field_validator("url")
     @classmethod
-    def _names_host_and_port(cls, value: str) -> str:
+    def _names_host_and_port(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         url = urlsplit(value)
         if not url.hostname or url.port == 0:  # reading the port raises ValueError where it is none
             raise ValueError(f"{value} names no host, or the port 0")
@@ -101,35 +77,41 @@ class RewardService(RewardSource):
             ) from None
         return value
 
+    @model_validator(mode="after")
+    def _is_a_function_or_a_service(self) -> Self:
+        if (self.function is None) == (self.url is None):
+            raise ValueError(
+                f"give either function or url, found {'neither' if self.url is None else 'both'}"
+            )
+        others, what = (
+            (("headers", "answers_per_request", "allow_private"), f"function={self.function}")
+            if self.url is None
+            else (("kwargs",), f"url={self.url}")
+        )
+        for name in others:
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name} has no meaning for {what}. Leave it out")
+        return self
+
     @property
     def name(self) -> str:
-        """The reward's name in metrics: the last word of the path, else the host."""
-        words = [word for word in re.split(r"\W+", self.url.partition("//")[2].partition("?")[0]) if word]
-        return words[-1] if "/" in self.url.partition("//")[2].rstrip("/") else "_".join(words)
+        """The reward's name in metrics, `rewards/<name>/mean`: the function's; the last word of a url's path, or else
+        its host."""
+        if self.function is not None:
+            return self.function.rpartition(":")[2]
+        place = self.location.partition("//")[2]
+        words = [word for word in re.split(r"\W+", place.partition("?")[0]) if word]
+        return words[-1] if "/" in place.rstrip("/") else "_".join(words)
 
     @property
     def location(self) -> str:
         """Where it is, for sentences."""
-        return self.url
+        return self.function or self.url or ""
 
     @property
     def arguments(self) -> Mapping[str, Any]:
         """What it is given, which may name secrets."""
-        return self.headers
-
-
-FUNCTION_REWARD, SERVICE_REWARD = "function-reward", "service-reward"  # tags
-
-
-def _kind_of_reward(value: Any) -> str:
-    is_service = "url" in value if isinstance(value, Mapping) else isinstance(value, RewardService)
-    return SERVICE_REWARD if is_service else FUNCTION_REWARD
-
-
-Reward = Annotated[
-    Annotated[RewardFunction, Tag(FUNCTION_REWARD)] | Annotated[RewardService, Tag(SERVICE_REWARD)],
-    Discriminator(_kind_of_reward),
-]
+        return self.kwargs if self.url is None else self.headers
 
 
 class EnvironmentConfig(Settings):
@@ -156,19 +138,6 @@ class EnvironmentConfig(Settings):
         le=MOST_TOKENS,
         description="Most tokens that the model draws in a turn; default: what is left of "
         "sampling.max_completion_length, which counts all turns and observations.",
-    )
-    max_observation_tokens: int | None = Field(
-        default=None,
-        gt=0,
-        le=MOST_TOKENS,
-        description="Most tokens of an observation: the run ends at a longer one; default: "
-        "sampling.max_completion_length.",
-    )
-    turn_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        le=MOST_SECONDS,
-        description="Seconds for the answers to one turn of a rank's batch.",
     )
 
     @property

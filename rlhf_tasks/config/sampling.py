@@ -1,6 +1,6 @@
 """Sections of how responses are drawn, in training and in evaluations. Torch-free."""
 
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from pydantic import (
     Field,
@@ -8,8 +8,8 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_tasks.config.rewards import Reward
 from rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SEQS, MOST_TOKENS, Settings
+from rlhf_tasks.system.reading import shown
 
 MOST_STOPS = 32  # strings, and ids, that end a response
 MOST_STOP_BYTES = 256  # of all stop strings: the table that finds them has a row for each
@@ -39,22 +39,38 @@ class SamplingConfig(Settings):
         description="Tokens of a response that come before any that may end it: of these many, none is an end token, "
         "and a stop string does not end it.",
     )
-    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
+    stop: tuple[int | str, ...] = Field(
         default=(),
-        max_length=MOST_STOPS,
-        description="Ids of tokens that end a response besides the model's own end tokens.",
-    )
-    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(),
-        max_length=MOST_STOPS,
-        description="Strings that end a response. The token that completes one is its last token and stays whole.",
+        max_length=2 * MOST_STOPS,
+        description="What ends a response besides the model's own end tokens: strings, and tokens by their ids. The "
+        "token that completes a string is its last token and stays whole.",
     )
 
-    @field_validator("stop_token_ids", "stop_strings")
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids of tokens that end a response besides the model's own end tokens."""
+        return tuple(each for each in self.stop if isinstance(each, int))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end a response."""
+        return tuple(each for each in self.stop if isinstance(each, str))
+
+    @field_validator("stop", mode="before")
     @classmethod
-    def _each_once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Sorted, each once: the order in which they are named does not make another run."""
-        return tuple(sorted(set(value)))
+    def _strings_and_ids(cls, value: Any) -> Any:
+        """Ids and strings sorted, each once: the order in which they are named does not make another run."""
+        several = [value] if isinstance(value, int | str) else value
+        if not isinstance(several, list | tuple):
+            raise ValueError(f"give strings and ids of tokens, found {shown(value)}")
+        for each in several:
+            is_id = isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31
+            if not (is_id or (isinstance(each, str) and each)):
+                raise ValueError(f"give strings and ids of tokens, from 0 on, found {shown(each)}")
+        return (
+            *sorted({each for each in several if isinstance(each, int)}),
+            *sorted({each for each in several if isinstance(each, str)}),
+        )
 
     @model_validator(mode="after")
     def _responses_can_end(self) -> Self:
@@ -71,14 +87,15 @@ class SamplingConfig(Settings):
         size = sum(len(string.encode(errors="replace")) for string in self.stop_strings)
         if size > MOST_STOP_BYTES:
             raise ValueError(
-                f"stop_strings have {size} bytes together, more than {MOST_STOP_BYTES}. Name fewer or shorter ones."
+                f"the strings in stop have {size} bytes together, more than {MOST_STOP_BYTES}. Name fewer or shorter "
+                "ones."
             )
         return self
 
 
 class EvaluationConfig(Settings):
     """Evaluation on held-out rows during a training run: the model as it then is answers them, and the answers are
-    scored by rewards; or it is asked how likely the rows' own completions are.
+    scored by the run's rewards; or it is asked how likely the rows' own completions are.
     """
 
     data: str = Field(
@@ -95,10 +112,6 @@ class EvaluationConfig(Settings):
         default=False,
         description="Also evaluate before the first iteration, as step 0 (TRL's eval_on_start).",
     )
-    rewards: tuple[Reward, ...] = Field(
-        default=(),
-        description="Rewards that score the answers, summed with weights; default: the run's.",
-    )
     loss: bool = Field(
         default=False,
         description="Also the loss on the rows' completions, as of supervised fine-tuning: eval/loss.",
@@ -111,9 +124,6 @@ class EvaluationConfig(Settings):
     )
     temperature: float = Field(default=0.0, ge=0, description="Divides the logits; 0 is greedy.")
     num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Answers to each row.")
-    batch_size: int = Field(
-        default=64, gt=0, le=MOST_SEQS, description="Rows that are computed at once, by all ranks together."
-    )
     keep_best: int = Field(
         default=0,
         ge=0,

@@ -12,7 +12,7 @@ from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.evaluation import Evaluation
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.functions import load_functions
-from rlhf_tasks.algorithms.held_out import evaluation_of
+from rlhf_tasks.algorithms.held_out import evaluation_of, scoring_rewards_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.sampling.segments import functions_of
@@ -111,7 +111,7 @@ class RankRun:
         """Made by the ranks that evaluate, when they do so first. Rewards of its own have a process of their own."""
         if self._evaluation is None:
             answers, folder = evaluation_of(self._config), Path(self._spec.run_folder)
-            if answers is not None and answers.rewards != getattr(self._config, "rewards", ()):
+            if answers is not None and answers.rewards != scoring_rewards_of(self._config):
                 self._rewards_of_evaluation = RewardProcess(answers, self._spec.iterations, self._spec.blocks)
             rewards, environment = self._rewards_of_evaluation, self._environment
             self._evaluation = Evaluation(self._config, folder, rewards, self._tokenizer, environment)

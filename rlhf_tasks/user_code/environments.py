@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.rewards import EnvironmentConfig
 from rlhf_tasks.data.chat_template import TokenizerError
 from rlhf_tasks.data.observations import Observations
 from rlhf_tasks.user_code.episodes import TIMEOUT_KEY, Answer, Episode, FailedAnswer
@@ -23,16 +22,17 @@ def longest_play_s(config: Scores) -> float:
     those of what is played again in new processes. 0 without an environment."""
     if config.environment is None:
         return 0.0
-    return _all_turns_s(config.environment) + _replays_s(config.environment, config.on_reward_error == "skip")
+    return _all_turns_s(config) + _replays_s(config)
 
 
-def _all_turns_s(environment: EnvironmentConfig) -> float:
-    return environment.max_turns * (environment.turn_timeout_s + ENDING_S)
+def _all_turns_s(config: Scores) -> float:
+    assert config.environment is not None
+    return config.environment.max_turns * (config.reward_timeout_s + ENDING_S)
 
 
-def _replays_s(environment: EnvironmentConfig, skips: bool) -> float:
+def _replays_s(config: Scores) -> float:
     """Seconds that all replays of a batch may take together."""
-    return (MOST_LOST if skips else MOST_KILLED) * _all_turns_s(environment)
+    return (MOST_LOST if config.on_reward_error == "skip" else MOST_KILLED) * _all_turns_s(config)
 
 
 def observed(observations: Observations, config: Scores, text: str, prompt: Any, last: int) -> list[int]:
@@ -47,11 +47,11 @@ def observed(observations: Observations, config: Scores, text: str, prompt: Any,
         ids = observations.ids(text, prompt, last)
     except TokenizerError as error:
         raise RewardError(f"environment {environment.factory}: {error}") from None
-    most = environment.max_observation_tokens or config.sampling.max_completion_length
+    most = config.sampling.max_completion_length
     if len(ids) > most:
         raise RewardError(
-            f"environment {environment.factory}: an observation has {len(ids)} tokens, but {most} are allowed. "
-            "Shorten it, or raise environment.max_observation_tokens or sampling.max_completion_length."
+            f"environment {environment.factory}: an observation has {len(ids)} tokens, but a response at most "
+            f"sampling.max_completion_length={most}. Shorten the one or raise the other."
         )
     return ids
 
@@ -66,8 +66,7 @@ class EnvironmentProcess:
     def __init__(self, config: RunConfig, blocks: Mapping[str, str] | None = None) -> None:
         self._parts: list[_Part] = []
         if isinstance(config, Scores) and config.environment is not None:
-            of_part = (config.environment, config.reward_memory_bytes, config.on_reward_error == "skip")
-            self._parts = [_Part(*of_part, dict(blocks or {})) for _ in range(config.reward_processes)]
+            self._parts = [_Part(config, dict(blocks or {})) for _ in range(config.reward_processes)]
         self._threads = ThreadPoolExecutor(max(len(self._parts), 1), thread_name_prefix="environments")
 
     def answers(self, episodes: Sequence[Episode]) -> list[Answer | FailedAnswer]:
@@ -107,13 +106,14 @@ class _Part:
     several episodes wait for their answers, nobody knows which of them did it. The next process then plays one
     episode at a time, all its turns, until it is lost over one.
 
-    skips  whether the answer of an episode in which the environment fails is a FailedAnswer, and the others go on
+    With `on_reward_error: skip` the answer of an episode in which the environment fails is a FailedAnswer, and the
+    others go on.
     """
 
-    def __init__(
-        self, environment: EnvironmentConfig, most_bytes: int, skips: bool, blocks: Mapping[str, str]
-    ) -> None:
-        self._environment, self._skips = environment, skips
+    def __init__(self, config: Scores, blocks: Mapping[str, str]) -> None:
+        environment = config.environment
+        assert environment is not None, "the run has no environment"
+        self._config, self._skips = config, config.on_reward_error == "skip"
         name = f"environment {environment.factory}"
         of_user = environment.model_dump(include={"factory", "kwargs"})
         self.process = UserProcess(
@@ -121,10 +121,10 @@ class _Part:
                 kind="rlhf_tasks.user_code.episodes:Environments",
                 what=name,
                 who=lambda method: f"{name}: {method}",
-                begin={**of_user, "skips": skips, "blocks": blocks},
-                timeout_s=environment.turn_timeout_s,
+                begin={**of_user, "skips": self._skips, "blocks": blocks},
+                timeout_s=config.reward_timeout_s,
                 timeout_key=TIMEOUT_KEY,
-                most_bytes=most_bytes,
+                most_bytes=config.reward_memory_bytes,
             )
         )
         # Of the batch:
@@ -139,7 +139,7 @@ class _Part:
         """
         begins = len(episodes[0].texts) == 1
         if begins:
-            self._n_lost, self._replays_s = 0, _replays_s(self._environment, self._skips)
+            self._n_lost, self._replays_s = 0, _replays_s(self._config)
         try:
             try:
                 return self._asked(episodes, begins)
@@ -185,7 +185,7 @@ class _Part:
         for some in [[each] for each in episodes] if one_by_one else [episodes]:
             answers: list[Answer | FailedAnswer] = []
             for number in range(1, len(some[0].texts) + 1) if some else ():
-                if time.monotonic() + self._environment.turn_timeout_s + ENDING_S > until_s:
+                if time.monotonic() + self._config.reward_timeout_s + ENDING_S > until_s:
                     raise RewardError(
                         f"{error} Its batch cannot be played again in {self._replays_s:.0f} s, which is all that "
                         f"{TIMEOUT_KEY} and environment.max_turns allow.",

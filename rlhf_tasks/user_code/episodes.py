@@ -11,7 +11,7 @@ from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, rais
 from rlhf_tasks.user_code.forms import as_float, module_at, unwrapped
 
 METHODS = ("reset", "step")
-TIMEOUT_KEY = "environment.turn_timeout_s"
+TIMEOUT_KEY = "reward_timeout_s"
 
 
 class Episode(NamedTuple):

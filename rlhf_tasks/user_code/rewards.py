@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.rewards import RewardFunction, RewardService
+from rlhf_tasks.config.rewards import RewardConfig
 from rlhf_tasks.user_code.errors import RewardError
 from rlhf_tasks.user_code.forms import Answers, Values
 from rlhf_tasks.user_code.judge import TIMEOUT_KEY
@@ -72,11 +72,11 @@ class RewardProcess:
         kept: Path | None = None,
         rank: int = 0,
     ) -> None:
-        self._config = config if isinstance(config, Scores) and config.rewards else None
+        self._config = config if isinstance(config, Scores) and config.scoring_rewards else None
         self._iterations = iterations
         self.processes: list[UserProcess] = []
         if self._config is not None:
-            keeps = any(reward.cache for reward in self._config.rewards)
+            keeps = any(reward.cache for reward in self._config.scoring_rewards)
             begin = {"blocks": dict(blocks or {}), "kept": str(kept) if keeps and kept else None}
             for part in range(self._config.reward_processes):
                 terms = _terms(self._config, begin | {"writer": f"{rank}-{part}"})
@@ -118,7 +118,7 @@ class RewardProcess:
         ]
         wait(of_parts)
         replies = [each.result() for each in of_parts]  # the first part's error, where several have one
-        values: dict[str, Values] = {reward.name: [None] * len(answers) for reward in config.rewards}
+        values: dict[str, Values] = {reward.name: [None] * len(answers) for reward in config.scoring_rewards}
         logged: dict[str, Mapping[str, Any]] = {}
         for reply in replies:
             logged |= reply["logged"]
@@ -161,11 +161,11 @@ def _reply(process: UserProcess, request: Mapping[str, Any], skips: bool) -> dic
 def _terms(config: Scores, begin: Mapping[str, Any]) -> Terms:
     return Terms(
         kind="rlhf_tasks.user_code.judge:Judge",
-        what=f"the rewards {', '.join(repr(reward.name) for reward in config.rewards)}",
+        what=f"the rewards {', '.join(repr(reward.name) for reward in config.scoring_rewards)}",
         who="reward {!r}".format,
         begin={
             **begin,
-            "rewards": [_stated(reward) for reward in config.rewards],
+            "rewards": [_stated(reward, config) for reward in config.scoring_rewards],
             "skips": config.on_reward_error == "skip",
         },
         timeout_s=config.reward_timeout_s,
@@ -174,13 +174,12 @@ def _terms(config: Scores, begin: Mapping[str, Any]) -> Terms:
     )
 
 
-def _stated(reward: RewardFunction | RewardService) -> dict[str, Any]:
+def _stated(reward: RewardConfig, config: Scores) -> dict[str, Any]:
     """A reward as its process takes it."""
     service = None
-    if isinstance(reward, RewardService):
-        service = reward.model_dump(
-            include={"answers_per_request", "request_timeout_s", "retries", "allow_private"}
-        )
+    if reward.url is not None:
+        service = reward.model_dump(include={"answers_per_request", "allow_private"})
+        service["request_timeout_s"] = config.reward_timeout_s / 2
     of_both = {"name": reward.name, "location": reward.location, "kwargs": dict(reward.arguments)}
     return of_both | {"service": service} | reward.model_dump(include={"concurrency", "cache", "per"})
 

@@ -26,6 +26,7 @@ from rlhf_tasks.user_code.errors import RewardError, shortened
 from rlhf_tasks.user_code.forms import TRL, FoundReward, Parameters
 
 MOST_BYTES = 16 << 20  # of an answer
+RETRIES = 3  # of a request that cannot be sent, or whose service is busy
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; twice as long after each
 NOT_FOR_US = (401, 403, 404, 405)  # whatever is asked: the address or the login is at fault
 BUSY = 429
@@ -54,14 +55,13 @@ class _Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The settings of a service, as in `RewardService`, with the headers' secrets resolved."""
+    """The settings of a service, as in `RewardConfig`, with the headers' secrets resolved."""
 
     name: str
     url: str
     headers: Mapping[str, str]
     answers_per_request: int
     request_timeout_s: float
-    retries: int
     allow_private: bool
     per: str = "sequence"
 
@@ -102,15 +102,14 @@ class Service:
         """The values of a request's answers. Raises RewardError, RequestError among them."""
         content, n_answers = json.dumps(body, default=str).encode(), len(body["completions"])
         fault: Exception | None = None
-        for tried in range(self.retries + 1):
+        for tried in range(RETRIES + 1):
             try:
                 return self._values(self._posted(content), n_answers)
             except _Again as failure:
                 fault = failure
-            if tried < self.retries:
+            if tried < RETRIES:
                 time.sleep(min(FIRST_PAUSE_S * 2**tried, LONGEST_PAUSE_S))
-        tries = f"{self.retries + 1} tries" if self.retries else "1 try"
-        raise RequestError(f"reward {self.name!r}: {self.url} {fault} ({tries}).")
+        raise RequestError(f"reward {self.name!r}: {self.url} {fault} ({RETRIES + 1} tries).")
 
     def _values(self, answer: Any, n_answers: int) -> Sequence[Any]:
         """The values of an answer: a list, or an object with `rewards` or `scores`; a RewardError for each that is no
@@ -128,7 +127,8 @@ class Service:
         return [_value(self.name, place, value) for place, value in enumerate(answer)]
 
     def _posted(self, content: bytes) -> Any:
-        """The JSON that a POST is answered with. Raises RewardError, and _Again."""
+        """The JSON that a POST is answered with. Raises RewardError, RequestError where its time is over, and
+        _Again."""
         url = urlsplit(self.url)
         host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
         until_s = time.monotonic() + self.request_timeout_s
@@ -145,13 +145,12 @@ class Service:
                             wire, url.path + (url.query and f"?{url.query}"), content
                         )
         except (OSError, http.client.HTTPException) as error:
-            late = time.monotonic() >= until_s or isinstance(error, TimeoutError)
-            why = (
-                f"gave no answer in {self.request_timeout_s:g} s"
-                if late
-                else f"cannot be reached: {_told(error)}"
-            )
-            raise _Again(why) from None
+            if time.monotonic() < until_s and not isinstance(error, TimeoutError):
+                raise _Again(f"cannot be reached: {_told(error)}") from None
+            raise RequestError(  # another try would find no time
+                f"reward {self.name!r}: {self.url} gave no answer in {self.request_timeout_s:g} s, half of "
+                "reward_timeout_s. Raise that if the service is only slow."
+            ) from None
         return self._checked(status, head, answer)
 
     def _exchanged(

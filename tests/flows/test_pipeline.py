@@ -96,7 +96,7 @@ def document(tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 10)
     (tmp_path / "judge.py").write_text(REWARD)
     rewards = [{"function": f"{tmp_path / 'judge.py'}:right"}]
-    held_out = {"data": str(tmp_path / "prompts.jsonl"), "rewards": rewards, "max_completion_length": 4}
+    held_out = {"data": str(tmp_path / "prompts.jsonl"), "max_completion_length": 4}
     return {
         "type": "pipeline",
         "name": "mine",
@@ -112,6 +112,7 @@ def document(tmp_path):
                 "batch_size": 8,
                 "total_iterations": 3,
                 "optimizer": {"learning_rate": 1e-2},
+                "rewards": rewards,
                 "evaluation": {**held_out, "every": 2, "keep_best": 1},
             },
             {
@@ -242,7 +243,7 @@ def test_a_stage_goes_on_from_the_adapter_that_an_earlier_one_leaves(document, t
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     sft, score = document["stages"]
     sft |= {"lora": {"rank": 4}, "total_iterations": 2}
-    del sft["evaluation"]
+    del sft["evaluation"], sft["rewards"]
     dpo = {
         **sft,
         "name": "dpo",

@@ -56,10 +56,6 @@ class Run:
                     {"url": "https://judge.org/score", "headers": {"Authorization": SECRET}},
                 ],
                 "environment": {"factory": "m:h", "kwargs": {"bearer": SECRET}},
-                "evaluation": {
-                    "data": "h",
-                    "rewards": [{"function": "m:g", "kwargs": {"api_key": SECRET}}],
-                },
                 "total_iterations": 8,
                 "report_to": names,
             }

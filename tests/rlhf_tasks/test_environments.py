@@ -198,7 +198,7 @@ def test_the_budget_and_the_number_of_turns_truncate(run):
     assert torch.equal(once["truncated"].values, short["truncated"].values)
     whole = drawn(run(sampling={"max_completion_length": 13}))
     assert max(mask.sum().item() for mask in whole["response_mask"].split()) == 10
-    uneven = run(sampling={"max_completion_length": 14, "stop_token_ids": list(range(32, 64))})
+    uneven = run(sampling={"max_completion_length": 14, "stop": list(range(32, 64))})
     lengths = [len(marks) for _, marks in responses(uneven, drawn(uneven))]
     assert max(lengths) == 14, "though others of the same turn have more room"
 
@@ -247,15 +247,16 @@ def test_an_environment_that_fails_is_told_with_the_sample_its_row_and_its_turn(
         "class Bad:\n    def reset(self, row, seed):\n        pass\n\n"
         "    def step(self, text):\n        return 'long ' * 9, 0.0, False\n"
     )
-    bad = {"factory": f"{tmp_path}/rooms.py:Bad", "max_turn_tokens": 2, "max_observation_tokens": 44}
+    bad = {"factory": f"{tmp_path}/rooms.py:Bad", "max_turn_tokens": 2}
     with pytest.raises(RewardError) as caught:
-        drawn(run(environment=bad))
+        drawn(run(environment=bad, sampling={"max_completion_length": 44}))
     assert str(caught.value).startswith(
-        f"environment {tmp_path}/rooms.py:Bad: an observation has 45 tokens, but 44 are allowed. Shorten it, or "
-        "raise environment.max_observation_tokens or sampling.max_completion_length. It was at sample 0 (0), "
+        f"environment {tmp_path}/rooms.py:Bad: an observation has 45 tokens, but a response at most "
+        "sampling.max_completion_length=44. Shorten the one or raise the other. It was at sample 0 (0), "
         'whose turn 1 was "'
     )
-    assert drawn(run(environment={**bad, "max_observation_tokens": 45}))["truncated"].values.all()
+    longer = run(environment=bad, sampling={"max_completion_length": 45})
+    assert drawn(longer)["truncated"].values.all()
 
 
 def test_a_sample_on_which_the_environment_fails_leaves_the_batch_as_after_a_rewards_fault(run, tmp_path):
@@ -279,7 +280,9 @@ def test_a_sample_on_which_the_environment_fails_leaves_the_batch_as_after_a_rew
     }
     reasons = " ".join(line["reason"] for line in listed)
     assert "step raised ValueError: in a mood at " in reasons
-    assert "an observation has 297 tokens, but 30 are allowed." in reasons
+    assert (
+        "an observation has 297 tokens, but a response at most sampling.max_completion_length=30." in reasons
+    )
     [samples] = (tmp_path / "samples").glob("*.jsonl")
     shown = lines(samples)
     assert [line["score"] is None for line in shown] == (~stays).tolist()[: len(shown)]

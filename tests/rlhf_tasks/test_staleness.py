@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, sta
         assert not found, f"{name}:\n" + "\n".join(found)
 
 
-SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop_token_ids": list(range(32, 64))}
+SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop": list(range(32, 64))}
 """Some responses end in the iteration that begins them, others two iterations later."""
 
 
@@ -146,8 +146,8 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
 def test_so_it_is_where_stages_draw_segments(ranks, tmp_path, generation):
     """Each stage finds out from the tokens alone which sequences go on. Few end in a segment, so an iteration has
     several; stop strings and top-k have a state too."""
-    sampling = {"max_completion_length": 12, "segment_tokens": 3, "stop_token_ids": list(range(32, 48))}
-    sampling |= {"top_k": 40, "stop_strings": ["tt"]}
+    sampling = {"max_completion_length": 12, "segment_tokens": 3, "stop": [*range(32, 48), "tt"]}
+    sampling |= {"top_k": 40}
     config = partial(ppo_config, sampling=sampling, optimizer={"learning_rate": 1e-2}, total_iterations=4)
     reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
     n_ranks, alone = len(generation["devices"]), {call: {"devices": [1]} for call in CALLS}

@@ -21,14 +21,13 @@ class PPOConfig(PolicyConfig):
             "critic_warmup_iterations",
             "early_stop_ratio",
         ),
-        "Score": ("score_clip", "truncated_responses"),
+        "Score": ("truncated_responses",),
         "KL": ("kl_coef", "kl_estimator", "kl_target", "kl_horizon"),
         "Advantages": ("gamma", "lam", "whiten_rewards", "whiten_advantages", "normalize_values"),
-        "Loss": ("cliprange", "cliprange_value", "dual_clip", "value_huber_delta"),
+        "Loss": ("cliprange", "cliprange_value", "dual_clip"),
     }
 
     models: ModelsConfig
-    score_clip: float | None = Field(default=None, gt=0, description="Bound of a score; default: none.")
     truncated_responses: Literal["keep", "zero", "bootstrap"] = Field(
         default="keep",
         description="A response without end token: keep its score, set it to 0, or keep it and bootstrap the return.",
@@ -64,11 +63,6 @@ class PPOConfig(PolicyConfig):
         default=None,
         gt=1,
         description="Policy ratio above which a token with a negative advantage costs no more; default: none.",
-    )
-    value_huber_delta: float | None = Field(
-        default=None,
-        gt=0,
-        description="Value errors above it count linearly (Huber loss); default: squared error everywhere.",
     )
     num_ppo_epochs: int = Field(default=1, gt=0, le=1000, description="Passes over an iteration's batch.")
     early_stop_ratio: float | None = Field(
@@ -109,15 +103,6 @@ class PPOConfig(PolicyConfig):
         if models.reward is not None:
             roles["reward"] = Role.of(models.reward, "scalar")
         return roles
-
-    @model_validator(mode="after")
-    def _clips_whole_scores(self) -> Self:
-        if self.score_clip is not None and self.scores_tokens:
-            raise ValueError(
-                f"score_clip={self.score_clip:g} bounds the score of a whole response, but a reward judges tokens or "
-                "steps (per). Leave score_clip out."
-            )
-        return self
 
     @model_validator(mode="after")
     def _actor_trains(self) -> Self:

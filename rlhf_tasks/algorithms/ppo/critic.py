@@ -19,23 +19,18 @@ STATE_KEY = "value_norm"
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, huber_delta: float | None = None
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
     """Clipped value loss per token (Engstrom et al., arXiv:2005.12729, section 3, item 1).
 
     values, old_values, returns  [T]
-    huber_delta  an error e costs e^2 / 2 up to |e| = delta and delta (|e| - delta / 2) above (Huber, 1964);
-                 None: e^2 / 2 everywhere
     Returns (loss, clipped), both [T]; clipped is True where the clipped value has the larger error.
     """
     # Not old + clamp(values - old): its rounding would make values inside the bounds count as clipped.
     near = values.clamp(old_values - cliprange, old_values + cliprange)
     free, bounded = (values - returns).abs(), (near - returns).abs()
     error = torch.maximum(free, bounded)
-    if huber_delta is None:
-        return error.square() / 2, bounded > free
-    linear = huber_delta * (error - huber_delta / 2)
-    return torch.where(error <= huber_delta, error.square() / 2, linear), bounded > free
+    return error.square() / 2, bounded > free
 
 
 def shifted(stage_values: Tensor, position_ids: Tensor) -> Tensor:

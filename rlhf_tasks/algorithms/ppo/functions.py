@@ -124,9 +124,7 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
     def loss(stage_values: Tensor, micro: MicroBatch) -> LossTerms:
         mask, data = micro.data["response_mask"], micro.data
         values = shifted(stage_values, micro.position_ids)
-        terms, clipped = value_loss(
-            values, data["old_values"], data["returns"], config.cliprange_value, config.value_huber_delta
-        )
+        terms, clipped = value_loss(values, data["old_values"], data["returns"], config.cliprange_value)
         return LossTerms(torch.where(mask, terms, 0.0).sum(), {"clip_ratio": (mask & clipped).sum()})
 
     steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, ["clip_ratio"])

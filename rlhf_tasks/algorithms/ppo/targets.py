@@ -66,8 +66,6 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     kl = kl_divergence(batch["old_logprobs"].values, batch["ref_logprobs"].values, config.kl_estimator)
     kl = torch.where(mask, kl, 0.0)
     placed = token_rewards(batch)
-    if config.score_clip is not None:  # scores of whole responses: the configuration has checked this
-        placed = placed.clamp(-config.score_clip, config.score_clip)
     final_values = None
     if config.truncated_responses == "zero":
         placed = torch.where(on_tokens(batch["truncated"].values, lengths), 0.0, placed)

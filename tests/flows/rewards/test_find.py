@@ -4,10 +4,17 @@ import sys
 
 import pytest
 
-from flows.rewards.find import check_rewards
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.rewards import RewardFunction, RewardService
+from flows.rewards.find import check_rewards, literal_secrets
+from rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from rlhf_tasks.config.rewards import RewardConfig
 from tests.flows.checked_files import refused
+
+ROLLOUT = {
+    "type": "rollout",
+    "models": {"actor": "m"},
+    "data": {"train": "d"},
+    "sampling": {"max_completion_length": 4},
+}
 
 
 @pytest.mark.parametrize(
@@ -43,13 +50,14 @@ def test_a_built_in_reward_is_refused_before_the_run_for_what_it_cannot_use(
 
 def test_a_services_secrets_are_looked_for_and_literal_ones_warned_of(monkeypatch):
     monkeypatch.delenv("MY_LOGIN", raising=False)
-    named = RewardService(url="https://host/judge", headers={"Authorization": {"env": "MY_LOGIN"}})
+    named = RewardConfig(url="https://host/judge", headers={"Authorization": {"env": "MY_LOGIN"}})
     with pytest.raises(
         ConfigError, match=r"reward https://host/judge: .* variable 'MY_LOGIN' for Authorization"
     ):
         check_rewards([named], (), is_here=True)
-    literal = RewardService(url="https://host/judge", headers={"Authorization": "Bearer x"})
-    (warning,) = check_rewards([literal], (), is_here=True)
+    literal = RewardConfig(url="https://host/judge", headers={"Authorization": "Bearer x"})
+    check_rewards([literal], (), is_here=True)
+    (warning,) = literal_secrets(make_config(ROLLOUT | {"rewards": [literal.model_dump()]}))
     assert warning.startswith("rewards.0.headers.Authorization is given in the configuration")
 
 
@@ -61,12 +69,12 @@ def test_a_reward_may_be_bound_in_any_way(tmp_path):
         "def outer(completions):\n    hidden = 1\n"
     )
     for name in ("imported", "inside", "tried", "assigned", "outer"):
-        check_rewards([RewardFunction(function=f"{file}:{name}")], (), True)
+        check_rewards([RewardConfig(function=f"{file}:{name}")], (), True)
     with pytest.raises(ConfigError, match="no function 'hidden'"):
-        check_rewards([RewardFunction(function=f"{file}:hidden")], (), True)
+        check_rewards([RewardConfig(function=f"{file}:hidden")], (), True)
     file.write_text("def broken(:\n")
     with pytest.raises(ConfigError, match="not valid Python"):
-        check_rewards([RewardFunction(function=f"{file}:broken")], (), True)
+        check_rewards([RewardConfig(function=f"{file}:broken")], (), True)
 
 
 @pytest.fixture

@@ -475,8 +475,8 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
 
 def test_a_stop_id_that_the_tokenizer_lacks_is_refused(call, document):
     size = Tokenizer.from_file(f"{document['models']['actor']}/tokenizer.json").get_vocab_size()
-    document["sampling"] = {"max_completion_length": 8, "stop_token_ids": [3, size]}
-    refused(call, f"sampling.stop_token_ids has {size}", f"{size} tokens, from 0. Name ids of its tokens.")
+    document["sampling"] = {"max_completion_length": 8, "stop": [3, size]}
+    refused(call, f"sampling.stop has {size}", f"{size} tokens, from 0. Name ids of its tokens.")
 
 
 def test_an_end_token_without_an_embedding_is_refused_where_answers_get_one(tmp_path):

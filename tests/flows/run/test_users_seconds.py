@@ -28,8 +28,8 @@ def test_a_process_that_is_started_anew_has_its_time_again(tmp_path):
 
 def test_an_evaluation_may_take_as_long_in_each_of_its_batches(tmp_path):
     ppo_config(tmp_path)
-    asked = {"data": str(tmp_path / "prompts.jsonl"), "batch_size": 10}
-    config = ppo_config(tmp_path, reward_timeout_s=50, evaluation=asked)
+    asked = {"data": str(tmp_path / "prompts.jsonl"), "num_generations": 2}
+    config = ppo_config(tmp_path, reward_timeout_s=50, evaluation=asked, batch_size=20)
     once = 50 + ENDING_S
     assert seconds(config, 21) == {"reward_inference": once, "evaluate_actor": 3 * once}
 

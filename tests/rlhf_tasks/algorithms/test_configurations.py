@@ -19,6 +19,7 @@ from rlhf_tasks.algorithms.configurations import (
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
+from rlhf_tasks.config.base import Scores
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from tests.tiny_runs import write_model
@@ -111,7 +112,7 @@ def test_overrides_win_over_the_file(file: Path):
 def test_ppo_stays_small():
     asked_for = ("planning.", "evaluation.", "environment.")  # sections that most runs leave out
     keys = {key: needed for key, needed in leaves(PPOConfig).items() if not key.startswith(asked_for)}
-    assert len(keys) <= 89, sorted(keys)
+    assert len(keys) <= 91, sorted(keys)
     assert sum(keys.values()) <= 8
 
 
@@ -178,6 +179,8 @@ def test_no_staleness_is_what_every_algorithm_has(kind: str):
         document["min_score"] = 1.0
     if kind == "distillation":
         document["models"] = {"actor": "a", "teacher": "t"}
+    if not issubclass(algorithm(kind).config, Scores):
+        document.pop("rewards", None)
     wanted = make_config(document)
     assert make_config({**document, "staleness": 0}) == wanted
     assert getattr(wanted, "staleness", 0) == 0
@@ -233,11 +236,34 @@ def test_patience_lengthens_every_wait_and_asks_for_the_same_bytes():
             "sampling: min_new_tokens=9 exceeds max_completion_length=8. Lower the one",
         ),
         (
-            {"sampling": {"max_completion_length": 8, "stop_strings": ["a", "é" * 128]}},
-            "sampling: stop_strings have 257 bytes together, more than 256. Name fewer",
+            {"sampling": {"max_completion_length": 8, "stop": ["a", "é" * 128]}},
+            "sampling: the strings in stop have 257 bytes together, more than 256. Name fewer",
         ),
-        ({"sampling": {"max_completion_length": 8, "stop_strings": [""]}}, "sampling.stop_strings.0: "),
-        ({"sampling": {"max_completion_length": 8, "stop_token_ids": [-1]}}, "sampling.stop_token_ids.0: "),
+        (
+            {"sampling": {"max_completion_length": 8, "stop": [""]}},
+            "sampling.stop: give strings and ids of tokens, from 0 on, found ''.",
+        ),
+        (
+            {"sampling": {"max_completion_length": 8, "stop": [-1]}},
+            "sampling.stop: give strings and ids of tokens, from 0 on, found -1.",
+        ),
+        (
+            {"sampling": {"max_completion_length": 8, "stop": {"a": 1}}},
+            "sampling.stop: give strings and ids of",
+        ),
+        (
+            {"rewards": [{"function": "m:f", "headers": {"a": "b"}}]},
+            "rewards.0: headers has no meaning for function=m:f. Leave it out.",
+        ),
+        (
+            {"rewards": [{"url": "http://a", "kwargs": {"a": "b"}}]},
+            "rewards.0: kwargs has no meaning for url=http://a. Leave it out.",
+        ),
+        ({"rewards": [{}]}, "rewards.0: give either function or url, found neither."),
+        (
+            {"rewards": [{"function": "m:f", "url": "http://a"}]},
+            "rewards.0: give either function or url, found bot",
+        ),
         ({"dual_clip": 1.0}, "dual_clip: input should be greater than 1, found 1.0."),
         (
             {"truncated_responses": "drop"},
@@ -490,7 +516,9 @@ def test_another_cadence_is_refused_in_one_sentence(every):
     with pytest.raises(ConfigError) as refused:
         make_config(ppo(snapshot_every=every))
     told = str(refused.value)
-    assert told.startswith("snapshot_every: give auto, or iterations from 1 to 1000000000, found ")
+    assert told.startswith(
+        "snapshot_every: give auto, or a time such as 600s, or iterations from 1 to 1000000000, found "
+    )
     assert len(told) < 300
     assert "\n" not in told
 
@@ -498,7 +526,10 @@ def test_another_cadence_is_refused_in_one_sentence(every):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"snapshot_max_s": 0}, "snapshot_max_s: input should be greater than 0, found 0."),
+        (
+            {"snapshot_every": "0s"},
+            "snapshot_every: give auto, or a time such as 600s, or iterations from 1 to 1000000000, found '0s'.",
+        ),
         (
             {"runtime": {"patience": 0}},
             "runtime.patience: input should be greater than or equal to 0.05, found 0.",
@@ -531,7 +562,7 @@ def test_a_reference_that_nothing_reads_is_refused(kind: str):
 
 def test_the_order_of_what_ends_a_response_makes_no_other_run():
     def stops(strings: list[str], ids: list[int]) -> Any:
-        sampling = {"max_completion_length": 8, "stop_strings": strings, "stop_token_ids": ids}
+        sampling = {"max_completion_length": 8, "stop": [*strings, *ids]}
         return make_config(ppo(sampling=sampling))
 
     assert stops(["b", "a"], [7, 3, 7]) == stops(["a", "b"], [3, 7])

@@ -1,6 +1,7 @@
 """The evaluation in a run: the same metrics on any layout, and from weights and iteration alone."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def total(completions, completion_ids, **columns):
 def even(completions, answer, **columns):
     return [None if int(right) % 2 else 0.5 for right in answer]
 
-def picky(completions, answer, **columns):
+def picky(completions, **columns):
+    raise AssertionError("it is used in training only")
+
+def strict(completions, answer, **columns):
     return [1 / (int(right) % 2) for right in answer]
 """
 
@@ -49,18 +53,21 @@ def held_out(path: Path) -> Path:
     return path
 
 
-def config_of(folder: Path, **evaluation: Any):
+def config_of(folder: Path, judges: Sequence[str] = ("total", "even"), **evaluation: Any):
     """PPO with an evaluation on five rows, in batches of three: some dp rank of four is always without one."""
     (folder / "judge.py").write_text(REWARDS)
-    rewards = [{"function": f"{folder / 'judge.py'}:{name}"} for name in ("total", "even")]
+    rewards: list[dict[str, Any]] = [
+        {"function": f"{folder / 'judge.py'}:{name}", "used_in": "evaluation"} for name in judges
+    ]
+    rewards.append({"function": f"{folder / 'judge.py'}:picky", "used_in": "training"})
     asked = {
         "data": str(held_out(folder / "held_out.jsonl")),
-        "rewards": rewards,
         "max_completion_length": TOKENS,
-        "batch_size": 3,
         **evaluation,
     }
-    config = ppo_config(folder, dtype="float64", evaluation=asked)
+    config = ppo_config(
+        folder, dtype="float64", evaluation=asked, rewards=rewards, batch_size=3, num_mini_batches=1
+    )
     for name, reader in held_out_sets(config).items():
         prepared_rows(reader).keep(folder, name)
     return config
@@ -120,10 +127,7 @@ def test_the_metrics_are_equal_under_every_layout(ranks: Any, tmp_path, sampling
 @pytest.mark.dist
 @pytest.mark.whole
 def test_a_rank_whose_answers_no_reward_judges_is_no_error(ranks: Any, tmp_path):
-    config = config_of(tmp_path)
-    assert config.evaluation is not None
-    only = config.evaluation.model_copy(update={"rewards": config.evaluation.rewards[1:]})
-    document = config.model_copy(update={"evaluation": only}).model_dump_json()
+    document = config_of(tmp_path, judges=["even"]).model_dump_json()
     alone, *split = (
         metrics
         for strategy in ((1, 1, 1), (4, 1, 1))
@@ -135,18 +139,14 @@ def test_a_rank_whose_answers_no_reward_judges_is_no_error(ranks: Any, tmp_path)
 
 @pytest.mark.dist
 def test_an_answer_that_a_reward_fails_on_counts_as_zero_and_is_named(ranks: Any, tmp_path):
-    config = config_of(tmp_path)
-    assert config.evaluation is not None
-    picky = config.evaluation.rewards[0].model_copy(update={"function": f"{tmp_path / 'judge.py'}:picky"})
-    asked = config.evaluation.model_copy(update={"rewards": (picky,)})
-    skips = config.model_copy(update={"evaluation": asked, "on_reward_error": "skip"})
+    skips = config_of(tmp_path, judges=["strict"]).model_copy(update={"on_reward_error": "skip"})
     even = [n for n in range(ROWS) if int(answer_of(tmp_path, n)) % 2 == 0]
     assert 0 < len(even) < ROWS
     for strategy in ((1, 1, 1), (4, 1, 1), (1, 2, 1)):
         size = ParallelStrategy(*strategy).size
         for metrics in ranks.run(size, evaluated, strategy, skips.model_dump_json(), 2):
             assert metrics["eval/reward"] == pytest.approx(1 - len(even) / ROWS)
-            assert metrics["eval/picky/mean"] == 1.0
+            assert metrics["eval/strict/mean"] == 1.0
             assert metrics["eval/skipped_samples"] == len(even)
         files = sorted((tmp_path / "skipped-samples").glob("evaluation-00000002-*.jsonl"))
         listed = [json.loads(line) for file in files for line in file.read_text().splitlines()]

@@ -763,7 +763,7 @@ def test_a_template_that_leaves_the_opening_of_its_turn_to_the_model_is_refused(
     [
         ([USER], TEMPLATE, {}, False),
         ([USER], TEMPLATE.replace("{{ eos_token }}", "<|end|>"), {}, True),
-        ([USER], TEMPLATE.replace("{{ eos_token }}", "<|end|>"), {"stop_strings": ["<|end|>"]}, False),
+        ([USER], TEMPLATE.replace("{{ eos_token }}", "<|end|>"), {"stop": ["<|end|>"]}, False),
         ([USER], "{{ raise_exception('system') }}", {}, False),
         ("hi", TEMPLATE.replace("{{ eos_token }}", ""), {}, False),
     ],

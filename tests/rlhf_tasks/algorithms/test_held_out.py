@@ -8,8 +8,10 @@ import pytest
 
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.held_out import evaluation_of, shared_prompts
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 REWARD, OTHER = {"function": "judge:right"}, {"function": "judge:short", "weight": 2}
+HERE, THERE = {"used_in": "training"}, {"used_in": "evaluation"}
 
 
 def document(kind: str = "ppo", evaluation: Any = None, **changes: Any) -> dict[str, Any]:
@@ -40,15 +42,19 @@ def test_what_it_leaves_out_is_the_runs_and_answers_are_greedy():
 
 
 def test_it_may_have_rewards_and_samples_of_its_own():
-    asked = {"data": "h", "rewards": [OTHER], "num_generations": 3, "temperature": 1, "batch_size": 10}
-    found = evaluation_of(make_config(document(evaluation=asked)))
+    asked = {"data": "h", "num_generations": 3, "temperature": 1}
+    rewards = [REWARD | HERE, OTHER | THERE]
+    config = make_config(document(evaluation=asked, rewards=rewards, batch_size=32))
+    assert isinstance(config, PPOConfig)
+    assert [reward.name for reward in config.scoring_rewards] == ["right"]
+    found = evaluation_of(config)
     assert found is not None
     assert [(reward.name, reward.weight) for reward in found.rewards] == [("short", 2)]
     assert (found.num_generations, found.batch_size, found.sampling.temperature) == (3, 30, 1)
 
 
 def test_its_answers_end_as_the_runs_do():
-    stops = {"stop_strings": ("\n\n",), "stop_token_ids": (3,)}
+    stops = {"stop": (3, "\n\n")}
     sampling = {"max_completion_length": 9, "min_new_tokens": 6, **stops}
     asked = {"data": "h", "max_completion_length": 4}
     found = evaluation_of(make_config(document(evaluation=asked, sampling=sampling)))
@@ -69,14 +75,38 @@ def test_every_nth_iteration_is_due_and_the_last(every, due):
         ("ppo", {"data": "h", "every": 0}, {}, "evaluation.every"),
         ("ppo", {}, {}, "evaluation.data"),
         ("sft", {"data": "h", "max_completion_length": 4}, {}, "nothing scores the answers"),
-        ("sft", {"data": "h", "rewards": [REWARD]}, {}, "Give evaluation.max_completion_length"),
+        ("sft", {"data": "h"}, {"rewards": [REWARD]}, "Give evaluation.max_completion_length"),
+        (
+            "sft",
+            None,
+            {"rewards": [REWARD]},
+            "rewards.0: a run of type 'sft' uses rewards in its evaluation only.",
+        ),
+        (
+            "sft",
+            {"data": "h", "loss": True},
+            {"rewards": [REWARD | HERE]},
+            "Add a section evaluation and used_in: evaluation, or leave out 'right'.",
+        ),
+        (
+            "ppo",
+            None,
+            {"rewards": [REWARD, OTHER | THERE]},
+            "rewards.1.used_in=evaluation: the run has no section evaluation. Add one, or leave out 'short'.",
+        ),
+        ("ppo", {"data": "h"}, {"rewards": [REWARD | HERE]}, "nothing scores the answers"),
         (
             "reward_model",
-            {"data": "h", "rewards": [REWARD], "max_completion_length": 4},
-            {},
+            {"data": "h", "max_completion_length": 4},
+            {"rewards": [REWARD]},
             "a run of type 'reward_model' trains none. Leave it out.",
         ),
-        ("ppo", {"data": "h", "rewards": [REWARD, REWARD]}, {}, "two rewards share a name"),
+        (
+            "ppo",
+            {"data": "h"},
+            {"rewards": [REWARD, OTHER | THERE, OTHER | THERE]},
+            "two rewards share a name",
+        ),
         (
             "ppo",
             {"data": "h", "every": 3, "keep_best": 1},

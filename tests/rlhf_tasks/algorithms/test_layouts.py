@@ -36,7 +36,6 @@ OPTIONS = {
     "sampling": {"max_completion_length": 8, "temperature": 0.8, "top_p": 0.9},
     "truncated_responses": "bootstrap",
     "dual_clip": 1.05,
-    "value_huber_delta": 0.3,
 }
 
 
@@ -67,7 +66,6 @@ def config_of(kind: str, options: dict[str, Any]) -> RunConfig:
             "kl_target": 0.5,
             "kl_horizon": 50,
             "normalize_values": True,
-            "score_clip": 1.0,
             "early_stop_ratio": 1.02,
         }
     elif kind == "distillation":
@@ -217,7 +215,7 @@ CASES = [
     ("ppo", ("ref_inference", "actor_train"), "lm", OPTIONS),
     ("ppo", ("critic_inference", "critic_train"), "scalar", OPTIONS),
     ("ppo", ("ref_inference", "actor_train"), "lm", SKIP | OPTIONS),
-    ("ppo", ("critic_inference", "critic_train"), "scalar", SKIP | OPTIONS | TOKENS | {"score_clip": None}),
+    ("ppo", ("critic_inference", "critic_train"), "scalar", SKIP | OPTIONS | TOKENS),
     ("sft", ("actor_train",), "lm", {}),
     ("reward_model", ("reward_train",), "scalar", {}),
     ("dpo", ("ref_inference", "actor_train"), "lm", {}),
@@ -353,7 +351,7 @@ def test_the_cases_reach_what_they_should(ranks: Any):
 def test_each_option_changes_what_is_learnt(ranks: Any, case: int):
     kind, calls, head, _ = CASES[case]
     loss = ("loss/policy", "loss/value")[case]
-    elsewhere = {"dual_clip": 1, "value_huber_delta": 0, "sampling": 1}  # the other role does not know of it
+    elsewhere = {"dual_clip": 1, "sampling": 1}  # the other role does not know of it
 
     def learnt(options: dict[str, Any]) -> float:
         metrics, _, _ = ranks.run(1, run_calls, (1, 1, 1), kind, calls, head, options)[0]

@@ -26,7 +26,7 @@ __all__ = ["folder", "world"]  # fixtures
 ITERATIONS, BATCH = 6, 8
 STOPS = list(range(24))
 """Token ids of which some come early in a response, and in others none at all: so lengths have a long tail."""
-SAMPLING = {"max_completion_length": 18, "stop_token_ids": STOPS, "min_new_tokens": 2}
+SAMPLING = {"max_completion_length": 18, "stop": STOPS, "min_new_tokens": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {"num_generations": 2, "beta": 0.1, "scale_rewards": "batch"},
     "ppo": {"normalize_values": True, "whiten_rewards": True},
@@ -78,7 +78,7 @@ def drawn(
     [
         ("grpo", {"num_generations": 2}),
         ("ppo", {}),
-        ("grpo", {"num_generations": 2, "sampling": {"top_k": 50, "stop_strings": ["a", "tt"]}}),
+        ("grpo", {"num_generations": 2, "sampling": {"top_k": 50, "stop": ["a", "tt"]}}),
     ],
 )
 def test_in_segments_every_sample_is_what_it_is_when_it_is_drawn_at_once(start: Any, kind: str, changes: Any):
@@ -133,7 +133,7 @@ def test_no_token_is_older_than_the_configuration_says(start: Any, segment: int)
 
 @pytest.mark.parametrize("strings", [(), ("a", "tt")])
 def test_fewer_slots_than_places_give_the_same_samples(start: Any, strings: Any):
-    changes = {"num_generations": 2, "sampling": {"top_k": 50, "stop_strings": strings}}
+    changes = {"num_generations": 2, "sampling": {"top_k": 50, "stop": strings}}
     wanted = drawn(start("grpo", 4, **changes))
     for mine, theirs in zip(drawn(start("grpo", 4, **changes), micro_batches=3), wanted, strict=True):
         assert list(mine) == list(theirs)

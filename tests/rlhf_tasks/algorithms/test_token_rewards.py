@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo import functions
 from rlhf_tasks.algorithms.ppo.targets import Targets, learning_targets
 from rlhf_tasks.algorithms.shared.returns import discounted_returns, shaped_rewards
@@ -148,11 +148,3 @@ def test_with_skip_such_a_sample_leaves_the_batch(start: Any):
     metrics, store = run.iterate(0)
     assert metrics["skipped_samples"] == 1
     assert whole(store, "stays")["stays"].values.tolist() == [place != 2 for place in range(8)]
-
-
-def test_a_bound_of_whole_scores_is_refused_with_rewards_of_tokens(folder: Path):
-    changes = {"score_clip": 1.0, "rewards": [{"function": "m:f", "per": "step"}]}
-    with pytest.raises(
-        ConfigError, match="score_clip=1 bounds the score of a whole response, but a reward judges"
-    ):
-        make_config(document("ppo", folder, **changes))

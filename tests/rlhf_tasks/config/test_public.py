@@ -20,7 +20,7 @@ def test_no_argument_of_a_users_code_is_told_whatever_its_name(name: str):
             "sampling": {"max_completion_length": 4},
             "rewards": [reward, {"url": "https://judge.org/score?key=hunter-2", "headers": literal}],
             "environment": {"factory": "m:g", "kwargs": literal},
-            "evaluation": {"data": "h", "rewards": [reward]},
+            "evaluation": {"data": "h"},
             "cluster": {"address": "tls://me:hunter-2@host:8786", "n_hosts": 1, "devices_per_host": 1},
             "total_iterations": 8,
         }

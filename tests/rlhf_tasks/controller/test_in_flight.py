@@ -26,7 +26,7 @@ from tests.tiny_runs import TWO_RANKS, ppo_config
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 AT = 2
-SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop_token_ids": list(range(32, 64))}
+SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop": list(range(32, 64))}
 WHOLE = {"max_completion_length": 12}
 
 

@@ -183,11 +183,11 @@ def config_of(factory: str, processes: int, timeout_s: float, skips: bool, **kwa
             "data": {"train": "d"},
             "sampling": {"max_completion_length": 4},
             "reward_processes": processes,
+            "reward_timeout_s": timeout_s,
             "on_reward_error": "skip" if skips else "stop",
             "environment": {
                 "factory": factory,
                 "kwargs": kwargs,
-                "turn_timeout_s": timeout_s,
                 "max_turns": 3,
             },
         }
@@ -293,7 +293,7 @@ def test_an_environment_that_never_answers_is_named_with_the_line_where_it_is(st
     line = CODE[: CODE.index("time.sleep" if name == "Failing" else "asyncio.sleep(1000)")].count("\n") + 1
     assert str(caught.value) == (
         f"environment {tmp_path}/rooms.py:{name}: step gave no answer in 3 s at {tmp_path}/rooms.py:{line}. "
-        "Mend it or raise environment.turn_timeout_s."
+        "Mend it or raise reward_timeout_s."
     )
     assert caught.value.place == 1
 

@@ -135,7 +135,7 @@ def server(service: Server) -> Server:
     return service
 
 
-def config_of(url: str, **settings: Any) -> Any:
+def config_of(url: str, timeout_s: float = 60.0, **settings: Any) -> Any:
     return make_config(
         {
             "type": "ppo",
@@ -144,6 +144,7 @@ def config_of(url: str, **settings: Any) -> Any:
             "sampling": {"max_completion_length": 4},
             "total_iterations": 1,
             "rewards": [{"url": url, "allow_private": True, **settings}],
+            "reward_timeout_s": timeout_s,
         }
     )
 
@@ -156,7 +157,7 @@ def in_process(url: str, **settings: Any) -> list[Any]:
         process.close()
 
 
-def judged(url: str, n_answers: int = 3, **settings: Any) -> list[Any]:
+def judged(url: str, n_answers: int = 3, request_timeout_s: float = 30.0, **settings: Any) -> list[Any]:
     """One request, in this process: what goes wrong does not depend on where it is asked."""
     reward = config_of(url, **settings).rewards[0]
     asked = Service(
@@ -164,8 +165,7 @@ def judged(url: str, n_answers: int = 3, **settings: Any) -> list[Any]:
         reward.url,
         {},
         reward.answers_per_request,
-        reward.request_timeout_s,
-        reward.retries,
+        request_timeout_s,
         reward.allow_private,
     )
     values = list(asked._ask({"prompts": ["p"] * 3, "completions": ["c"] * n_answers, "columns": {}}))
@@ -198,11 +198,11 @@ def test_a_fault_of_a_service_ends_the_judging_with_its_sentence(server: Server)
 
 def test_a_busy_service_is_asked_again_and_one_that_is_down_is_given_up(server: Server, monkeypatch: Any):
     monkeypatch.setattr("rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
-    assert judged(server.url("busy_twice"), retries=2) == [0.5] * 3
+    assert judged(server.url("busy_twice")) == [0.5] * 3
     server.asked.clear()
-    with pytest.raises(RewardError, match=r"/down answers with status 500 \(3 tries\)"):
-        judged(server.url("down"), retries=2)
-    assert len(server.asked) == 3
+    with pytest.raises(RewardError, match=r"/down answers with status 500 \(4 tries\)"):
+        judged(server.url("down"))
+    assert len(server.asked) == 4
 
 
 @pytest.mark.parametrize(
@@ -223,24 +223,27 @@ def test_an_answer_that_cannot_be_used_is_refused_at_once(server: Server, path: 
 
 
 def test_a_slow_service_has_its_time_and_no_more(server: Server):
-    with pytest.raises(RewardError, match=r"/drips gave no answer in 0\.5 s \(1 try\)"):
-        judged(server.url("drips"), request_timeout_s=0.5, retries=0)
+    with pytest.raises(RewardError, match=r"/drips gave no answer in 0\.5 s, half of"):
+        judged(server.url("drips"), request_timeout_s=0.5)
+    assert len(server.asked) == 1
     assert server.left.wait(60), "the whole answer was waited for"
 
 
 def test_nobody_there_is_named(monkeypatch: Any):
-    with pytest.raises(RewardError, match=r"cannot be reached: Connection refused \(1 try\)"):
-        judged("http://127.0.0.1:9/x", retries=0)
+    monkeypatch.setattr("rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
+    with pytest.raises(RewardError, match=r"cannot be reached: Connection refused \(4 tries\)"):
+        judged("http://127.0.0.1:9/x")
     with pytest.raises(RewardError, match=r"cannot be found: "):
-        judged("http://nobody.invalid/x", retries=0)
+        judged("http://nobody.invalid/x")
 
 
 def test_a_host_is_asked_at_the_first_of_its_addresses_that_answers(server: Server, monkeypatch: Any):
     """As where localhost is ::1 first, and the service listens on 127.0.0.1 only."""
+    monkeypatch.setattr("rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
     places = [(address, server.server_port) for address in ("127.0.0.2", "127.0.0.1")]
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert judged(f"http://two.test:{server.server_port}/busy_twice", retries=2) == [0.5] * 3
+    assert judged(f"http://two.test:{server.server_port}/busy_twice") == [0.5] * 3
 
 
 def test_an_address_in_a_private_network_is_refused_before_anything_is_sent(server: Server):
@@ -297,14 +300,14 @@ def test_a_service_is_named_by_its_path_or_host():
     [
         ("refuses_sums", {"answers_per_request": 1}, {1}, "refuses the request with status 422: no sums"),
         ("refuses_sums", {"answers_per_request": 2}, {1}, "refuses the request with status 422: no sums"),
-        ("drips_on_sums", {"answers_per_request": 1, "retries": 0}, {1}, "gave no answer in 0.5 s"),
+        ("drips_on_sums", {"answers_per_request": 1, "timeout_s": 4.0}, {1}, "gave no answer in 2 s"),
         ("nan", {}, {1}, "answered with nan for answer 1 of a request"),
     ],
 )
 def test_the_answers_of_a_request_that_fails_are_skipped_where_the_run_says_so(
     server: Server, path: str, settings: dict, skipped: set[int], sentence: str
 ):
-    config = config_of(server.url(path), request_timeout_s=0.5, **settings)
+    config = config_of(server.url(path), **settings)
     process = RewardProcess(config.model_copy(update={"on_reward_error": "skip"}))
     try:
         judged = process.submit(SUMS).result(timeout=110)

@@ -93,7 +93,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     if answers is None:
         return None
     try:
-        nothing = Judged({each.name: [] for each in config.rewards}, {})
+        nothing = Judged({each.name: [] for each in config.scoring_rewards}, {})
         judged = nothing if pending is None else pending.result()
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None
@@ -138,7 +138,7 @@ def _scored(
             None if place in faults else value for place, value in enumerate(played.tolist())
         ]
     model_part = None if raw is None else reward_model_part(raw, config.reward_model)
-    weighted = [(function.weight, rewards[function.name]) for function in config.rewards]
+    weighted = [(function.weight, rewards[function.name]) for function in config.scoring_rewards]
     of_tokens = None
     if config.scores_tokens:
         scores, of_tokens = _of_tokens(answers, faults, whole, weighted, model_part)
@@ -210,7 +210,7 @@ def rewards_of_tokens(
 
 def _only_rewards_judge(config: Scores) -> bool:
     """Whether a sample has no score where every Python reward returns None for it."""
-    return bool(config.rewards) and config.scoring_role != "reward" and config.environment is None
+    return bool(config.scoring_rewards) and config.scoring_role != "reward" and config.environment is None
 
 
 def _unjudged(rewards: Mapping[str, Values], n: int) -> dict[int, Fault]:
