@@ -6,7 +6,6 @@ Without ROW, all rows are run. A row that is not run keeps its result on the pag
 least half a minute each on two idle cores.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from bench.harness import options
 from rlhf_tasks.system.failpoints import Point
 
 ROOT = Path(__file__).parents[1]
@@ -171,7 +171,7 @@ FAULTS = {
         "memory flat",
         "tests/flows/run/test_training.py",
         "nothing_is_kept",
-        "memory and file descriptors over many iterations: bench/view.py",
+        "memory and file descriptors over many iterations: docs/measured.md",
     ),
     "failpoints": Fault("rank or controller killed at any failpoint", "R", KILLS),
     "flow": Fault("flow process killed at any failpoint", "resumed, R", "tests/flows/test_flow_kills.py"),
@@ -285,9 +285,7 @@ def known(path: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("rows", nargs="*", choices=[*FAULTS, []], help="numbers of faults")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the tests of a file")
     parser.add_argument("--page", type=Path, default=ROOT / "bench" / "results" / "faults.md")

@@ -15,11 +15,10 @@ at its last token, and never before.
 Then as many short responses to prompts of their own, and to a prompt for each eight.
 """
 
-import argparse
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engine import CPU, build_engine
+from bench.harness import Spread, in_turn, options
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate import slots
 from rlhf_tasks.parallel.generate.generation import generate
@@ -127,37 +127,43 @@ def tails(engine: Engine, sequences: int, median: int, rounds: int) -> None:
     )
     for micro_batches in (1, 2, 4, 8, 16):
         at_once = -(-sequences // micro_batches)
-        took = [Work(engine, prompts_of(sequences), lengths, micro_batches) for _ in range(rounds)]
-        even = [Work(engine, prompts_of(at_once), [mean] * at_once, 1) for _ in range(rounds)]
-        seconds = statistics.median(work.seconds for work in took)
-        bound_s = statistics.median(work.seconds for work in even) * sum(lengths) / (mean * at_once)
+        ways = {
+            "tails": partial(Work, engine, prompts_of(sequences), lengths, micro_batches),
+            "even": partial(Work, engine, prompts_of(at_once), [mean] * at_once, 1),
+        }
+        took = in_turn(ways, rounds)
+        seconds, even_s = (Spread.of([work.seconds for work in took[way]]).median for way in ways)
+        bound_s = even_s * sum(lengths) / (mean * at_once)
         bound = max(sum(lengths) / at_once, max(lengths))
         print(
-            f"{at_once:6} {took[0].steps:6} {bound:6.0f} {took[0].steps / bound:6.2f} "
-            f"{took[0].rows / sum(lengths):6.2f} {seconds:8.2f} {bound_s:6.2f} {seconds / bound_s:6.2f}"
+            f"{at_once:6} {took['tails'][0].steps:6} {bound:6.0f} {took['tails'][0].steps / bound:6.2f} "
+            f"{took['tails'][0].rows / sum(lengths):6.2f} {seconds:8.2f} {bound_s:6.2f} {seconds / bound_s:6.2f}"
         )
 
 
 def shared(engine: Engine, sequences: int, rounds: int, group: int = 8) -> None:
     """Groups that share a prompt beside as many prompts, with short responses."""
     lengths = [8] * sequences
-    for name, size in (("prompts of their own", 1), (f"a prompt for {group}", group)):
-        took = [Work(engine, prompts_of(sequences, size), lengths, 1).seconds for _ in range(rounds)]
-        print(f"{sequences} responses of 8 tokens, {name}: {statistics.median(took):.2f} s")
+    ways = {
+        name: partial(Work, engine, prompts_of(sequences, size), lengths, 1)
+        for name, size in (("prompts of their own", 1), (f"a prompt for {group}", group))
+    }
+    for name, took in in_turn(ways, rounds).items():
+        print(f"{sequences} responses of 8 tokens, {name}: {Spread.of([one.seconds for one in took])} s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--median", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     groups: Any = Alone()
     engine = build_engine(LlamaForCausalLM(CONFIG), ParallelStrategy(), groups, torch.float32)
-    tails(engine, options.sequences, options.median, options.rounds)
-    shared(engine, options.sequences, options.rounds)
+    tails(engine, given.sequences, given.median, given.rounds)
+    shared(engine, given.sequences, given.rounds)
 
 
 if __name__ == "__main__":

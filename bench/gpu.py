@@ -11,13 +11,11 @@ rounds. MFU counts 6 FLOPs per parameter and token, plus for causal attention 6 
 earlier token, relative to the given peak (989e12: NVIDIA's data sheet, H100 SXM, dense bfloat16).
 """
 
-import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from bench.engine import BETAS, LEARNING_RATE, MAX_GRAD_NORM, build_engine
+from bench.harness import Spread, in_turn, options, seconds_of
 from bench.paths import Check, difference, path_checks
 from flows.cluster.this_machine import described_gpus
 from planner.pricing.devices import device_of
@@ -314,14 +313,13 @@ def plain_training(
 
 def seconds(work: Callable[[], Any], rounds: int) -> float:
     """Median wall-clock seconds, after one warm-up."""
-    taken = []
-    for _ in range(rounds + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def done() -> None:
         work()
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+
+    torch.cuda.synchronize()
+    return Spread.of(in_turn({"": partial(seconds_of, done)}, rounds, warm_up=1)[""]).median
 
 
 # Timings
@@ -385,9 +383,7 @@ def _training_flops(model: PreTrainedModel, lengths: list[int]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--rounds", type=int, default=3)

@@ -6,12 +6,10 @@ Each seed is a run of `prefect-rlhf run grpo --config deployments/examples/guess
 random weights. Told are the games won, greedily, by players that the training has not seen, before and after.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from bench.harness import command, options
 from deployments.examples import guessing
 
 EXAMPLE = Path(guessing.__file__).with_name("guessing-grpo.yaml")
@@ -29,18 +27,14 @@ def won(folder: Path, seed: int) -> tuple[float, float]:
         "seed": seed,
     }
     given = [f"{key}={value}" for key, value in overrides.items()]
-    subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", "grpo", "--config", str(EXAMPLE), *given], check=True
-    )
+    command("run", "grpo", "--config", str(EXAMPLE), *given)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     shares = [line["eval/reward"] for line in lines if "eval/reward" in line]
     return shares[0], shares[-1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/guessing-bench"))
     given = parser.parse_args()

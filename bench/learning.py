@@ -20,12 +20,9 @@ pass over a batch twice, as PPO does. Their rows also say how many tokens they h
 they took.
 """
 
-import argparse
 import asyncio
 import json
 import os
-import platform
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,7 @@ import yaml
 from distributed import Client
 from prefect import flow
 
+from bench.harness import options, write
 from flows.demo import write_jsonl
 from flows.pipeline import Demo, demo_at, make_models, measure
 from rlhf_tasks.algorithms.configurations import make_config
@@ -207,9 +205,7 @@ async def all_rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--iterations", type=int, help="of PPO; default: the demo's")
@@ -223,9 +219,7 @@ def main() -> None:
         folder.mkdir(parents=True)
         rows.append(asyncio.run(all_rows(folder, seed, arguments.algorithms, arguments.iterations)))
         print(yaml.safe_dump(rows[-1], sort_keys=False), flush=True)
-    if arguments.json is not None:
-        machine = {"platform": platform.platform(), "cpus": psutil.cpu_count(), "date": time.strftime("%F")}
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    write(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from bench.measured_profile import measured_profile, predicted
-from bench.rank_pool import PlanRun, RankPool, run_plan
+from bench.harness import RankPool, Spread, in_turn, options
+from bench.plan_runs import PlanRun, measured_profile, predicted, run_plan
 from flows.demo import byte_tokenizer
 from flows.run.prepare import prepare
 from rlhf_tasks.algorithms.configurations import make_config
@@ -179,21 +179,22 @@ def figures(runs: Sequence[PlanRun], before: int, batch_size: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--iterations", type=int, default=12, help="timed iterations of each run")
     parser.add_argument("--segment-tokens", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
-    found: dict[str, list[Figures]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, RankPool(1) as pool:
         bench = Bench(arguments, Path(folder), pool)
-        for _ in range(arguments.repeats):
-            found["whole"].append(bench.run("tail", LONGEST))
-            found["segments"].append(bench.run("tail", LONGEST, arguments.segment_tokens))
-            found["even"].append(bench.run("even", round(found["whole"][0]["mean_length"])))
+        # The runs of even lengths need the mean of the others, so that a first one comes before them.
+        mean_length = round(bench.run("tail", LONGEST)["mean_length"])
+        ways = {
+            "whole": lambda: bench.run("tail", LONGEST),
+            "segments": lambda: bench.run("tail", LONGEST, arguments.segment_tokens),
+            "even": lambda: bench.run("even", mean_length),
+        }
+        found = in_turn(ways, arguments.repeats)
         profile = measured_profile(
             pool, Path(folder) / "tail", 2 * arguments.batch_size, PROMPT_TOKENS, PROMPT_TOKENS + LONGEST
         )
@@ -212,9 +213,7 @@ def main() -> None:
             )
             priced_s = price.iteration_time_s if part == "iteration" else price.duration_s["actor_generate"]
             off = priced_s / tokens * 1e3 / seconds - 1
-            cells.append(
-                f"{part} {seconds:.3f} s, {median(each):.2f} ({min(each):.2f}-{max(each):.2f}), predicted {off:+.0%}"
-            )
+            cells.append(f"{part} {seconds:.3f} s, {Spread.of(each)}, predicted {off:+.0%}")
         print(f"{name:<10}" + "   ".join(cells))
 
 

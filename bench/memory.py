@@ -13,7 +13,6 @@ With --drawing, 1, 2 and 4 tp ranks draw so many tokens (rows, vocabulary), each
 temperature alone, by top-k and by top-p. The plan's figure is the formula's for all of them.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import LlamaConfig
 
+from bench.harness import options
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.call_formulas import DRAWN_BYTES
@@ -193,9 +193,7 @@ def drawing(rows: int, vocab: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--strategies", nargs="+", default=["1,1,1", "2,1,1", "4,1,1", "2,2,1", "2,1,2"])
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=512)

@@ -14,23 +14,20 @@ that many simulated ranks, with few and many sequences. The CPU seconds are thos
 without what sending them takes.
 """
 
-import argparse
 import asyncio
-import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
 from distributed import Client
 from prefect import flow
 
+from bench.harness import Spread, in_turn, options, write
 from flows.cluster.cluster import DaskCluster, Member, local_cluster
 from flows.cluster.server import own_server
 from flows.run.training import RunControl, run_training
@@ -185,9 +182,7 @@ def controller_alone(n_ranks: Iterable[int], iterations: int) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--iteration-s", type=float, default=10.0)
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
@@ -199,22 +194,21 @@ def main() -> None:
         write(simulated, arguments.json)
         return
     plan = demo_plan()
-    rows: dict[str, list[dict[str, float]]] = {"ahead": [], "one by one": []}
     with (
         tempfile.TemporaryDirectory() as folder,
         own_server(Path(folder)),
         local_cluster(RANKS, folder=Path(folder), deadline_s=STARTUP_S) as cluster,
     ):
         controller_pid = pid_of(cluster, cluster.controller)
-        for _ in range(arguments.rounds):
-            for mode in rows:
-                before = cpu_s(controller_pid)
-                committed = run_once(
-                    cluster, plan, arguments.iterations, arguments.iteration_s, mode == "ahead"
-                )
-                after = cpu_s(controller_pid)
-                used = {f"cpu_{k}_s": (after[k] - before[k]) / arguments.iterations for k in before}
-                rows[mode].append({**overhead(plan, committed), **used})
+
+        def run(ahead: bool) -> dict[str, float]:
+            before = cpu_s(controller_pid)
+            committed = run_once(cluster, plan, arguments.iterations, arguments.iteration_s, ahead)
+            after = cpu_s(controller_pid)
+            used = {f"cpu_{k}_s": (after[k] - before[k]) / arguments.iterations for k in before}
+            return {**overhead(plan, committed), **used}
+
+        rows = in_turn({"ahead": lambda: run(True), "one by one": lambda: run(False)}, arguments.rounds)
     report(rows, arguments.json)
 
 
@@ -225,20 +219,13 @@ def report(rows: dict[str, list[dict[str, float]]], path: Path | None) -> None:
         print(f"dispatch {mode}")
         figures[mode] = {}
         for name in runs[0]:
-            values = sorted(run[name] for run in runs)
-            figures[mode][name] = {"median": median(values), "least": values[0], "most": values[-1]}
-            print(f"  {name:24} {median(values):8.4f}   ({values[0]:.4f} to {values[-1]:.4f})")
+            spread = Spread.of([run[name] for run in runs])
+            figures[mode][name] = spread._asdict()
+            print(f"  {name:24} {spread}")
         share = figures[mode]["overhead_s"]["median"] / figures[mode]["iteration_s"]["median"]
         figures[mode]["overhead_share"] = share
         print(f"  overhead                 {share:8.2%} of an iteration")
     write(figures, path)
-
-
-def write(figures: Any, path: Path | None) -> None:
-    """Write figures as JSON, with the machine on which they were measured."""
-    if path is not None:
-        machine = {"platform": platform.platform(), "cpus": psutil.cpu_count(), "date": time.strftime("%F")}
-        path.write_text(json.dumps({"figures": figures, "machine": machine}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@
 All in float32, on small models with random weights. `bench.gpu` has the same checks. Exit status 1 when one fails.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from bench.engine import LEARNING_RATE, build_engine
+from bench.harness import options
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
@@ -202,9 +202,7 @@ def _experts_check(name: str, config: PreTrainedConfig, groups: ProcessGroups) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     device = torch.device("cuda", 0) if parser.parse_args().device == "cuda" else torch.device("cpu")
     torch.backends.cuda.matmul.allow_tf32 = False

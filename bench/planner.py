@@ -7,7 +7,7 @@ The workload is PPO with Llama-2 shapes on A100-80G nodes (NVLink 300 GB/s each 
 nodes): 128 prompt tokens, 896 new tokens, batch 128, 4 mini-batches; ref like the actor, reward like the critic. For
 each setting it reports: seconds per iteration after 1, 10 and 60 s of search and of MCMC (from the trace of one run
 per seed), the lower bound, the gap, choices priced per second, and the time to the final plan. Compilation is done
-before the clock starts. Every reported plan is also replayed (bench/replay.py shares no code with the
+before the clock starts. Every reported plan is also replayed (tests/planner/replay.py shares no code with the
 simulator), and both times are compared. At the end there is one search on 1,024 GPUs and one on 16,384. Their limits
 are slightly below one minute and five minutes, because the plan is priced after the limit.
 
@@ -15,9 +15,6 @@ With ten seeds, everything takes an hour and a half; `--seeds 1 --limits 1 10 --
 wall-clock time, in which a busy machine does less, so CPU seconds are reported too.
 """
 
-import argparse
-import json
-import platform
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +22,7 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
-from bench.replay import replay
+from bench.harness import options, write
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
@@ -36,6 +33,7 @@ from planner.pricing.problem import Problem
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import ModelShape
+from tests.planner.replay import replay
 
 SHAPES = {
     "7B": (4096, 32, 32, 32, 11008),
@@ -198,9 +196,7 @@ def measure_large(name: str, actor: str, critic: str, hosts: int, limit_s: float
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
@@ -212,7 +208,6 @@ def main(arguments: list[str] | None = None) -> None:
     for mode in MODES:
         find_plan(problem("7B", "7B", 1), mode, 1.0)
     report: dict[str, Any] = {
-        "platform": platform.platform(),
         "compile_or_load_s": time.monotonic() - compiling,
         "settings": {
             name: measure(name, problem(*SETTINGS[name]), given.modes, given.seeds, given.limits)
@@ -220,8 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
         },
         "large": {name: measure_large(name, *LARGE[name]) for name in given.large},
     }
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, given.json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ problem: how often the search was behind, by how much at most, how often it prov
 before all options were priced, and its seconds. It ends with 1 if the search was behind anywhere.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from bench.harness import options
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
@@ -194,9 +194,7 @@ def rows(every: list[Compared]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--limit", type=float, default=2.0)

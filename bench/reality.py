@@ -27,9 +27,8 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from bench.demo_models import ppo_of, write_models
-from bench.measured_profile import measured_profile
-from bench.rank_pool import PlanRun, RankPool, run_plan
+from bench.harness import RankPool, options, write
+from bench.plan_runs import PlanRun, measured_profile, ppo_of, run_plan, write_models
 from bench.reality_report import (
     COMPARED,
     Outcome,
@@ -196,9 +195,7 @@ def run_in_passes(reality: Reality, outcomes: Sequence[Outcome], arguments: argp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--plans", type=int, default=27, help="random plans")
     parser.add_argument("--passes", type=int, default=3, help="passes; each runs every plan once")
     parser.add_argument("--iterations", type=int, default=5, help="timed iterations per plan and pass")
@@ -212,10 +209,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.again is not None:
-        report(*read(json.loads(arguments.again.read_text())))
+        report(*read(json.loads(arguments.again.read_text())["figures"]))
         return
     if arguments.compare is not None:
-        _, outcomes, _ = read(json.loads(arguments.compare.read_text()))
+        _, outcomes, _ = read(json.loads(arguments.compare.read_text())["figures"])
         outcomes = [outcome._replace(passes=[]) for outcome in outcomes if outcome.label in COMPARED]
         with tempfile.TemporaryDirectory() as folder:
             run_in_passes(Reality(arguments.ranks, Path(folder)), outcomes, arguments)
@@ -224,8 +221,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         profile, outcomes, configs = measure(arguments, Path(folder))
     figures = report(profile, outcomes, configs)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(written(profile, outcomes, configs, figures)))
+    write(written(profile, outcomes, configs, figures), arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The report of `bench.reality`: predictions and measurements, and the file that stores them."""
 
-import platform
-import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
@@ -172,8 +170,7 @@ def written(
 ) -> dict[str, Any]:
     """All figures as a JSON document; `read` is its inverse."""
     return {
-        "machine": {"platform": platform.platform(), "date": time.strftime("%F")},
-        "figures": figures,
+        "summary": figures,
         "profile": profile.model_dump(mode="json"),
         "configs": [[setting, config.model_dump(mode="json")] for setting, config in configs.items()],
         "outcomes": [

@@ -6,11 +6,9 @@
 Prints one JSON line per pair of layouts.
 """
 
-import argparse
 import json
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench.harness import Spread, options
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
@@ -131,7 +130,7 @@ def move_weights(rank: int, world: int, groups: ProcessGroups) -> None:
         seconds = [slowest(work, groups, world) for _ in range(REPEATS)]
         if rank == 0:
             moved = reallocation_bound(source, destination, 4)
-            print(json.dumps({"pair": pair, "move_s": round(statistics.median(seconds), 4), "bytes": moved}))
+            print(json.dumps({"pair": pair, "move_s": Spread.of(seconds), "bytes": moved}))
 
 
 def move_state(rank: int, world: int, groups: ProcessGroups) -> None:
@@ -144,8 +143,7 @@ def move_state(rank: int, world: int, groups: ProcessGroups) -> None:
         files = [Path(folder[0]) / f"{number}-{other}" for other in range(world)]
         seconds = state_seconds(source, destination, files, groups)
         if rank == 0:
-            spread = [round(min(seconds), 4), round(max(seconds), 4)]
-            print(json.dumps({"pair": pair, "state_s": statistics.median(seconds), "spread_s": spread}))
+            print(json.dumps({"pair": pair, "state_s": Spread.of(seconds)}))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
@@ -193,9 +191,7 @@ def slowest(work: Callable[[], object], groups: ProcessGroups, world: int) -> fl
 
 
 def main(arguments: list[str] | None = None) -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(arguments)
+    options(__doc__).parse_args(arguments)
     if "RANK" in os.environ:
         move(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     else:

@@ -7,10 +7,7 @@ Measures a profile (`prefect-rlhf profile`), rehearses PPO with it and without n
 WARM_UP iterations of the run are left out. A round is a profile, a run and a rehearsal; the machine should be idle.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +15,8 @@ from statistics import fmean, median
 
 import yaml
 
-from bench.demo_models import ppo_of, write_models
-from bench.overhead import write
+from bench.harness import command, options, write
+from bench.plan_runs import ppo_of, write_models
 from flows.run.rehearsal import rehearsable, rehearsed
 from planner.pricing.provenance import figures_source
 from rlhf_tasks.algorithms.configurations import load_config
@@ -28,13 +25,6 @@ from rlhf_tasks.rehearsal.costs import Machines
 WARM_UP = 2
 SIZES = (64, 16, 32)  # sequences of an iteration, tokens of a prompt and of a response
 TARGET = 0.20
-
-
-def command(*arguments: str) -> None:
-    """Run a command of the product to its end."""
-    done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"prefect-rlhf {' '.join(arguments)}: {done.stderr or done.stdout}")
 
 
 def measured_s(run_folder: Path) -> float:
@@ -76,9 +66,7 @@ def report(rounds: Sequence[dict[str, float | str]]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1)

@@ -14,19 +14,17 @@ plan. Prints a row for each run, then the table of bench/results/learning.md: me
     effective   share of the tokens that equal weights would need for the same variance, in the worst iteration
 """
 
-import argparse
 import asyncio
 import json
-import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import psutil
 from prefect import flow
 
+from bench.harness import options, write
 from flows.pipeline import Demo, demo_at, make_models, measure
 
 Row = dict[str, float]
@@ -96,9 +94,7 @@ async def all_rows(folder: Path, seed: int, staleness: Sequence[int], iterations
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--iterations", type=int, help="of PPO; default: the demo's")
@@ -109,13 +105,7 @@ def main() -> None:
     for seed in arguments.seeds:
         folder = arguments.folder / f"seed-{seed}"
         rows += asyncio.run(all_rows(folder, seed, arguments.staleness, arguments.iterations))
-        if arguments.json is not None:
-            machine = {
-                "platform": platform.platform(),
-                "cpus": psutil.cpu_count(),
-                "date": time.strftime("%F"),
-            }
-            arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+        write(rows, arguments.json)
     print(table(rows))
 
 

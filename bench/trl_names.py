@@ -7,7 +7,6 @@ TRL's defaults are in bench/trl_defaults.json; --python, a Python of an environm
 anew. PPO's are those of the last release that had it.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
+from bench.harness import options
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.models import LoraConfig, OptimizerConfig
 from rlhf_tasks.config.sampling import SamplingConfig
@@ -197,7 +197,7 @@ def read(python: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH")
     kept = kept_defaults() if KEPT.exists() else {"versions": {}, "fields": {}}
     for given in sorted(parser.parse_args().python):

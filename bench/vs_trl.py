@@ -37,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import log
@@ -46,11 +46,11 @@ from random import Random
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
+from bench.harness import cpu_s, in_turn, options, write
 from flows.demo import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -274,18 +274,6 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds so far of a process and all its descendants."""
-    me = psutil.Process(pid)
-    seconds = 0.0
-    for process in (me, *me.children(recursive=True)):
-        try:
-            seconds += sum(process.cpu_times()[:2])
-        except psutil.NoSuchProcess:  # a child that has just ended: its work is over before iterations begin
-            continue
-    return seconds
-
-
 def iteration_row(metrics: Mapping[str, Any]) -> Row:
     """Seconds by the ranks' clocks. Calls that run beside each other are added up."""
     calls = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
@@ -324,13 +312,13 @@ def works(arguments: argparse.Namespace, folder: Path) -> Iterator[Work]:
 def measure(work: Work, repeats: int, overrides: Sequence[str]) -> dict[str, list[list[Row]]]:
     """Side -> its rows of each repeat, without the first iteration. The sides take turns."""
     python = environment(TRL[work.algorithm])
-    found: dict[str, list[list[Row]]] = {"ours": [], "TRL": [], "bare loop": []}
-    for _ in range(repeats):
-        found["ours"].append(ours(work, overrides)[1:])
-        found["TRL"].append(other(python, str(ROOT / "bench" / "trl_side.py"), work=work)[1:])
-        if work.algorithm not in SAMPLES or work.full_length:  # the loop needs sequences of one length
-            found["bare loop"].append(other(sys.executable, "-m", "bench.floor", work=work)[1:])
-    return {side: rows for side, rows in found.items() if rows}
+    sides: dict[str, Callable[[], list[Row]]] = {
+        "ours": lambda: ours(work, overrides)[1:],
+        "TRL": lambda: other(python, str(ROOT / "bench" / "trl_side.py"), work=work)[1:],
+    }
+    if work.algorithm not in SAMPLES or work.full_length:  # the loop needs sequences of one length
+        sides["bare loop"] = lambda: other(sys.executable, "-m", "bench.floor", work=work)[1:]
+    return in_turn(sides, repeats)
 
 
 def medians(repeats: Sequence[Sequence[Row]]) -> Row:
@@ -366,9 +354,7 @@ def report(work: Work, found: Mapping[str, Sequence[Sequence[Row]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--works", nargs="+", choices=list(TRL), default=list(TRL))
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["tiny", "small"])
     parser.add_argument(
@@ -394,8 +380,7 @@ def main() -> None:
             found = measure(work, arguments.repeats, arguments.overrides)
             figures[str(work)] = found
             print(report(work, found), flush=True)
-            if arguments.out is not None:
-                arguments.out.write_text(json.dumps(figures, indent=1))
+            write(figures, arguments.out)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,9 @@ first iteration in which any differ. Prints one JSON line per row. Exit status 1
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +28,12 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from bench.harness import command, options
 from flows.demo import byte_tokenizer
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.journals import METRICS
 from rlhf_tasks.checkpoint.manifest import verify
 from rlhf_tasks.spec import CallNode, ExecutionPlan
-from rlhf_tasks.system.failpoints import VARIABLE
 
 
 class Size(NamedTuple):
@@ -111,22 +108,6 @@ def document_of(folder: Path, size: Size, iterations: int) -> dict[str, Any]:
     }
 
 
-def command(folder: Path, name: str, *words: str, failpoint: str = "") -> float:
-    """Run `prefect-rlhf` with these words to its end; the seconds that it took."""
-    began_s, log = time.perf_counter(), folder / f"{name}.log"
-    with log.open("a") as file:
-        ended = subprocess.run(
-            [sys.executable, "-m", "flows.cli", *words],
-            env={**os.environ, VARIABLE: failpoint},
-            stdout=file,
-            stderr=file,
-            check=False,
-        )
-    if ended.returncode:
-        raise SystemExit(f"{name} ended with {ended.returncode}:\n{log.read_text()[-6000:]}")
-    return time.perf_counter() - began_s
-
-
 def manual(plan: ExecutionPlan, offload: bool) -> dict[str, Any]:
     """The plan's choices as a configuration's `plan`, with or without offloaded optimizers."""
     chosen = {}
@@ -149,7 +130,7 @@ def run(folder: Path, name: str, document: dict[str, Any], failpoint: str = "") 
     """A run to its end. Returns its figures, the files of its last commit and its plan; its folder is removed."""
     file, found = folder / f"{name}.yaml", folder / "runs" / name
     file.write_text(yaml.safe_dump({**document, "name": name}))
-    seconds = command(folder, name, "run", "ppo", "--config", str(file), failpoint=failpoint)
+    seconds = command("run", "ppo", "--config", str(file), log=folder / f"{name}.log", failpoint=failpoint)
     summary = json.loads((found / "summary.json").read_text())
     files = verify(step_folder(found, document["total_iterations"])).files
     metrics = [json.loads(line) for line in (found / METRICS).read_text().splitlines()]
@@ -199,7 +180,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> bool:
     parameters = write_inputs(folder, size)
     document = document_of(folder, size, arguments.iterations)
     (folder / "profile.yaml").write_text(yaml.safe_dump(document))
-    profile_s = command(folder, "profile", "profile", "--config", str(folder / "profile.yaml"))
+    profile_s = command("profile", "--config", str(folder / "profile.yaml"))
     cuda = torch.cuda.is_available()
     tell(
         {
@@ -226,9 +207,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--size", choices=SIZES, default="110m")
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=ROWS, help="besides `planned`")
     parser.add_argument("--iterations", type=int, default=6)

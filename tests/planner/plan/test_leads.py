@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.replay import replay
 from planner.plan.build import build_plan
 from planner.plan.graph import DataEdge, DataflowGraph, GraphError, VersionEdge
 from planner.plan.mesh import Cluster
@@ -16,6 +15,7 @@ from rlhf_tasks.algorithms.registry import algorithm, in_parts
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, CallNode, FetchNode, SaveSamplesNode, TransferNode
 from tests.planner.ahead import drawn_ahead_by
+from tests.planner.replay import replay
 
 SIZES = SimpleNamespace(
     batch_size=8,

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.replay import Execution, replay
 from planner.plan.steady_state import Edge, max_cycle_ratio, steady_state
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import ExecutionPlan, SaveNode
+from tests.planner.replay import Execution, replay
 
 
 def plan_of(nodes: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]]) -> ExecutionPlan:

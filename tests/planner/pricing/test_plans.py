@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from bench.replay import replay
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
@@ -18,6 +17,7 @@ from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
 from rlhf_tasks.spec import ReallocateNode, TransferNode
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
+from tests.planner.replay import replay
 
 
 @pytest.fixture

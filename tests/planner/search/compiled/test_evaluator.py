@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.replay import replay
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
@@ -21,6 +20,7 @@ from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import algorithm, in_parts
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 from tests.planner.ahead import drawn_ahead_by
+from tests.planner.replay import replay
 from tests.planner.sampled import ALL_FOR_TENSORS
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
