@@ -65,6 +65,9 @@ check: $(STAMP)  ## linters and a choice of fast tests
 	$(MAKE) lint
 	$(BIN)/python -m pytest -q -x $(FAST)
 
+test-other: $(STAMP)  ## what continuous integration runs on a second Python (PYTHON=..., VENV=...): plans, configurations, protocol, rehearsals
+	$(BIN)/python -m pytest -q $(FAST) $(addprefix tests/rlhf_tasks/,protocol rehearsal)
+
 format: $(STAMP)  ## sort imports, format
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
