@@ -1,4 +1,4 @@
-"""`prefect-rlhf plan`: where each call of an algorithm should run, what that costs, and how far it is proven best."""
+"""`prefect-rlhf plan`: where each call of an algorithm should run, what that costs, and how far the best can be."""
 
 import json
 import os

@@ -20,17 +20,15 @@ from planner.pricing.problem import Problem
 from planner.search.annealing import Neighbours, PricedChoice, annealing, better, metropolis, polishing
 from planner.search.bounds.relaxation import Relaxation, relaxation
 from planner.search.bounds.root_bound import Cycles
-from planner.search.bounds.tree_order import Tree, search_tree
 from planner.search.bounds.tree_search import (
-    BELOW,
     DONE,
     FOUND,
-    GROUP,
-    PAIR,
     PAUSED,
     SearchState,
+    Tree,
     begin_search,
     continue_search,
+    search_tree,
 )
 from planner.search.compiled.compile import Ints
 from planner.search.compiled.tables import Tables
@@ -48,8 +46,7 @@ WALK = 0.7  # share of the time left that the random walk then has, where calls 
 class Proofs(NamedTuple):
     """The data of proofs about a problem.
 
-    by_size, to_options  [steps, 3] steps of a search (bounds/tree_search.py: SearchState): by groups, and down to
-                         options
+    by_size, to_options  [steps] steps of a search (SearchState): by groups, and down to options
     """
 
     relaxation: Relaxation
@@ -62,13 +59,10 @@ def proofs(tables: Tables, cycles: Cycles) -> Proofs:
     """The data of proofs about a problem."""
     r = relaxation(tables)
     t = search_tree(tables, r, cycles)
-    by_size = [(GROUP, call, call) for call in t.order]
-    pairs = [(PAIR, a, b) for i, a in enumerate(t.order) for b in t.order[:i]]
     # Calls with moves come first, so that moves are priced early.
     moved = sorted(t.order, key=lambda call: call not in {*r.trainer, *r.reader})
-    below = [(BELOW, call, call) for call in moved]
-    placing = [step for step in below for _ in range(2)]  # twice: first a strategy, then a placement
-    return Proofs(r, t, np.array(by_size), np.array(by_size + pairs + placing + below))
+    placing = [call for call in moved for _ in range(2)]  # first a strategy, then a placement
+    return Proofs(r, t, t.order, np.concatenate([t.order, placing, moved]))
 
 
 def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: Deadline) -> Iterator[float]:

@@ -1,7 +1,6 @@
 """Random choices of options and partial choices that they complete, for the tests of bounds."""
 
 from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -69,13 +68,10 @@ def partial_choices(tables: Tables, r: Relaxation, n_choices: int) -> Iterator[P
             rows = np.array([raised(r, *pair) for pair in zip(chosen, raises, strict=True)])
             rows[random.random(n) < without] = OPEN
             meet = np.array([[related(r, a, b) for b in rows] for a in rows])
-            for a, b in product(range(n), repeat=2):
-                if OPEN not in (rows[a], rows[b]) and (rungs is not None or random.random() < 0.3):
-                    meet[a, b] = meet[b, a] = related(r, chosen[a], chosen[b])
             moves = np.zeros((len(r.trainer), 4))
             for k, (a, b) in enumerate(zip(r.trainer, r.reader, strict=True)):
                 if OPEN not in (rows[a], rows[b]):
-                    moves_s(r, k, rows[a], rows[b], meet[a, b], moves[k])
+                    moves_s(r, k, rows[a], rows[b], moves[k])
             alike = rungs if not without else None
             yield Partial(alike, chosen, away > 0, time_s, excess_bytes, bounded_s, rows, meet, moves)
 

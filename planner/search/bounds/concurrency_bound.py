@@ -31,10 +31,12 @@ import networkx as nx
 import numpy as np
 
 from planner.plan.graph import DataflowGraph
+from planner.search.bounds.relaxation import ALONE, BOTH, MEET, OPEN, Relaxation, seconds_of
 from planner.search.bounds.root_bound import data_order
 from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
 
 MOST_CALLS = 6  # in larger graphs, only cycles bound the period besides the root bound's load
+SLACK = 1 + 1e-9  # a period that exceeds a threshold by less counts as equal
 FAR = 9  # iterations; stands for infinity: the calls do not wait for each other
 
 
@@ -113,6 +115,28 @@ class PartialChoice(NamedTuple):
     reader: Ints
     moves: Bools
     moved_s: Floats
+
+
+@inner
+def covers(r: Relaxation, c: Cover, choice: Ints, meet: Ints, moves: Floats, threshold: float) -> bool:
+    """Whether the bound of a partial choice does not exceed the threshold, in seconds.
+
+    choice   [calls] int64 rows, or OPEN
+    meet     [calls, calls] int64: UNKNOWN, APART or MEET
+    moves    [moves, 4] float64 seconds (Relaxation.moves_s)
+    """
+    o, n, seconds = r.arrays.options, r.arrays.n_calls, seconds_of(r, choice)
+    sizes, meeting = np.zeros(n, np.int64), meet == MEET
+    for call in range(n):
+        meeting[call, call] = False
+        if choice[call] != OPEN:
+            sizes[call] = o[choice[call]].size
+    moved, moved_s = np.zeros(len(r.trainer), np.bool_), np.zeros(len(r.trainer))
+    for k in range(len(moves)):
+        if r.delay[k] == 1 and r.alone[k]:
+            moved[k], moved_s[k] = moves[k, ALONE] > 0, moves[k, BOTH]
+    parts = PartialChoice(seconds, sizes, meeting, r.trainer, r.reader, moved, moved_s)
+    return cover_s(c, parts, r.n_devices) <= threshold * SLACK
 
 
 @compiled

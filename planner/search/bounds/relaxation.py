@@ -41,7 +41,6 @@ class Relaxation(NamedTuple):
                   place are OPEN in rows without placement (kinds, groups); strategy is OPEN in groups
     above         [rows] the row one level up; OPEN for groups and for offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
-    spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
     least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
                   bytes and of the onload's if it is offloaded, where it can be
     away_s        [rows] the least seconds that a train_step takes more if it is offloaded; 0: other calls
@@ -60,8 +59,6 @@ class Relaxation(NamedTuple):
     above: Ints
     begin: Ints
     below: Ints
-    spots: Ints
-    spot: Ints
     least: Floats
     away_s: Floats
     while_idle: Bools
@@ -92,8 +89,6 @@ def relaxation(tables: Tables) -> Relaxation:
         above=ladder.above,
         begin=ladder.begin,
         below=ladder.below,
-        spots=(spots := _spots(ladder))[0],
-        spot=spots[1],
         least=ladder.least,
         away_s=ladder.away_s,
         while_idle=np.array([[b in idle for b in names] for idle in map(graph.while_idle, roles)]),
@@ -160,23 +155,6 @@ def _ladder(arrays: Arrays) -> _Ladder:
         options = np.concatenate([options, rows]).view(np.recarray)
         members = first + np.arange(len(rows))
     return _Ladder(options, above, np.concatenate(begin), np.concatenate(below), least, away_s)
-
-
-def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
-    """(spots, spot) of Relaxation: the devices at which each group's meshes may begin."""
-    o, n = ladder.options, len(ladder.options) - len(ladder.begin) + 1
-    begin, found = [0], list[Ints]()
-    for row in range(n, len(o)):
-        if o.strategy[row] == OPEN:
-            kinds = ladder.below[ladder.begin[row - n] : ladder.begin[row - n + 1]]
-            places = np.concatenate(
-                [ladder.below[ladder.begin[k - n] : ladder.begin[k - n + 1]] for k in kinds]
-            )
-            found.append(np.unique(o.first[places]))
-        else:
-            found.append(np.zeros(0, np.int64))
-        begin.append(begin[-1] + len(found[-1]))
-    return np.array(begin), np.concatenate(found)
 
 
 def _least_stages(arrays: Arrays) -> tuple[Floats, Floats]:
@@ -252,22 +230,19 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int) -> float:
 
 
 @compiled
-def moves_s(r: Relaxation, move: int, trainer: int, reader: int, related: int, out: Floats) -> None:
-    """Writes the seconds of a move between two rows to out, [4] float64 (ALONE, TRAINER, READER, BOTH).
-
-    related  of the two meshes: UNKNOWN, APART or MEET
-    """
+def moves_s(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
+    """Writes the seconds of a move between two rows to out, [4] float64 (ALONE, TRAINER, READER, BOTH)."""
     o = r.arrays.options
     if o[trainer].first != OPEN and o[reader].first != OPEN:
         out[:] = move_s(r, move, trainer, reader)
         return
     a = _unplaced(r, trainer)
     b = _unplaced(r, reader)
-    # One number for move, rows and whether they are apart. The cache is direct-mapped: a slot for each remainder.
-    key = ((move * len(o) + a) * len(o) + b) * 2 + (related == APART)
+    # One number for move and rows. The cache is direct-mapped: a slot for each remainder.
+    key = (move * len(o) + a) * len(o) + b
     slot = key % len(r.keys)
     if r.keys[slot] != key:
-        _least_moves(r, move, a, b, related == APART, r.known_s[slot])
+        _least_moves(r, move, a, b, r.known_s[slot])
         r.keys[slot] = key
     out[:] = r.known_s[slot]
 
@@ -281,7 +256,7 @@ def _unplaced(r: Relaxation, row: int) -> int:
 
 
 @inner
-def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, apart: bool, out: Floats) -> None:
+def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
     """`moves_s` of two rows without placement: the minima over the kinds of both."""
     o = r.arrays.options
     out[:] = np.inf
@@ -289,7 +264,7 @@ def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, apart: boo
         a = _kind(r, trainer, i)
         for j in range(_n_kinds(r, reader)):
             b = _kind(r, reader, j)
-            taken = _least_move_s(r, move, a, b, apart)
+            taken = _least_move_s(r, move, a, b)
             slower_a, slower_b = o[a].seconds - o[trainer].seconds, o[b].seconds - o[reader].seconds
             out[ALONE] = min(out[ALONE], taken)
             out[TRAINER] = min(out[TRAINER], taken + slower_a)
@@ -311,17 +286,14 @@ def _kind(r: Relaxation, row: int, i: int) -> int:
 
 
 @inner
-def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> float:
+def _least_move_s(r: Relaxation, move: int, a: int, b: int) -> float:
     """A lower bound on the seconds of a move between options of two kinds, over all positions of their meshes."""
     o, per_host = r.arrays.options, r.arrays.per_host
-    if o[a].strategy == o[b].strategy and not apart:
+    if o[a].strategy == o[b].strategy:
         return 0.0
     # Upper bounds: devices in both meshes, and devices of the destination on hosts of the source.
-    shared = 0 if apart else min(o[a].size, o[b].size)
+    shared = min(o[a].size, o[b].size)
     near = min(max(o[a].size, per_host), o[b].size)
-    if apart and o[a].size + o[b].size > per_host:
-        # The meshes do not fit on one host together, and larger meshes have whole hosts for themselves.
-        near = 0
     return least_reallocation_s(r.arrays, r.arrays.role[r.trainer[move]], a, b, shared, near)
 
 

@@ -1,13 +1,12 @@
 """A depth-first search of the tree of partial choices, compiled: is there a choice with a period below a threshold?
 
-The levels of the tree are: the group of every call (the size of its mesh); for each pair
-of meshes, whether they share a device; for one call after another, a strategy and a placement; and the micro-batches
-(planner/search/bounds/relaxation.py). So a mesh is placed only if sizes, strategies and shared devices allow a
-solution. Many placements are equivalent up to then, and are not visited one by one.
+The levels of the tree are: the group of every call (all options on meshes of one size); for one call after another, a
+strategy and a placement; and the micro-batches (planner/search/bounds/relaxation.py). Offloaded options are in no
+group: the bounds are the same for their resident twins (planner/search/compiled/arrays.py).
 
-A branch is cut if its meshes cannot be placed as the pairs say (feasibility.py), if all its completions provably
-exceed the threshold (concurrency_bound.py, period_bound.py), or if they lack memory. The remaining complete choices
-are priced exactly, with every subset of calls replaced by their offloaded twins (planner/search/compiled/arrays.py).
+A branch is cut if all its completions provably exceed the threshold (concurrency_bound.py, period_bound.py), or if
+they lack memory. The remaining complete choices are priced exactly, with every subset of calls replaced by their
+offloaded twins.
 
 Mirror images are both visited. Samples are on the last stage of a pipeline, so a plan and its image (devices numbered
 from the other end) may differ in cost.
@@ -16,19 +15,14 @@ from the other end) may differ in cost.
 # pyright: reportArgumentType=false, reportReturnType=false
 # (compiled code takes elements of arrays for the numbers they are)
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.bounds.feasibility import (
-    SLACK,
-    can_be_arranged,
-    covers,
-    lies_as_said,
-)
+from planner.search.bounds.concurrency_bound import SLACK, Cover, covering, covers
 from planner.search.bounds.period_bound import exceeds_period
 from planner.search.bounds.relaxation import (
-    APART,
     MEET,
     OPEN,
     UNKNOWN,
@@ -41,26 +35,54 @@ from planner.search.bounds.relaxation import (
     relation,
     seconds_of,
 )
-from planner.search.bounds.root_bound import allowance
-from planner.search.bounds.tree_order import Tree
+from planner.search.bounds.root_bound import Cycles, allowance
 from planner.search.compiled.compile import Floats, Ints, compiled, inner
 from planner.search.compiled.evaluator import priced
+from planner.search.compiled.tables import Tables
 
 DONE, FOUND, PAUSED = range(3)
-GROUP, PAIR, BELOW = range(3)
-"""Decision per step: the group of a call (its mesh size); whether the meshes of two calls share a device; a more
-specific row for a call (one level below its row)."""
+
+
+class Tree(NamedTuple):
+    """The data of a search. Integers are int64, other numbers float64.
+
+    order     [calls] calls by the least load (seconds x devices) of their options, the heaviest first
+    start     [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
+    group     [groups] rows of Relaxation
+    """
+
+    order: Ints
+    start: Ints
+    group: Ints
+    cycles: Cycles
+    cover: Cover
+
+
+def search_tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
+    """The data of searches through a problem's partial choices."""
+    o, n = r.arrays.options, r.arrays.start[-1]
+    groups = n + np.flatnonzero(o.strategy[n:] == OPEN)
+    member = groups
+    while (member >= n).any():  # down to some option of each group, whose row tells the call
+        member = r.below[r.begin[member - n]]
+    call = np.searchsorted(r.arrays.start, member, side="right") - 1
+    groups = groups[np.lexsort((o.seconds[groups], call))]
+    start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
+    load = o.seconds * o["size"]
+    lightest = [load[a:b].min() for a, b in pairwise(r.arrays.start)]
+    heaviest = np.argsort(-np.array(lightest), kind="stable")
+    return Tree(heaviest, start, groups, cycles, covering(tables.problem.graph))
 
 
 class SearchState(NamedTuple):
     """How far a search has come. Integers are int64, other numbers float64.
 
-    steps   [steps, 3] for each depth: kind of decision (GROUP, PAIR, BELOW), call, second call of a PAIR
+    steps   [steps] for each depth the call that gets a row: its group first, later a row one level below its row
     depth   [1] current depth
     place   [steps] for each depth: index of the current alternative
     choice  [calls] rows, or OPEN
     found   [calls] rows of the last complete choice that was found
-    meet    [calls, calls] whether meshes share a device: UNKNOWN, APART, MEET
+    meet    [calls, calls] whether the meshes of two rows share a device: UNKNOWN, APART, MEET
     moves   [moves, 4] seconds of the moves between rows (planner.search.bounds.relaxation.moves_s)
     allowed [steps + 1, calls] for each depth: the most seconds that each call may take
     counts  [2] number of alternatives tried, number of complete choices priced
@@ -78,7 +100,7 @@ class SearchState(NamedTuple):
 
 
 def begin_search(r: Relaxation, steps: Ints) -> SearchState:
-    """A search at its beginning. steps: [steps, 3] int64, as in SearchState."""
+    """A search at its beginning. steps: [steps] int64, as in SearchState."""
     n = r.arrays.n_calls
     return SearchState(
         steps,
@@ -114,7 +136,7 @@ def continue_search(
             if depth < len(state.steps) - 1:
                 depth += 1
                 state.place[depth] = -1
-            elif state.steps[depth, 0] == BELOW:
+            elif state.choice[state.steps[depth]] < r.arrays.start[-1]:
                 time_s = _complete(r, state, threshold)
                 found = time_s < threshold
             else:
@@ -160,69 +182,45 @@ def _twin(r: Relaxation, call: int, row: int) -> int:
 def _give_next(r: Relaxation, t: Tree, state: SearchState, depth: int) -> bool:
     """Takes the next alternative at a depth and returns True; if none is left that the cycles allow, undoes the
     decision and returns False."""
-    kind, call, n_options = state.steps[depth, 0], state.steps[depth, 1], r.arrays.start[-1]
-    state.place[depth] += 1
+    call, n_options = state.steps[depth], r.arrays.start[-1]
     state.counts[0] += 1
-    if kind == PAIR:
-        return _relate_next(r, state, call, state.steps[depth, 2], state.place[depth])
-    if kind == GROUP:
-        above, among, low, high = OPEN, t.group, t.start[call], t.start[call + 1]
+    state.place[depth] += 1
+    # At the first alternative the call still has the row above; later it has one of the rows below that.
+    above = state.choice[call] if state.place[depth] == 0 else r.above[state.choice[call]]
+    if above == OPEN:
+        among, low, high = t.group, t.start[call], t.start[call + 1]
     else:
-        # At the first alternative the call still has the row above; later it has one of the rows below that.
-        above = state.choice[call] if state.place[depth] == 0 else r.above[state.choice[call]]
         among, low, high = r.below, r.begin[above - n_options], r.begin[above - n_options + 1]
     # Rows are sorted by seconds, so the first one that is too slow ends the alternatives.
     at = low + state.place[depth]
     left = at < high and r.arrays.options[among[at]].seconds <= state.allowed[depth, call]
     state.choice[call] = among[at] if left else above
-    if kind == GROUP:
-        for other in range(len(state.choice)):
-            if other != call:
-                related = relation(r.arrays.options, r.n_devices, state.choice[call], state.choice[other])
-                state.meet[call, other] = state.meet[other, call] = related
-    if kind == GROUP or not left:
-        _note_moves(r, state, call)
+    for other in range(len(state.choice)):
+        if other != call:
+            related = relation(r.arrays.options, r.n_devices, state.choice[call], state.choice[other])
+            state.meet[call, other] = state.meet[other, call] = related
+    _note_moves(r, state, call)
     return left
-
-
-@inner
-def _relate_next(r: Relaxation, state: SearchState, a: int, b: int, place: int) -> bool:
-    """Takes the next alternative for two calls: their meshes share a device, then they do not.
-
-    If their sizes imply that they do, that is the only alternative.
-    """
-    if relation(r.arrays.options, r.n_devices, state.choice[a], state.choice[b]) == MEET:
-        return place == 0
-    state.meet[a, b] = state.meet[b, a] = MEET if place == 0 else APART if place == 1 else UNKNOWN
-    if place > 1:
-        _note_moves(r, state, a)
-    return place <= 1
 
 
 @inner
 def _may_stay(r: Relaxation, t: Tree, state: SearchState, depth: int, threshold: float) -> bool:
     """Whether the bounds admit a completion. If so, writes what is allowed at the next depth."""
-    kind, call, other = state.steps[depth]
     o, allowed, choice = r.arrays.options, state.allowed[depth + 1], state.choice
+    row = choice[state.steps[depth]]
     allowed[:] = state.allowed[depth]
-    if kind == PAIR and relation(o, r.n_devices, choice[call], choice[other]) == MEET:
-        return True  # implied by the sizes: nothing has changed
-    has_place = kind == BELOW and placed(o, choice[call])
-    if has_place and not lies_as_said(r, choice, state.meet, call):
+    if o[row].strategy == OPEN:
+        fits = _allow(r, t, choice, allowed, threshold)
+        return fits and covers(r, t.cover, choice, state.meet, state.moves, threshold)
+    if exceeds_period(r, choice, state.meet, state.moves, threshold, allowed):
         return False
-    if (kind == PAIR or has_place) and not can_be_arranged(r, t.order, choice, state.meet):
-        return False
-    if kind == GROUP and not _allow(r, t, choice, allowed, threshold):
-        return False
-    if kind != GROUP:
-        _note_moves(r, state, call)
-        if exceeds_period(r, choice, state.meet, state.moves, threshold, allowed):
-            return False
-        for each in range(len(allowed)):
-            allowed[each] = min(allowed[each], state.allowed[depth, each])
-    if kind != BELOW:
-        return covers(r, t, choice, state.meet, state.moves, threshold)
-    return not has_place or (not lacks(r, choice, OPEN) and _fast_enough(r, state, threshold))
+    for call in range(len(allowed)):
+        allowed[call] = min(allowed[call], state.allowed[depth, call])
+    return not placed(o, row) or (
+        covers(r, t.cover, choice, state.meet, state.moves, threshold)
+        and not lacks(r, choice, OPEN)
+        and _fast_enough(r, state, threshold)
+    )
 
 
 @inner
@@ -271,4 +269,4 @@ def _note_moves(r: Relaxation, state: SearchState, call: int) -> None:
             if trainer == OPEN or reader == OPEN:
                 state.moves[k] = 0.0
             else:
-                moves_s(r, k, trainer, reader, state.meet[a, b], state.moves[k])
+                moves_s(r, k, trainer, reader, state.moves[k])

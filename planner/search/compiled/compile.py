@@ -20,8 +20,8 @@ from rlhf_tasks.spec import IN_FLIGHT
 
 LINKED = (
     "search.annealing",
-    *(f"search.bounds.{name}" for name in ("concurrency_bound", "feasibility", "period_bound")),
-    *(f"search.bounds.{name}" for name in ("relaxation", "root_bound", "tree_order", "tree_search")),
+    *(f"search.bounds.{name}" for name in ("concurrency_bound", "period_bound", "relaxation", "root_bound")),
+    "search.bounds.tree_search",
     *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks", "resharding")),
     "pricing.resharding",
 )

@@ -12,8 +12,6 @@ def searched(time_s: float, lower_bound_s: float) -> SimpleNamespace:
     return SimpleNamespace(
         iteration_time_s=time_s,
         lower_bound_s=lower_bound_s,
-        gap=1 - lower_bound_s / time_s,
-        proven_optimal=lower_bound_s == time_s,
         compile_s=0.0,
         mode="search",
         evaluations=7,
@@ -25,10 +23,11 @@ def searched(time_s: float, lower_bound_s: float) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("lower_bound_s", "told"),
     [
-        (20.0, "proved optimal"),
-        (19.9999, "at most 0.1% from the optimum"),
-        (19.75, "at most 1.3% from the optimum"),  # 1.25%: at most 1.2% would be too little
-        (19.0, "at most 5.0% from the optimum"),
+        (20.0, "at most 0.0% above the optimum"),
+        (19.9999, "at most 0.1% above the optimum"),
+        (19.75, "at most 1.3% above the optimum"),  # 1.27%: at most 1.2% would be too little
+        (16.0, "at most 25.0% above the optimum"),
+        (0.0, "no bound on its distance from the optimum"),
     ],
 )
 def test_a_gap_is_never_told_as_less_than_it_is(lower_bound_s, told):

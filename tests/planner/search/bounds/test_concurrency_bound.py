@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
+from numba import njit
 
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.search.bounds.concurrency_bound import PartialChoice, cover_s, covering
+from planner.search.bounds.concurrency_bound import PartialChoice, cover_s, covering, covers
 from planner.search.bounds.relaxation import Relaxation, move_s, relaxation
 from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import in_parts
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
+from tests.planner.partial import partial_choices
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -92,3 +94,19 @@ def test_only_calls_that_are_cut_may_run_while_what_they_read_is_made(make_graph
     assert pair not in together(graph)
     assert pair in together(parts)
     assert not any({"actor_generate", "actor_train"} <= each for each in together(parts))
+
+
+@njit
+def covered(r, c, choice, meet, moves, threshold):
+    return covers(r, c, choice, meet, moves, threshold)
+
+
+@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
+@pytest.mark.parametrize("slower", [1, 100])
+def test_a_choice_has_the_room_that_its_partial_choices_need(small_problem, cluster, slower):
+    tables = Tables(small_problem(cluster, memory=0.5e9, links_slower=slower))
+    r, known, denied = relaxation(tables), covering(tables.problem.graph), 0
+    for p in partial_choices(tables, r, 150):
+        assert covered(r, known, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9))
+        denied += not covered(r, known, p.rows, p.meet, p.moves, 0.6 * p.time_s)
+    assert denied > 20

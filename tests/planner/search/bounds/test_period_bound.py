@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved m
 
 @pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
 def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem, cluster):
-    """On PPO: calls open or known by option, placement, strategy or size, and of some pairs who shares devices."""
+    """On PPO: calls open or known by option, placement, strategy or size."""
     tables = Tables(small_problem(cluster, memory=0.5e9))
     assert any(option.offload for options in tables.options for option in options)
     r, tight, lacking = relaxation(tables), dict.fromkeys((OPTION, PLACEMENT, KIND, GROUP), 0), 0

@@ -5,9 +5,9 @@ import pytest
 
 from planner.plan.mesh import Cluster
 from planner.pricing.problem import Problem
-from planner.search.bounds.relaxation import APART, OPEN, UNKNOWN, move_s, moves_s, relaxation
+from planner.search.bounds.relaxation import OPEN, move_s, moves_s, relaxation
 from planner.search.compiled.tables import Tables
-from tests.planner.partial import KIND, raised, related
+from tests.planner.partial import KIND, raised
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -26,22 +26,18 @@ def test_a_row_is_as_good_as_each_option_that_it_stands_for(small_problem, clust
         for figures in (o.seconds, o.save_s):
             assert (figures[above] <= figures[options]).all()
         assert (r.least[above] <= r.least[options]).all()
-    least, joined, apart = np.zeros(4), 0, 0
+    least, joined = np.zeros(4), 0
     for _ in range(600):
         k = random.integers(len(r.trainer))
         ends = [random.choice(_of_call(r, call)) for call in (r.trainer[k], r.reader[k])]
-        moved_s, lie = move_s(r, k, *ends), related(r, *ends)
+        moved_s = move_s(r, k, *ends)
         known = [raised(r, row, int(random.integers(4))) for row in ends]
-        moves_s(r, k, *known, lie, least)
+        moves_s(r, k, *known, least)
         slower = [o.seconds[row] - o.seconds[other] for row, other in zip(ends, known, strict=True)]
         taken = moved_s + np.array([0.0, slower[0], slower[1], sum(slower)])
         assert all(least <= taken + 1e-12)
-        moves_s(r, k, *known, UNKNOWN, least)
-        assert all(least <= taken + 1e-12)
         joined += least[3] > least[0]
-        apart += lie == APART
     assert joined > 20
-    assert apart > 50
 
 
 def _of_call(r, call: int) -> np.ndarray:
@@ -61,7 +57,7 @@ def test_a_move_takes_no_less_than_the_least_between_its_kinds(make_graph, ppo_c
         k = random.integers(len(r.trainer))
         ends = [random.choice(_of_call(r, call)) for call in (r.trainer[k], r.reader[k])]
         taken_s = move_s(r, k, *ends)
-        moves_s(r, k, *(raised(r, row, KIND) for row in ends), related(r, *ends), least)
+        moves_s(r, k, *(raised(r, row, KIND) for row in ends), least)
         assert least[0] <= taken_s * (1 + 1e-9)
         bounded += least[0] > 0.5 * taken_s
     assert bounded > 100
