@@ -43,7 +43,7 @@ from rlhf_tasks.parallel.model.weights import initialise
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
-from rlhf_tasks.system.memory import give_back, peak_bytes, process_bytes, reset_peak
+from rlhf_tasks.system.rank_process import give_back, peak_bytes, process_bytes, reset_peak
 
 CPU = torch.device("cpu")
 DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.7}, {"top_k": 50}, {"top_p": 0.9})

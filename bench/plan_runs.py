@@ -119,7 +119,7 @@ class NodeTime(NamedTuple):
 
 
 class PlanRun(NamedTuple):
-    """One rank's figures of a plan: the times of its nodes, and its peak memory (rlhf_tasks/system/memory.py)."""
+    """One rank's figures of a plan: the times of its nodes, and its peak memory."""
 
     times: Sequence[NodeTime]
     peak_bytes: int
@@ -138,7 +138,7 @@ def run_plan(
 
     from rlhf_tasks.protocol.sequencer import Sequencer
     from rlhf_tasks.rank.executor import NodeExecutor
-    from rlhf_tasks.system.memory import give_back
+    from rlhf_tasks.system.rank_process import give_back
     from tests.rlhf_tasks.settings import DEADLINES
 
     host, port, prefix = store

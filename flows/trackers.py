@@ -29,7 +29,7 @@ from uuid import uuid4
 from rlhf_tasks.checkpoint.journals import METRICS, is_row
 from rlhf_tasks.config.base import RunConfig, TrackerName
 from rlhf_tasks.config.public import public_document
-from rlhf_tasks.system.child_output import ChildOutput
+from rlhf_tasks.system.child_pipes import ChildOutput
 from rlhf_tasks.system.child_processes import kept_call, users_environment
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import ConfigError, one_line, read_json, reading

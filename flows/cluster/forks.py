@@ -25,8 +25,7 @@ from flows.cluster.shutdown import deaf_to_ctrl_c
 from flows.cluster.this_machine import allow_open_files, gpus_here, threads_environment
 from rlhf_tasks.config.cluster import ClusterConfig
 from rlhf_tasks.system.child_processes import end_with_starter
-from rlhf_tasks.system.reading import ConfigError
-from rlhf_tasks.system.source import parsed
+from rlhf_tasks.system.reading import ConfigError, parsed
 
 logger = logging.getLogger(__name__)
 LOADED = "rlhf_tasks.controller.fork_server"

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.config.base import Judges, RunConfig, Scores
 from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig
-from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound, parsed
+from rlhf_tasks.system.reading import FUNCTIONS, module_file, names_bound, parsed
 from rlhf_tasks.user_code import builtin_environments, builtin_rewards
 from rlhf_tasks.user_code.child import secret_named
 from rlhf_tasks.user_code.errors import RewardError

@@ -14,8 +14,7 @@ from planner.pricing.host_memory import COPIES
 from planner.pricing.plans import PlanPrice
 from rlhf_tasks.rehearsal.costs import Costs, Machines
 from rlhf_tasks.rehearsal.rehearsal import Rehearsed
-from rlhf_tasks.rehearsal.story import OWN, RUNNING, CommitMade
-from rlhf_tasks.rehearsal.watch import NEAR
+from rlhf_tasks.rehearsal.story import NEAR, OWN, RUNNING, CommitMade
 
 MOST_FAULTS = 10  # sentences of generations that ended
 MOST_RANKS = 4  # that a sentence names

@@ -24,8 +24,15 @@ from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sampling import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader
 from rlhf_tasks.spec import ModelFunctionCall
-from rlhf_tasks.system.reading import ConfigError, one_line, shown
-from rlhf_tasks.system.source import module_file, names_bound, names_imported, parsed
+from rlhf_tasks.system.reading import (
+    ConfigError,
+    module_file,
+    names_bound,
+    names_imported,
+    one_line,
+    parsed,
+    shown,
+)
 
 GROUP = "prefect_rlhf.algorithms"
 OURS = "prefect-rlhf"

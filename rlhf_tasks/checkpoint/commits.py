@@ -45,8 +45,7 @@ from rlhf_tasks.checkpoint.manifest import (
 from rlhf_tasks.checkpoint.plan_log import plan_digest
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.protocol.instructions import WriteCommit
-from rlhf_tasks.system.byte_count import ByteCount
-from rlhf_tasks.system.durable import explained, refuse_full, sync, write_file
+from rlhf_tasks.system.durable import ByteCount, explained, refuse_full, sync, write_file
 from rlhf_tasks.system.failpoints import Point, at, reach
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from rlhf_tasks.checkpoint.accepted_changes import samples_count
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import read_manifest
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 
 _VALUES, _LENGTHS, _IDS = "values", "lengths", "ids"
 _METRICS = "metrics"

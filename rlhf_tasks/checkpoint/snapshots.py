@@ -33,8 +33,7 @@ from rlhf_tasks.parallel.state.files import (
 )
 from rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
-from rlhf_tasks.system.byte_count import ByteCount
-from rlhf_tasks.system.durable import NotWritable, explained, refuse_full, sync
+from rlhf_tasks.system.durable import ByteCount, NotWritable, explained, refuse_full, sync
 from rlhf_tasks.system.failpoints import Point, at, reach
 
 

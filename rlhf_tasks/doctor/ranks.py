@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlhf_tasks.parallel.comm.groups import join_world, leave_world
 from rlhf_tasks.system.child_processes import die_with_parent
-from rlhf_tasks.system.memory import OutOfMemory, told_when_out
+from rlhf_tasks.system.rank_process import OutOfMemory, told_when_out
 from rlhf_tasks.system.reading import ConfigError
 
 GRACE_S = 5.0  # for the peers of a rank that failed to say what they saw

@@ -22,9 +22,8 @@ from rlhf_tasks.profiling.spec import ProfilePart, ProfileSpec
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.role_engines import DTYPES
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
-from rlhf_tasks.system.byte_count import ByteCount
-from rlhf_tasks.system.memory import give_back, process_bytes
-from rlhf_tasks.system.threads import take_stated_threads
+from rlhf_tasks.system.durable import ByteCount
+from rlhf_tasks.system.rank_process import give_back, process_bytes, take_stated_threads
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "ProfileExecutor":

@@ -6,7 +6,7 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, Frozen, ModelFunctionCall, RolePlacements
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 
 IDLE_NODES = (
     8  # nodes without work at the plan's end: the gaps between them are the cost of dispatching a node

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from rlhf_tasks.protocol.instructions import SETUP, WriteCommit
 from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.invariants import require
 
 

@@ -10,11 +10,16 @@ from rlhf_tasks.parallel.comm.groups import join_world, leave_world
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.plan_nodes import RankRun
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import InvariantError
-from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak, told_when_out
-from rlhf_tasks.system.threads import take_stated_threads
+from rlhf_tasks.system.rank_process import (
+    give_back,
+    peak_bytes,
+    reset_peak,
+    take_stated_threads,
+    told_when_out,
+)
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "NodeExecutor":

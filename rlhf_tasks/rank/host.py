@@ -40,7 +40,7 @@ from rlhf_tasks.protocol.messages import (
 )
 from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.failpoints import Point, at, reach
 from rlhf_tasks.system.reading import printable
 from rlhf_tasks.system.writer import Writer

@@ -45,7 +45,7 @@ from rlhf_tasks.spec import (
     SyncNode,
     TransferNode,
 )
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import require
 from rlhf_tasks.user_code.environments import EnvironmentProcess

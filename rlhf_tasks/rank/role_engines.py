@@ -21,7 +21,7 @@ from rlhf_tasks.parallel.state.reallocation import Reallocated, reallocate
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from rlhf_tasks.spec import ExecutionPlan, ReallocateNode, SyncNode
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import require
 

@@ -18,7 +18,7 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.transfers import shares
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.spec import CallNode, ExecutionPlan, NodeRequest, Part, PlanNode
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 
 
 class CallSamples:

@@ -11,8 +11,8 @@ from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import Disk
 from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault
 from rlhf_tasks.rehearsal.ranks import Process, SimulatedLink, Waiting
+from rlhf_tasks.rehearsal.story import WaitLog
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
-from rlhf_tasks.rehearsal.watch import WaitLog
 from rlhf_tasks.spec import (
     ExecutionPlan,
     NodeKey,

@@ -10,7 +10,7 @@ from rlhf_tasks.checkpoint.manifest import READERS
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 
 COMMIT_S = 0.05  # of a commit besides its bytes: manifest, journals, rename, and their syncs
 PER_FILE_S = 2e-4  # to look at one file of a commit, on a disk that hosts share

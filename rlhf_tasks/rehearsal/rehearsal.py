@@ -28,9 +28,8 @@ from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import CommitsOnDisk, SimulatedSnapshots
 from rlhf_tasks.rehearsal.faults import ControllerFault, InjectedFault, SlowFault
 from rlhf_tasks.rehearsal.ranks import Process, SimulatedRankMissing
-from rlhf_tasks.rehearsal.story import OWN, Story, Window
+from rlhf_tasks.rehearsal.story import OWN, Story, WaitLog, Window
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
-from rlhf_tasks.rehearsal.watch import WaitLog
 
 REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
 FEWEST, MOST = 4, 40  # iterations of a window

@@ -1,7 +1,7 @@
 """Files that survive a crash: they are used only after they have been written and synced. Torch-free.
 
 No file is written through a symbolic link. Otherwise anyone who can write into a run folder could make a run
-overwrite any other file.
+overwrite any other file. A process counts the bytes that it moves, so that others see whether it makes progress.
 """
 
 import errno
@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from threading import Lock
 
 CHUNK_BYTES = 1 << 22  # of a large file, read, hashed and written at a time
 
@@ -113,3 +114,19 @@ def _no_room(path: Path, needed_bytes: int) -> str:
     free_bytes = _free_bytes(path)
     free = "an unknown number" if free_bytes is None else free_bytes
     return f"no space left: {path} needs {needed_bytes} bytes, {free} are free. Free some space and resume."
+
+
+class ByteCount:
+    """A count that several threads may raise. It never falls.
+
+    total_bytes  so far
+    """
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self._lock = Lock()
+
+    def add(self, n_bytes: int) -> None:
+        """So many bytes more have been read, written, checked or removed."""
+        with self._lock:
+            self.total_bytes += n_bytes

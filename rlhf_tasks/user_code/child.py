@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
-from rlhf_tasks.system.child_lines import Requests
+from rlhf_tasks.system.child_pipes import Requests
 from rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, raised, shortened, users_frames
 
 STACK_SIGNAL = signal.SIGRTMAX  # makes this process dump its stack, whatever it is doing

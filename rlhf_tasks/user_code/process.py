@@ -21,8 +21,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_tasks.system.child_lines import LOOK_EVERY_S, Lines
-from rlhf_tasks.system.child_output import ChildOutput
+from rlhf_tasks.system.child_pipes import LOOK_EVERY_S, ChildOutput, Lines
 from rlhf_tasks.system.child_processes import kept_call, users_environment
 from rlhf_tasks.user_code.child import STACK_SIGNAL
 from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, traced, users_frames

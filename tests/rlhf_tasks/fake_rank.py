@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from rlhf_tasks.protocol.messages import SavedPart
 from rlhf_tasks.spec import CallNode, NodeResult, SaveNode
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.user_code.errors import UserCodeError
 
 

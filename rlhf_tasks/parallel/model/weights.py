@@ -40,9 +40,8 @@ from rlhf_tasks.parallel.layout.weight_files import (
     weight_files,
 )
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.counter_random import stream_key
-from rlhf_tasks.system.durable import sync
+from rlhf_tasks.system.durable import ByteCount, sync
 from rlhf_tasks.system.reading import read_json
 
 CACHED = 1 << 16  # numbers of a sum that stay in a core's cache

@@ -30,8 +30,7 @@ from torch import Tensor
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
-from rlhf_tasks.system.byte_count import ByteCount
-from rlhf_tasks.system.durable import CHUNK_BYTES
+from rlhf_tasks.system.durable import CHUNK_BYTES, ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

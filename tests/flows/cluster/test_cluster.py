@@ -32,7 +32,7 @@ from flows.cluster.this_machine import device_here, threads_environment
 from flows.run.training import run_training
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import SaveNode
-from rlhf_tasks.system.threads import take_stated_threads
+from rlhf_tasks.system.rank_process import take_stated_threads
 from tests.flows.dask_commands import RANK, SAFE, dask_scheduler, dask_worker
 from tests.rlhf_tasks.plans import call, on, plan_of
 from tests.rlhf_tasks.settings import STARTUP_S, limits

@@ -29,7 +29,7 @@ from rlhf_tasks.data.rows import (
 )
 from rlhf_tasks.data.token_file import ROWS, SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
-from rlhf_tasks.system.child_lines import Lines
+from rlhf_tasks.system.child_pipes import Lines
 from rlhf_tasks.system.reading import ConfigError
 
 TEMPLATE = (

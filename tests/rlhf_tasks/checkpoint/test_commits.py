@@ -32,8 +32,7 @@ from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeResult, RolePlacements
-from rlhf_tasks.system.byte_count import ByteCount
-from rlhf_tasks.system.durable import NotWritable
+from rlhf_tasks.system.durable import ByteCount, NotWritable
 
 PLACEMENT = Placement((0, 1), ParallelStrategy(dp=2))
 PLAN = ExecutionPlan(

@@ -14,7 +14,7 @@ from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
 from rlhf_tasks.checkpoint.manifest import Manifest, StoredFile, read_manifest
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.parallel.state.files import pieces_of, write_checked
-from rlhf_tasks.system.byte_count import ByteCount
+from rlhf_tasks.system.durable import ByteCount
 
 STEP = 3
 CALL = "actor_generate"

@@ -30,8 +30,7 @@ from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.spec import ExecutionPlan, RolePlacements
 from rlhf_tasks.system import failpoints
-from rlhf_tasks.system.byte_count import ByteCount
-from rlhf_tasks.system.durable import NotWritable
+from rlhf_tasks.system.durable import ByteCount, NotWritable
 from tests.rlhf_tasks.roles_in_layouts import (
     ADAPTERS,
     FOUR,

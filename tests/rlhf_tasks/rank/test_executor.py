@@ -14,7 +14,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import NodeExecutor
 from rlhf_tasks.rank.plan_nodes import Outcome
 from rlhf_tasks.spec import NodeKey, NodeRequest
-from rlhf_tasks.system.memory import OutOfMemory
+from rlhf_tasks.system.rank_process import OutOfMemory
 from rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config

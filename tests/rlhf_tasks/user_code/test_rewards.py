@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.system.child_output import MOST_OUTPUT_BYTES
+from rlhf_tasks.system.child_pipes import MOST_OUTPUT_BYTES
 from rlhf_tasks.user_code.errors import RewardError
 from rlhf_tasks.user_code.forms import Answers
 from rlhf_tasks.user_code.rewards import RewardProcess
@@ -424,7 +424,7 @@ import sys, time
 sys.path.insert(0, {root!r})
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.user_code.rewards import RewardProcess
-from rlhf_tasks.system.child_output import MOST_OUTPUT_BYTES
+from rlhf_tasks.system.child_pipes import MOST_OUTPUT_BYTES
 from rlhf_tasks.user_code.forms import Answers
 config = make_config(dict(type="ppo", models=dict(actor="a"), data=dict(train="d"), total_iterations=1,
     sampling=dict(max_completion_length=4), rewards=[dict(function=f) for f in {functions!r}]))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf_tasks.parallel.generate import slots
 from rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, KVCache, Piece, vacate
 from rlhf_tasks.parallel.generate.slots import DecodingPace
-from rlhf_tasks.system.memory import process_bytes
+from rlhf_tasks.system.rank_process import process_bytes
 from tests.rlhf_tasks.parallel.generate.test_generation import STOPS, Alone, build, draw, prompts, responses
 
 CPU = torch.device("cpu")

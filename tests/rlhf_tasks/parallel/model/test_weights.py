@@ -20,7 +20,7 @@ from rlhf_tasks.parallel.layout.weight_files import LowRank, check_weights
 from rlhf_tasks.parallel.model import weights
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import FolderWriter, _Merged, initialise, load, load_config
-from rlhf_tasks.system.memory import give_back, process_bytes
+from rlhf_tasks.system.rank_process import give_back, process_bytes
 from rlhf_tasks.system.reading import ConfigError
 from tests.adapter_folders import write_adapter
 from tests.tiny_models import by_our_names, packed, shape_of, tiny_config, tiny_model, tokens

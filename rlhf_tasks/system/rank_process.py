@@ -1,8 +1,13 @@
-"""Memory of one rank: on the CPU the process's anonymous memory, on CUDA the memory that torch has allocated."""
+"""The process of a rank: its memory and its threads.
+
+Memory is on the CPU the process's anonymous memory, on CUDA the memory that torch has allocated.
+"""
 
 import contextlib
 import ctypes
 import gc
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +84,13 @@ def _status(field: str) -> int:
         if name == field:
             return int(value.split()[0]) * 1024
     raise OSError(f"{_STATUS} has no {field}: this kernel does not report it.")
+
+
+def take_stated_threads() -> None:
+    """Give torch as many threads as the environment states now.
+
+    torch reads the environment when it is loaded. In a fork, a fork server has loaded it, perhaps for other ranks.
+    """
+    stated = [re.match(r"\d+", os.environ.get(name, "")) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
+    if numbers := [int(number[0]) for number in stated if number]:
+        torch.set_num_threads(min(numbers))
