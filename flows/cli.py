@@ -26,15 +26,15 @@ COMMANDS = {
     "demo": "training",
     "plan": "plans",
     "rehearse": "rehearsals",
-    "doctor": "doctor",
-    "profile": "profiles",
-    "pause": "orders",
-    "resume": "orders",
-    "stop": "orders",
-    "cancel": "orders",
+    "doctor": "configs",
+    "profile": "plans",
+    "pause": "folders",
+    "resume": "folders",
+    "stop": "folders",
+    "cancel": "folders",
     "ui": "folders",
     "export": "folders",
-    "graph": "graphs",
+    "graph": "plans",
 }
 CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}
 """Command -> its module in flows/commands."""

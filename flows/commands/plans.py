@@ -1,8 +1,10 @@
-"""`prefect-rlhf plan`: where each call of an algorithm should run, what that costs, and how far the best can be."""
+"""`prefect-rlhf plan`: where each call of an algorithm should run, what that costs, and how far the best can be.
+
+Besides, what plans are made of: `profile` measures or computes the figures that price them, `graph` draws the calls.
+"""
 
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -10,38 +12,85 @@ from typing import Annotated, Literal
 
 import yaml
 from cyclopts import Parameter
-from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
 
 from flows.cluster.shutdown import run_in_thread
-from flows.commands.numbers import check_range, whole, whole_seed
-from flows.run.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
-from flows.run.ranks import Ranks, decided, fastest, rank_choices
-from flows.view.plan_view import (
-    show_alternatives,
-    show_calls,
-    show_comparison,
-    show_corrections,
-    show_proof,
-    show_source,
-    show_timeline,
+from flows.commands.options import (
+    check_range,
+    check_writable,
+    show_warnings,
+    warnings,
+    whole,
+    whole_seed,
+    write_output,
 )
+from flows.run.planning import (
+    compare,
+    computed_profiles,
+    hardware_of,
+    limits_of,
+    measured_folders,
+    only_device,
+    plan_for,
+    price_manual,
+    problem_of,
+)
+from flows.run.ranks import Ranks, decided, fastest, rank_choices
+from flows.run.run_folder import refuse_unwritable
 from flows.view.terminal import Console
 from planner.deadline import Deadline
 from planner.plan.build import PlanError
-from planner.pricing.plans import shortfall
+from planner.pricing.calls import CostModel
+from planner.pricing.plans import PlanPrice, shortfall
 from planner.pricing.problem import Problem
-from planner.pricing.provenance import extrapolation
-from planner.report.alternatives import rejected_alternatives
-from planner.report.report import plan_document, result_document, told_limits
+from planner.pricing.profile_cache import write_profiles
+from planner.pricing.provenance import extrapolation, figures_source
+from planner.report.alternatives import Alternative, rejected_alternatives
+from planner.report.report import (
+    ALTERNATIVES,
+    alternative_rows,
+    call_rows,
+    corrections,
+    host_sentences,
+    mode_rows,
+    plan_document,
+    proof_sentence,
+    reserve_sentences,
+    result_document,
+    told_limits,
+)
+from planner.report.text import algorithm_graph, dataflow_mermaid, dataflow_table
+from planner.report.timeline import draw_bars, steady_bars
 from planner.search.baselines import heuristic_plan
 from planner.search.search import SearchResult
-from rlhf_tasks.algorithms.configurations import ConfigError, load_config, read_assignments
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, load_config, read_assignments
 from rlhf_tasks.config.settings import MOST_SECONDS
+from rlhf_tasks.spec import CallNode, ExecutionPlan
 
+COMPUTED = "computed-profiles.json"  # in the output folder, outside its folder of measured profiles
 COMPILING = "the first time, compilation adds about a minute"
+LIMITING = 6  # most nodes of the critical cycle that are named
+
+STYLES = {
+    "generate": "black on bright_blue",
+    "inference": "black on cyan",
+    "train_step": "black on yellow",
+    "fetch": "black on white",
+    "transfer": "black on green",
+    "reallocate": "black on magenta",
+    "release": "black on bright_magenta",
+    "onload": "black on bright_cyan",
+    "offload": "black on bright_red",
+    "save": "black on bright_yellow",
+    "save_samples": "white on red",
+    "sync": "black on bright_white",
+    "evaluate": "black on bright_green",
+}
+"""Kind of node -> style of its bars, in a terminal with colours."""
 
 console = Console()
-warnings = Console(stderr=True, highlight=False)
 
 
 def plan(
@@ -116,16 +165,14 @@ def plan(
     problem = chosen.problem
     if told is not None:
         console.print(told, highlight=False, soft_wrap=True)
-    _write(result, json_file, out)
+    if json_file is not None:
+        write_output(json_file, json.dumps(result_document(result), indent=2) + "\n")
+    if out is not None:
+        document = plan_document(result.plan)
+        write_output(out, yaml.safe_dump(document, sort_keys=False, default_flow_style=None))
     _show(result, problem)
     if comparison:
         _compare(result, problem, limit_s, used_seed, counted or getattr(settings, "total_iterations", 1))
-
-
-def show_warnings(found: Iterable[str]) -> None:
-    """Print warnings to standard error, one a line."""
-    for warning in found:
-        warnings.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
 
 
 def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, seed: int) -> SearchResult:
@@ -188,37 +235,193 @@ def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, 
     show_comparison(console, found, limits_s, iterations)
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Raises ConfigError for a file that cannot be written, and for two that are the same file.
+def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> None:
+    """Show a row per call: devices, strategy, seconds, and memory of its fullest device. Names are never cut."""
+    several = len(model.classes.profiles) > 1
+    whole = (Column(head, no_wrap=True) for head in ("call", "devices"))
+    table = Table(*whole, *(["class"] if several else []), box=None, pad_edge=False)
+    for head in ("dp", "tp", "pp", "micro-\nbatches", "offload", "seconds", "memory\nGB"):
+        table.add_column(head, justify="right")
+    for row in call_rows(plan, price, model):
+        memory = f"{row.memory_bytes / 1e9:.3g}" + (" [red]too much[/]" if row.missing_bytes else "")
+        where = (row.call, row.devices, *([row.device_class] if several else []))
+        how = map(str, (row.dp, row.tp, row.pp, row.micro_batches))
+        table.add_row(*where, *how, "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
+    console.print(f"[bold]Calls[/] on {model.classes}; memory: peak of the fullest device")
+    console.print(table)
+    for sentence in [*reserve_sentences(model.classes), *host_sentences(price, model)]:
+        console.print(sentence, highlight=False, soft_wrap=True)
+    moves = {name: price.duration_s[name] for name in price.moved_bytes}
+    console.print(
+        f"{len(moves)} transfers and reallocations move {sum(price.moved_bytes.values()) / 1e9:.3g} GB in "
+        f"{sum(moves.values()):.3g} s per iteration.\n",
+        highlight=False,
+    )
 
-    This is checked before minutes of work.
-    """
-    files: dict[Path, Path] = {}
-    for path in paths:
-        if path is not None and path.resolve() in files:
-            raise ConfigError(
-                f"{path} and {files[path.resolve()]} are the same file, and one output would overwrite the other. "
-                "Name two files."
+
+def show_source(console: Console, model: CostModel) -> None:
+    """Show whether the figures are measured or a preset's."""
+    console.print(f"Priced by: {figures_source(model)}.\n", highlight=False, soft_wrap=True)
+
+
+def show_corrections(console: Console, problem: Problem) -> None:
+    """Show which calls are priced with measurements of earlier runs, and the corrections of the profiles."""
+    factors = corrections(problem)
+    if factors:
+        told = ", ".join(
+            f"{call} + {by.added_s:.3g} s" if by.added_s else f"{call} x {by.seconds:.3g}"
+            for call, by in factors.items()
+        )
+        console.print(
+            f"The profiles were corrected with measured figures of earlier runs: {told}.\n",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> None:
+    """Show one iteration of the steady state: a row of bars for each group of devices."""
+    console.print("[bold]One iteration of the steady state[/], by devices")
+    width = max(40, min(console.width, 160) - 30)
+    for line in draw_bars(steady_bars(plan, price), price.iteration_time_s, width):
+        text = Text(no_wrap=True, overflow="crop")
+        for piece, kind in line:
+            text.append(piece, STYLES.get(kind, ""))
+        console.print(text)
+    console.print(f"Limited by: {limiting(plan, price)}\n", highlight=False, soft_wrap=True)
+
+
+def limiting(plan: ExecutionPlan, price: PlanPrice) -> str:
+    """The critical cycle in one phrase: its calls in their order, then its other nodes; at most LIMITING names."""
+    cycle = price.steady.cycle
+    calls = [name for name in cycle if isinstance(plan.node(name), CallNode)]
+    others = [name for name in cycle if name not in calls]
+    named = [" → ".join(calls[:LIMITING]), *others[: max(0, LIMITING - len(calls))]]
+    told, more = ", ".join(filter(None, named)), len(cycle) - LIMITING
+    return f"{told} and {more} more" if more > 0 else told
+
+
+def show_proof(console: Console, result: SearchResult) -> None:
+    """Show seconds per iteration, the bound, the gap, and the plans for which the bound holds."""
+    sentence = f"[bold]{proof_sentence(result)}[/]\nThe bound holds for: {result.proof_class}\n"
+    console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:
+    """Show for each call the best plan found with it elsewhere, and below why that is worse, or that it is not."""
+    if rejected:
+        console.print(f"[bold]Rejected alternatives[/]: {ALTERNATIVES}", soft_wrap=True)
+        rows = alternative_rows(rejected)
+        heads = ("call", "devices", "dp", "tp", "pp", "s per iteration")
+        places = [
+            (row.call, row.devices, *map(str, (row.dp, row.tp, row.pp)), f"{row.time_s:.4g}") for row in rows
+        ]
+        widths = [max(map(len, column)) for column in zip(heads, *places, strict=True)]
+        for cells, why in zip([heads, *places], ["", *(row.beside_the_plan for row in rows)], strict=True):
+            aligned = (
+                cell.rjust(width) if n > 1 else cell.ljust(width)
+                for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
             )
-        if path is not None:
-            files[path.resolve()] = path
-        if path is not None and (
-            path.is_dir()
-            or not path.parent.is_dir()
-            or not os.access(path if path.exists() else path.parent, os.W_OK)
-        ):
-            raise ConfigError(f"{path} cannot be written. Name a writable file in an existing folder.")
+            console.print(Text("  ".join(aligned), "" if why else "bold"), soft_wrap=True)
+            if why:
+                console.print(Padding(Text(why), (0, 0, 0, 4), expand=False))
+        better = min((other for other in rejected if other.is_better), key=lambda o: o.time_s, default=None)
+        if better is not None:
+            console.print(
+                f"The plan is not the best: one with {better.call} elsewhere takes {better.time_s:.4g} s.",
+                highlight=False,
+                soft_wrap=True,
+            )
+        console.print()
 
 
-def _write(result: SearchResult, json_file: Path | None, out: Path | None) -> None:
-    """Write the figures and the plan to their files, if given. Raises ConfigError naming the file."""
-    texts = {
-        json_file: lambda: json.dumps(result_document(result), indent=2) + "\n",
-        out: lambda: yaml.safe_dump(plan_document(result.plan), sort_keys=False, default_flow_style=None),
-    }
-    for path, text in texts.items():
-        if path is not None:
-            try:
-                path.write_text(text(), encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"{path} cannot be written ({error.strerror}).") from None
+def show_comparison(
+    console: Console, found: Mapping[str, SearchResult | str], limits_s: Mapping[str, float], iterations: int
+) -> None:
+    """Show the hours that `iterations` iterations take under each mode's plan.
+
+    limits_s  mode -> seconds that it had for its search
+    """
+    console.print(f"[bold]{iterations} iterations[/] under the plan of each mode; {told_limits(limits_s)}")
+    table = Table("mode", "s per iteration", "hours", "against the best of these", box=None, pad_edge=False)
+    for row in mode_rows(found, iterations):
+        if row.time_s is None or row.hours is None:
+            table.add_row(row.mode, "-", "-", row.remark)
+        else:
+            table.add_row(row.mode, f"{row.time_s:.4g}", f"{row.hours:.3g}", row.remark)
+    console.print(table)
+
+
+def profile(
+    *overrides: str,
+    config: Path,
+    analytic: Annotated[bool, Parameter(negative="")] = False,
+    out: Annotated[Path | None, Parameter("--out")] = None,
+) -> None:
+    """Time layers and collectives on the run's cluster: prefect-rlhf profile --config FILE [key.sub=value ...].
+
+    Takes minutes. Writes the profiles to <output_dir>/profiles/, from where plans for the same models, devices and
+    cluster use them. Of CPU ranks on this machine all numbers are measured that a run may have, fewer with more
+    threads each; the run then takes the fastest.
+
+    With --analytic nothing is measured: times of the same layers and collectives are computed from the device's
+    figures and written in the same format. That takes a second, needs no cluster, GPU or weights, and works for
+    inline models too. A plan uses computed profiles only where plan --profile FILE names them, and says so.
+
+    Parameters
+    ----------
+    overrides
+        `key.sub=value`, the value being YAML.
+    config
+        The run's configuration, a YAML file.
+    analytic
+        Compute the profiles from the figures of planning.device, a preset or a file.
+    out
+        A JSON file to which the profiles are also written. Computed ones are written only there; default:
+        <output_dir>/computed-profiles.json.
+    """
+    if out is not None:
+        check_writable(out)
+    settings = load_config(config, overrides)
+    refuse_unwritable(Path(settings.output_dir), "output_dir")
+    if analytic:
+        _compute(decided(settings), out)
+        return
+    hardware = hardware_of(decided(settings))
+    only_device(hardware)
+    show_warnings(problem_of(decided(settings), hardware).warnings)
+    measured_folders(settings)
+    # Prefect takes seconds to import, so a faulty configuration is refused before that.
+    from flows.commands.local_run import profile_here
+
+    profile_here(settings, out)
+
+
+def _compute(settings: RunConfig, out: Path | None) -> None:
+    """Write computed profiles, and print how to use them."""
+    show_warnings(hardware_of(settings).warnings)
+    profiles = computed_profiles(settings)
+    file = out or Path(settings.output_dir) / COMPUTED
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_profiles(profiles, file)
+    console.print(
+        f"{profiles[0].title}: {file}. To plan by it: prefect-rlhf plan --profile {file}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def graph(
+    algorithm: str, /, *, form: Annotated[Literal["table", "mermaid"], Parameter("--as")] = "table"
+) -> None:
+    """Draw an algorithm's dataflow graph.
+
+    Parameters
+    ----------
+    algorithm
+        ppo, grpo, dpo, sft, reward_model, rollout, or another algorithm (docs/algorithms.md).
+    form
+        `table` for the terminal, `mermaid` for documents.
+    """
+    drawn = algorithm_graph(algorithm.replace("-", "_"))
+    print(dataflow_table(drawn) if form == "table" else dataflow_mermaid(drawn))

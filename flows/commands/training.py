@@ -7,8 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from flows.cluster.forks import begin_to_load_for
-from flows.commands.numbers import whole_seed
-from flows.commands.plans import show_warnings
+from flows.commands.options import show_warnings, whole_seed
 from flows.demo import DATA, refuse_without_task
 from flows.run import run_identity
 from flows.run.prepare import prepare

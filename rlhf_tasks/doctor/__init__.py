@@ -1,4 +1,4 @@
 """The doctor: a model's folder on real ranks, split in several ways, against plain transformers.
 
-The command is in flows/commands/doctor.py; what a run checks before it starts is in flows/run.
+The command is in flows/commands/configs.py; what a run checks before it starts is in flows/run.
 """

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 import deployments
+from flows.commands.rehearsals import effective_share, rehearsable, rehearsed
 from flows.run.planning import hardware_of, problem_of
-from flows.run.rehearsal import rehearsable, rehearsed
-from flows.view.rehearsal_view import effective_share
 from planner.pricing.cluster_file import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan

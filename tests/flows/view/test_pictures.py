@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from flows.commands.plans import STYLES
 from flows.view.clocks import Span
 from flows.view.pictures import (
     COLOURS,
@@ -19,7 +20,6 @@ from flows.view.pictures import (
     plan_graph,
     timeline,
 )
-from flows.view.plan_view import STYLES
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster

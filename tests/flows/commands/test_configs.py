@@ -59,7 +59,7 @@ def test_an_adapters_folder_is_examined_as_the_merged_model(doctor, model, tmp_p
 
 def test_a_difference_out_of_tolerance_is_told_with_status_1(doctor, model, monkeypatch):
     found = Finding(ParallelStrategy(tp=2), "logits", 3e-3, 1e-4)
-    monkeypatch.setattr("flows.commands.doctor.examined", lambda *_: [found])
+    monkeypatch.setattr("flows.commands.configs.examined", lambda *_: [found])
     status, out, _ = doctor(model)
     assert status == 1
     assert "3.00e-03 of 1e-04   out of tolerance" in out
