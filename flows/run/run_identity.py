@@ -12,16 +12,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from flows.run.prepare import Prepared
 from flows.run.run_folder import CONFIG
-from flows.run.samples_in_flight import keeps_samples, told, unreadable
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from rlhf_tasks.algorithms.held_out import section_of
-from rlhf_tasks.checkpoint.accepted_changes import Accepted, last_accepted, samples_count, write_accepted
+from rlhf_tasks.checkpoint.accepted_changes import (
+    Accepted,
+    has_samples_in_flight,
+    last_accepted,
+    samples_count,
+    write_accepted,
+)
 from rlhf_tasks.checkpoint.commits import lost_commits, step_folder, steps_of
 from rlhf_tasks.checkpoint.journals import (
     EMPTY,
@@ -81,7 +86,7 @@ def refuse_changes(folder: Path, prepared: Prepared) -> None:
 
 def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     """Accept what has changed since a run's last commit, and record it in its folder. Returns a sentence for each,
-    and one for the samples in flight. These count on where they depend on nothing that has changed.
+    and one for the samples in flight, which are dropped.
 
     Damaged journals lose the lines that cannot be read; the damaged file is kept under another name. Raises
     ConfigError for what cannot be accepted: lost commits, another shape of a trained model, and another
@@ -90,25 +95,26 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     lost = lost_commits(folder)
     if lost is not None:
         raise ConfigError(lost)
-    changed, manifest = _differences(folder, prepared), _newest_manifest(folder)
-    changes, more = tuple(each.sentence for each in changed), tuple[str, ...]()
+    changes, manifest, dropped = differences(folder, prepared), _newest_manifest(folder), tuple[str, ...]()
     if manifest is not None and changes:
-        marks, before = _marks(folder, manifest), _committed_config(folder, manifest)
-        causes = [each.sentence for each in changed if not each.samples_stay]
-        accepted = Accepted(
-            step=manifest.step,
-            changes=changes,
-            config=prepared.config.model_dump(mode="json"),
-            journals={name: _mended(folder / name, marks[name], manifest.step) for name in JOURNALS},
-            samples_stay=not causes,
+        step, marks = manifest.step, _marks(folder, manifest)
+        if samples_count(folder, step) and has_samples_in_flight(step_folder(folder, step), manifest):
+            dropped = (
+                "the samples in flight, drawn ahead of their training or begun in segments, are dropped: iteration "
+                f"{step + 1} draws its own, and a few prompts are learned from twice or not at all",
+            )
+        write_accepted(
+            folder,
+            Accepted(
+                step=step,
+                changes=changes,
+                config=prepared.config.model_dump(mode="json"),
+                journals={name: _mended(folder / name, marks[name], step) for name in JOURNALS},
+            ),
         )
-        counted = samples_count(folder, manifest.step)
-        write_accepted(folder, accepted)
-        if counted:
-            more = tuple(told(folder, manifest, prepared, before, causes))
     replace_file(folder / CONFIG, prepared.config.model_dump_json(indent=2))
     keep_identity(folder, prepared)
-    return (*changes, *more)
+    return (*changes, *dropped)
 
 
 def keep_identity(folder: Path, prepared: Prepared) -> None:
@@ -124,42 +130,24 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
 
     Raises ConfigError when a trained model has another shape, or sync_ref_model has changed: the commit does not fit.
     """
-    return tuple(each.sentence for each in _differences(folder, prepared))
-
-
-class _Change(NamedTuple):
-    """Something that has changed. samples_stay: no sample in flight depends on it."""
-
-    sentence: str
-    samples_stay: bool = False
-
-
-def _differences(folder: Path, prepared: Prepared) -> list[_Change]:
     manifest = _newest_manifest(folder)
     if manifest is None:
-        return []
+        return ()
     _refuse_another_model(folder, manifest, prepared.config)
-    old, new = _committed_config(folder, manifest), compared(prepared.config)
-    changes = [
-        _Change(sentence, keeps_samples(key, old, prepared, manifest.step))
-        for key in {**old, **new}
-        for sentence in _changed_keys(old.get(key), new.get(key), key)
-    ]
+    changes = list(_changed_keys(_committed_config(folder, manifest), compared(prepared.config)))
     for name, rows, source in _data_of(prepared):
         if (folder / name).exists() and (folder / name).read_bytes() != rows.digest.encode():
-            changes.append(_Change(f"{source} has other rows", name == HELD_OUT_DATA))
+            changes.append(f"{source} has other rows")
     try:
-        changes += map(_Change, _changed_models(folder / MODELS, model_digests(prepared.config)))
+        changes += _changed_models(folder / MODELS, model_digests(prepared.config))
     except ConfigError as damaged:
-        changes.append(_Change(str(damaged).rstrip(".")))
+        changes.append(str(damaged).rstrip("."))
     for name, mark in _marks(folder, manifest).items():
         try:
             Journal(folder / name, mark)
         except JournalError as error:
-            changes.append(_Change(str(error).rstrip("."), samples_stay=True))
-    if all(each.samples_stay for each in changes):
-        changes += map(_Change, unreadable(folder, manifest, prepared))
-    return changes
+            changes.append(str(error).rstrip("."))
+    return tuple(changes)
 
 
 def _data_of(prepared: Prepared) -> Iterator[tuple[str, TokenFile, str]]:

@@ -6,8 +6,7 @@ A message is a pydantic model as JSON bytes. There are two kinds of connections,
     controller -> rank  the link: opened with the executor's name; `RankMessage`s one way, `News` the other
 
 A connection delivers in order and loses messages only when it breaks. Each end then treats the other as dead: that
-is a fault, and nothing is sent again. The state machines in rlhf_tasks/protocol tolerate repeats and losses anyway.
-Torch-free.
+is a fault, and nothing is sent again. An inbox refuses a request out of turn. Torch-free.
 """
 
 from dataclasses import dataclass
@@ -146,10 +145,7 @@ class Deliver(Frozen):
 
 
 class Told(Frozen):
-    """News from a rank about a node, its reset or its restore. Only a refusal has a `reason`.
-
-    A request that is missing although later ones came is refused too, with the key of the first that is held back.
-    """
+    """News from a rank about a node, its reset or its restore. Only a refusal has a `reason`."""
 
     kind: Literal["entered", "reset", "restored", "refused"]
     rank: int

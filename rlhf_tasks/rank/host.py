@@ -161,7 +161,7 @@ class EngineHost:
         except CommClosedError:
             pass
         writer.close()
-        self._apply(self._inbox.client_lost(client, time.monotonic()))
+        self._apply(self._inbox.client_lost(client))
         return Status.dont_reply
 
     async def status(self) -> dict[str, Any]:
@@ -191,10 +191,9 @@ class EngineHost:
         make_executor: ExecutorFactory,
         writer: Writer,
     ) -> None:
-        now = time.monotonic()
         if isinstance(request, Reset):
             names = (request.run, request.attempt, request.generation)
-            instructions = self._inbox.reset(*names, client, now)
+            instructions = self._inbox.reset(*names, client)
             for instruction in instructions:
                 if isinstance(instruction, Told) and instruction.kind == "refused":
                     self._tell(instruction, writer)
@@ -205,11 +204,11 @@ class EngineHost:
         elif isinstance(request, Restore):
             spec = request.spec
             names = (spec.run, spec.attempt, spec.generation)
-            instructions = self._inbox.restore(*names, spec.restore_step, now)
+            instructions = self._inbox.restore(*names, spec.restore_step)
             if any(isinstance(instruction, do.Load) for instruction in instructions):
                 self._spec = spec
         else:
-            instructions = self._inbox.deliver(request.requests, now)
+            instructions = self._inbox.deliver(request.requests)
         self._apply(instructions)
 
     def _apply(self, instructions: list[Any]) -> None:
@@ -224,9 +223,9 @@ class EngineHost:
             if executor is not None:
                 executor.close()
 
-        def ended(_: Any, now: float) -> list[Any]:
+        def ended(_: Any) -> list[Any]:
             self._renew_executor()
-            return self._inbox.cleared(instruction.key, now)
+            return self._inbox.cleared(instruction.key)
 
         self._submit(instruction.key, close, ended)
 
@@ -245,8 +244,8 @@ class EngineHost:
         assert executor is not None
         self._nodes = {node.name: node for node in spec.plan.nodes}
 
-        def ended(_: Any, now: float) -> list[Any]:
-            return self._inbox.loaded(instruction.key, now)
+        def ended(_: Any) -> list[Any]:
+            return self._inbox.loaded(instruction.key)
 
         def load() -> None:
             executor.load(spec)
@@ -273,21 +272,18 @@ class EngineHost:
 
     # --- the engine thread and the news ------------------------------------------------------------------
 
-    def _submit(
-        self, key: NodeKey, job: Callable[[], Any], ended_well: Callable[[Any, float], list[Any]]
-    ) -> None:
+    def _submit(self, key: NodeKey, job: Callable[[], Any], ended_well: Callable[[Any], list[Any]]) -> None:
         """Run a job of the inbox on the engine thread, and tell the inbox how it ended."""
         self._job = (f"{key.node}-it{key.iteration}", time.time())
         inbox = self._inbox
 
         def done(value: Any) -> None:
             self._job = ("", time.time())
-            now = time.monotonic()
             with self._reporting():
                 if isinstance(value, Exception):
-                    self._apply(inbox.failed(_failure(key, inbox.rank, value), now))
+                    self._apply(inbox.failed(_failure(key, inbox.rank, value)))
                 else:
-                    self._apply(ended_well(value, now))
+                    self._apply(ended_well(value))
 
         def job_here() -> Any:
             with at(inbox.rank, key.iteration, key.generation, key.attempt):
@@ -323,7 +319,6 @@ class EngineHost:
         while True:
             await asyncio.sleep(TICK_S)
             with self._reporting():
-                self._apply(self._inbox.tick(time.monotonic()))
                 self._tell_progress()
 
     def _tell_progress(self) -> None:

@@ -129,9 +129,6 @@ class SimulatedCluster:
 
     def _tick(self) -> None:
         self._loop.call_later(TICK_S, self._tick)
-        for process in self.processes:
-            if process is not None and not process.stopped:
-                process.carry_out(process.inbox.tick(self.now))
         for disk in self.disks:
             for owner, moved_bytes in disk.in_progress():
                 if isinstance(owner, Process):

@@ -90,26 +90,25 @@ class Process:
         """Handle a message of the controller; a stopped or dead process does not."""
         if not self.alive or self.stopped:
             return
-        now = self.cluster.now
         if isinstance(message, Deliver):
-            self.carry_out(self.inbox.deliver(message.requests, now))
+            self.carry_out(self.inbox.deliver(message.requests))
             return
-        self._asked_s = now
+        self._asked_s = self.cluster.now
         if isinstance(message, Reset):
             names = (message.run, message.attempt, message.generation)
-            instructions = self.inbox.reset(*names, link.client, now)
+            instructions = self.inbox.reset(*names, link.client)
             if not any(isinstance(i, Told) and i.kind == "refused" for i in instructions):
                 self._link = link
         else:
             spec = message.spec
-            instructions = self.inbox.restore(spec.run, spec.attempt, spec.generation, spec.restore_step, now)
+            instructions = self.inbox.restore(spec.run, spec.attempt, spec.generation, spec.restore_step)
         self.carry_out(instructions)
 
     def client_lost(self, client: str) -> None:
         """The controller's connection is closed."""
         if self.alive and not self.stopped:
             self._asked_s = None
-            self.carry_out(self.inbox.client_lost(client, self.cluster.now))
+            self.carry_out(self.inbox.client_lost(client))
 
     def carry_out(self, instructions: list[Any]) -> None:
         """Do what the inbox asks."""
@@ -130,7 +129,7 @@ class Process:
         async def work() -> None:
             await asyncio.sleep(self.cluster.machines.reset_s)
             self._answers("reset of a rank", self.cluster.timeouts.reset_s)
-            self.end(instruction.key, lambda now: self.inbox.cleared(instruction.key, now))
+            self.end(instruction.key, lambda: self.inbox.cleared(instruction.key))
 
         self.cluster.start(work())
 
@@ -152,7 +151,7 @@ class Process:
                 self._save(instruction.key._replace(node=node.name), node)
         pace = cluster.pace  # all ranks together must move `least_bytes` in `floor_s`
         self._answers("restore", pace.floor_s, _share(pace.least_bytes, size_bytes * cluster.plan.n_devices))
-        self.end(instruction.key, lambda now: self.inbox.loaded(instruction.key, now))
+        self.end(instruction.key, lambda: self.inbox.loaded(instruction.key))
 
     def _answers(self, what: str, limit_s: float, share: float = 1.0) -> None:
         """What the controller has asked for is done. share: of the seconds that it took, those that are judged."""
@@ -190,19 +189,19 @@ class Process:
         if isinstance(node, SaveNode | SaveSamplesNode) and request.in_snapshot and self.rank in node.writers:
             self._save(request.key, node)
         result = NodeResult(key=request.key, rank=self.rank, started_s=started_s, ended_s=now, digest=digest)
-        self.carry_out(self.inbox.finished(result, now))
+        self.carry_out(self.inbox.finished(result))
 
-    def end(self, key: NodeKey, stimulus: Callable[[float], list[Any]]) -> None:
+    def end(self, key: NodeKey, stimulus: Callable[[], list[Any]]) -> None:
         """A job ends, unless it has ended or the process cannot go on."""
         if self.job == key and self.alive and not self.stopped and not self.hangs:
             self.job, self.meeting = None, None
-            self.carry_out(stimulus(self.cluster.now))
+            self.carry_out(stimulus())
 
     def fail(self, error: str) -> None:
         """The job ends by an error."""
         if (key := self.job) is not None:
             failure = NodeFailure(key=key, rank=self.rank, error=error)
-            self.end(key, lambda now: self.inbox.failed(failure, now))
+            self.end(key, lambda: self.inbox.failed(failure))
 
     def _interrupt(self, instruction: do.Interrupt) -> None:
         """Abort the groups: a collective raises soon. Any other job that does not end by itself costs the process."""

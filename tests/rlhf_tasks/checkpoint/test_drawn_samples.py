@@ -1,15 +1,13 @@
 """Samples that were drawn ahead, in a commit: packed, found by any head, let go when they do not count any more."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf_tasks.checkpoint.accepted_changes import ACCEPTED, Accepted, write_accepted
+from rlhf_tasks.checkpoint.accepted_changes import Accepted, has_samples_in_flight, write_accepted
 from rlhf_tasks.checkpoint.commits import commit, step_folder, unfinished_folder
 from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples, packed_bytes, unpacked
-from rlhf_tasks.checkpoint.in_flight import InFlight, in_flight
 from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
 from rlhf_tasks.checkpoint.manifest import Manifest, StoredFile, read_manifest
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
@@ -103,25 +101,17 @@ def test_all_that_the_heads_had_is_found_and_counted(run):
     assert moved.total_bytes == sum(path.stat().st_size for path in step_folder(run, STEP).glob("actor*"))
 
 
-def test_what_is_in_flight_is_counted_without_files_that_cannot_be_read(run):
+def test_a_commit_has_samples_in_flight_or_none(run):
     folder = step_folder(run, STEP)
     manifest = read_manifest(folder)
-    found = in_flight(folder, manifest)
-    assert (found.drawn, found.begun, found.groups_begun) == ({6, 7}, {21, 22, 24}, 0)
-    assert found.keys == {CALL: {"input_ids", "response_mask", "columns", "old_logprobs", "left_number"}}
-    next(folder.glob("*rank-00001*")).write_bytes(b"{}")
-    found = in_flight(folder, manifest)
-    assert (found.drawn, found.begun, found.keys) == ({6, 7}, {21}, {})
+    assert has_samples_in_flight(folder, manifest)
+    for path in folder.glob("actor*"):
+        path.write_bytes(
+            packed_bytes([SampleBatch((32,), {"left_number": Packed(torch.tensor([-1]), (1,))})], {})
+        )
+    assert not has_samples_in_flight(folder, manifest), "every place is free"
     model = manifest.model_copy(update={"roles": {CALL: None}})
-    assert in_flight(folder, model) == (set(), set(), 0, {}), "files of a model have none"
-
-
-def test_samples_that_are_let_go_are_lost_or_come_again():
-    """Of ten groups of two that were begun, three are in flight: 2 in a place, 5 and 8 drawn ahead."""
-    found = InFlight(frozenset({10, 16, 17}), frozenset({4}), 10, {})
-    assert found.if_let_go(first_sample=14, group_size=2) == ([2, 5], [7, 9])
-    ahead = InFlight(frozenset({14, 15, 16}), frozenset(), 0, {})
-    assert ahead.if_let_go(first_sample=14, group_size=1) == ([], [])
+    assert not has_samples_in_flight(folder, model), "files of a model have none"
 
 
 def test_there_are_none_at_the_beginning_without_files_and_for_a_plan_that_needs_none(run):
@@ -130,28 +120,11 @@ def test_there_are_none_at_the_beginning_without_files_and_for_a_plan_that_needs
 
 
 @pytest.mark.parametrize(("at", "ready"), [(STEP, False), (STEP - 1, True), (STEP + 1, False)])
-def test_a_change_that_the_user_accepts_lets_those_of_its_commit_go(run, at, ready):
-    accept(run, at, stay=False)
+def test_a_change_that_the_user_accepts_drops_those_of_its_commit(run, at, ready):
+    accept(run, at)
     assert DrawnSamples(run, STEP, [CALL], ByteCount()).ready == ready
-    accept(run, STEP + 2, stay=True)
-    assert DrawnSamples(run, STEP, [CALL], ByteCount()).ready == ready, "whatever is accepted afterwards"
 
 
-@pytest.mark.parametrize("at", [STEP, STEP + 1])
-def test_a_change_on_which_they_do_not_depend_keeps_them(run, at):
-    accept(run, at, stay=True)
-    assert DrawnSamples(run, STEP, [CALL], ByteCount()).ready
-
-
-def test_what_an_older_version_has_accepted_lets_them_go(run):
-    accept(run, STEP, stay=True)
-    line = json.loads((run / ACCEPTED).read_text())
-    del line["samples_stay"]
-    (run / ACCEPTED).write_text(json.dumps(line) + "\n")
-    assert not DrawnSamples(run, STEP, [CALL], ByteCount()).ready
-
-
-def accept(run: Path, step: int, stay: bool) -> None:
+def accept(run: Path, step: int) -> None:
     journals = dict.fromkeys(JOURNALS, EMPTY)
-    changes = ("seed 1 (now 2)",)
-    write_accepted(run, Accepted(step=step, changes=changes, config={}, journals=journals, samples_stay=stay))
+    write_accepted(run, Accepted(step=step, changes=("seed 1 (now 2)",), config={}, journals=journals))

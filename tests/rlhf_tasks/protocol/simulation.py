@@ -1,4 +1,4 @@
-"""Rehearsals in which every instruction can be watched, messages are lost and doubled, and ranks have a state.
+"""Rehearsals in which every instruction can be watched, messages are late, and ranks have a state.
 
 A rank carries role -> version and a chain of hashes, which is trained, saved, committed and loaded: two runs can be
 compared bit by bit. What runs in which order, and what a commit holds, is checked in every run.
@@ -8,13 +8,15 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from rlhf_tasks.controller.attempt import Attempt, Surroundings
 from rlhf_tasks.protocol.instructions import Run, WriteCommit
 from rlhf_tasks.protocol.messages import (
     Committed,
+    Done,
+    Failed,
     Faulted,
     Finished,
     GaveUp,
@@ -54,21 +56,11 @@ MACHINES = Machines(
 )
 LIMITS = {"io_floor_s": 20, "io_least_bytes_per_s": 10, "deadline_factor": 10, "deadline_floor_s": 10}
 NOTICED_S = 3.0  # within which a rank notices that its controller is gone
-RESEND_S = 1.0
 HELD_S = 30.0  # longer than anything else takes
 HOURS = 5000 / 3600  # after which a run counts as hanging
 
 Results = Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
 Watch = Callable[["World", "Rank | Controller", str, Any], None]
-
-
-@dataclass(frozen=True)
-class Network:
-    """How messages travel: each is lost, doubled and delayed at random; senders repeat until acknowledged."""
-
-    loss: float = 0.0
-    duplicate: float = 0.0
-    delay_s: float = 0.01
 
 
 def digest(*parts: object) -> str:
@@ -82,7 +74,6 @@ class Rank(Process):
     def __init__(self, world: "World", cluster: SimulatedCluster, rank: int) -> None:
         super().__init__(cluster, rank)
         self.world = world
-        self.inbox.gap_deadline_s = 10.0
         self.params: dict[str, tuple[int, str]] = {}
         self.copies: dict[tuple[str, Any], int] = {}
         self.drawn: dict[int, str] = {}  # iteration -> what was generated for it
@@ -99,7 +90,7 @@ class Rank(Process):
         super().carry_out(instructions)
 
     def receive(self, message: Any, link: SimulatedLink) -> None:
-        self.world.scatter(super().receive, message, link)
+        self.world.post(self, super().receive, message, link)
 
     def client_lost(self, client: str) -> None:
         self.world.later(NOTICED_S, super().client_lost, client)
@@ -181,7 +172,7 @@ class Controller(Attempt):
             super()._apply([])  # tells what may be entered now
 
     def _receive(self, news: Any) -> None:
-        self.world.scatter(super()._receive, news)
+        self.world.post((self, rank_of(news)), super()._receive, news)
 
     def enter(self, iteration: int, generation: int) -> None:
         super().enter(iteration, generation)
@@ -228,6 +219,7 @@ class Commits(CommitsOnDisk):
 class World(Rehearsal):
     """A rehearsal of a run whose seconds are short and random, all from one seed.
 
+    delay_s      a message takes twice as long at most
     pause_after  the flow pauses the run when it hears that this iteration is committed, and resumes it HELD_S after
                  it has heard that the run is held
     watch        called with (process, "before" | "after", instruction) around every instruction
@@ -239,13 +231,14 @@ class World(Rehearsal):
         *,
         iterations: int,
         seed: int = 0,
-        network: Network | None = None,
+        delay_s: float = 0.01,
         snapshot_every: int | Literal["auto"] = 1,
         max_restarts: int = 3,
         pause_after: int | None = None,
         watch: Watch = lambda world, process, moment, instruction: None,
     ) -> None:
-        self.plan, self.network, self.watch = plan, network or Network(), watch
+        self.plan, self.delay_s, self.watch = plan, delay_s, watch
+        self.arrives_s: dict[Any, float] = {}  # connection -> when its last message arrives
         self.rng = random.Random(seed)
         self.pause_after, self.is_paused, self.held_at = pause_after, False, list[int]()
         self.requests: dict[tuple[int, int, str], NodeRequest] = {}
@@ -297,17 +290,11 @@ class World(Rehearsal):
         """Do something within so many seconds."""
         self.loop.call_later(self.rng.uniform(0, most_s), act, *given)
 
-    def scatter(self, arrive: Callable[..., None], *given: Any) -> None:
-        """A message arrives at least once: its sender repeats it until an acknowledgement comes through."""
-        net, rng = self.network, self.rng
-        sent_s, arrived, acknowledged = 0.0, False, False
-        while not (arrived and acknowledged):
-            for _ in range(1 + (rng.random() < net.duplicate)):
-                if rng.random() >= net.loss:
-                    arrived = True
-                    self.loop.call_later(sent_s + rng.uniform(0, 2 * net.delay_s), arrive, *given)
-                    acknowledged |= rng.random() >= net.loss
-            sent_s += RESEND_S
+    def post(self, connection: Any, arrive: Callable[..., None], *given: Any) -> None:
+        """A message arrives after those before it on its connection."""
+        soonest_s = self.arrives_s.get(connection, 0.0) + 1e-6
+        self.arrives_s[connection] = at_s = max(soonest_s, self.now + self.rng.uniform(0, 2 * self.delay_s))
+        self.loop.call_at(at_s, arrive, *given)
 
     def around(
         self, process: "Rank | Controller", instruction: Any, carry_out: Callable[[list[Any]], None]
@@ -427,6 +414,17 @@ class World(Rehearsal):
         """Everything that two runs must agree on: the last commit's parts, cursor, versions; all metrics."""
         last = self.commits.orders[max(self.commits.orders)]
         return last.step, last.cursor, last.versions, last.parts, self.commits.metrics
+
+
+def rank_of(news: Any) -> int:
+    """The rank that has sent news."""
+    match news:
+        case Done():
+            return news.result.rank
+        case Failed():
+            return news.failure.rank
+        case _:
+            return news.rank
 
 
 def first_come(plan: ExecutionPlan, is_first: bool) -> list[PlanNode]:

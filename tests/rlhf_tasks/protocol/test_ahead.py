@@ -9,7 +9,7 @@ from rlhf_tasks.protocol.messages import Finished
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import OnloadNode
 from tests.rlhf_tasks.protocol.plans import ahead_plan, call, small_plan
-from tests.rlhf_tasks.protocol.simulation import Controller, Network, Rank, World
+from tests.rlhf_tasks.protocol.simulation import Controller, Rank, World
 from tests.rlhf_tasks.protocol.test_faults import Trace, kill_itself
 
 ITERATIONS = 3
@@ -90,9 +90,8 @@ def test_a_death_before_and_after_each_instruction_costs_nothing(lead: int, kind
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_nor_do_a_bad_network_and_fewer_snapshots(every):
-    network = Network(loss=0.2, duplicate=0.3, delay_s=0.5)
-    world = World(ahead_plan(2), iterations=4, seed=3, network=network, snapshot_every=every)
+def test_nor_do_late_messages_and_fewer_snapshots(every):
+    world = World(ahead_plan(2), iterations=4, seed=3, delay_s=0.5, snapshot_every=every)
     assert world.run_to_end() == Finished(step=4)
     world.check_orders()
 

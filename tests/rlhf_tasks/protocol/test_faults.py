@@ -12,7 +12,7 @@ from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.messages import Committed, Done, Finished, GaveUp, NodeEnded, Told
 from rlhf_tasks.spec import NodeFailure
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
-from tests.rlhf_tasks.protocol.simulation import Controller, Network, Rank, World
+from tests.rlhf_tasks.protocol.simulation import Controller, Rank, World
 
 ITERATIONS = 3
 
@@ -58,8 +58,8 @@ def undisturbed(seed: int = 0):
     return world.final, trace
 
 
-def run_with(at: dict[int, object], seed: int = 0, network: Network | None = None) -> World:
-    world = World(small_plan(), iterations=ITERATIONS, seed=seed, network=network, watch=Trace(at))
+def run_with(at: dict[int, object], seed: int = 0) -> World:
+    world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=Trace(at))
     outcome = world.run_to_end()
     assert outcome == Finished(step=ITERATIONS), outcome
     world.check_orders()
@@ -138,7 +138,7 @@ def test_a_second_death_at_every_transition_of_the_rebuild():
 @settings(max_examples=40, derandomize=True)
 @given(seed=st.integers(0, 10**6), n_nodes=st.integers(4, 70), n_devices=st.integers(1, 7), data=st.data())
 @pytest.mark.whole
-def test_random_plans_random_deaths_and_a_bad_network(seed, n_nodes, n_devices, data):
+def test_random_plans_random_deaths_and_late_messages(seed, n_nodes, n_devices, data):
     rng = random.Random(seed)
     plan = random_plan(rng, n_devices, n_nodes)
     trace = Trace()
@@ -146,8 +146,8 @@ def test_random_plans_random_deaths_and_a_bad_network(seed, n_nodes, n_devices, 
     quiet.run_to_end()
     acts = st.sampled_from([kill_itself, hang_itself, *map(kill_rank, range(n_devices))])
     at = data.draw(st.dictionaries(st.integers(0, 2 * len(trace.seen)), acts, max_size=3))
-    network = Network(loss=rng.uniform(0, 0.3), duplicate=rng.uniform(0, 0.5), delay_s=rng.uniform(0, 0.7))
-    world = World(plan, iterations=ITERATIONS, seed=seed, network=network, watch=Trace(at))
+    delay_s = rng.uniform(0, 0.7)
+    world = World(plan, iterations=ITERATIONS, seed=seed, delay_s=delay_s, watch=Trace(at))
     assert world.run_to_end() == Finished(step=ITERATIONS)
     assert world.final == quiet.final
     world.check_orders()
@@ -192,7 +192,7 @@ def fails_by_user_code(process: Rank, instruction: do.Run) -> None:
     key = instruction.request.key
     error = NodeFailure(key=key, rank=process.rank, error="reward", traceback="mine", lasting=True)
     process.cluster.break_up(process.meeting)
-    process.end(key, lambda now: process.inbox.failed(error, now))
+    process.end(key, lambda: process.inbox.failed(error))
 
 
 def peers_fail(world: World, process: Rank | Controller) -> None:

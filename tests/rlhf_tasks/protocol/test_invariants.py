@@ -1,7 +1,5 @@
 """What the state machines refuse because it contradicts plan or commits: a check that is left out is red here."""
 
-from dataclasses import replace
-
 import pytest
 
 from rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
@@ -12,7 +10,6 @@ from rlhf_tasks.protocol.rebuild import Rebuild
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.system.invariants import InvariantError
 from tests.rlhf_tasks.protocol.ledgers import pair_plan, result
-from tests.rlhf_tasks.protocol.test_inbox import ready, request
 from tests.rlhf_tasks.settings import DEADLINES
 
 
@@ -49,14 +46,6 @@ def test_a_part_of_a_snapshot_comes_from_a_rank_of_its_placement():
     progress = IterationProgress(0, 0, {}, {"save": [0, 1]})
     with pytest.raises(InvariantError, match=r"rank 2 saved for save, which runs on \[0, 1\]"):
         progress.durable(2, "save", None)
-
-
-def test_a_number_means_one_request():
-    inbox = ready()
-    later = request(1)
-    inbox.deliver([later], 0)
-    with pytest.raises(InvariantError, match="number 1 names"):
-        inbox.deliver([replace(later, first_sample=8)], 0)
 
 
 def test_no_rank_restores_before_all_are_clean():
