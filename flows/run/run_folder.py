@@ -1,6 +1,7 @@
 """Run folders: one per run, readable only by its owner, and locked while the run is in progress.
 
 runs/NAME/config.json      the configuration of the run, for --resume
+          format           the number of this format
           data.sha256      digest of its rows, which must be the same when the run is resumed
           rows.arrow       these rows as token ids; made anew if it is removed
           held-out.sha256, held-out.arrow   the same of the rows of the evaluation
@@ -44,6 +45,10 @@ from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json
 
 CONFIG = "config.json"
+FORMAT, NUMBER, OLDER = "format", 2, "as of commit 747d428a"
+"""The file with the number of a run folder's format, the number of this one, and which version reads the one before,
+whose folders have no such file. It grows where a run of before cannot go on: with the names in configurations, and
+with what a commit holds."""
 SUMMARY = "summary.json"
 LOCK, HOLDER = ".lock", ".lock-holder"  # the latter has the id of the process that has the former
 ORDER = "order"
@@ -94,6 +99,7 @@ def _make(folder: Path, config: RunConfig) -> bool:
     try:
         fresh.parent.mkdir(parents=True, exist_ok=True)
         fresh.mkdir(mode=0o700)  # samples, metrics and logins are for this account only
+        (fresh / FORMAT).write_text(f"{NUMBER}\n", encoding="utf-8")
         (fresh / CONFIG).write_text(config.model_dump_json(indent=2), encoding="utf-8")
         fresh.rename(folder)
     except OSError:
@@ -106,11 +112,18 @@ def _make(folder: Path, config: RunConfig) -> bool:
 
 
 def existing_run_folder(path: str | Path) -> tuple[Path, RunConfig]:
-    """A run folder to resume, and its configuration. Raises ConfigError when it is not a run folder."""
+    """A run folder to resume, and its configuration. Raises ConfigError when it is not one of this format."""
     folder = Path(path)
     if not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{folder} is not a run folder: it has no {CONFIG}. Name one that a run has written."
+        )
+    number = (folder / FORMAT).read_text("utf-8", "replace").strip() if (folder / FORMAT).exists() else "1"
+    if number != str(NUMBER):
+        reader = OLDER if number == "1" else f"whose run folders have format {number[:9]}"
+        raise ConfigError(
+            f"{folder} has the format {number[:9]} of run folders, and this version of prefect-rlhf resumes and "
+            f"exports format {NUMBER}. Use prefect-rlhf {reader}, or start a new run."
         )
     return folder.resolve(), make_config(read_json(folder / CONFIG))
 

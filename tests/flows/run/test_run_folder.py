@@ -1,6 +1,7 @@
 """Run folders: a name is used once, fresh names never clash, one process writes at a time."""
 
 import asyncio
+import json
 import os
 import shutil
 import stat
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.folders import ui
+from flows.commands.folders import export, ui
 from flows.commands.training import run
 from flows.pipeline import Demo, settle_seed
 from flows.run.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
@@ -36,6 +37,44 @@ def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):
         new_run_folder(config(tmp_path, name="a"))
     assert existing_run_folder(folder) == (folder, config(tmp_path, name="a"))
     assert [path.name for path in folder.parent.iterdir()] == ["a"]
+
+
+WRITTEN_BEFORE = {
+    "type": "sft",
+    "models": {"actor": "m"},
+    "data": {"train": "d.jsonl", "column_map": {}, "max_prompt_tokens": 1024, "on_bad_row": "refuse"},
+    "snapshot_every": "auto",
+    "snapshot_max_s": 1800.0,
+    "runtime": {"deadline_floor_s": 120.0, "deadline_factor": 20.0, "io_floor_s": 300.0},
+    "total_iterations": 1,
+}
+"""Some of what commit 747d428a has written into config.json."""
+
+
+def test_a_run_folder_of_before_is_refused_with_the_version_that_resumes_it(tmp_path):
+    folder = new_run_folder(config(tmp_path, name="a"))
+    (folder / "format").unlink()
+    (folder / "config.json").write_text(json.dumps(WRITTEN_BEFORE))
+    refused = "has the format 1 of run folders, .* exports format 2. Use prefect-rlhf as of commit 747d428a"
+    for open_it in (existing_run_folder, lambda folder: open_run(None, str(folder))):
+        with pytest.raises(ConfigError, match=refused):
+            open_it(folder)
+    with pytest.raises(ConfigError, match=refused):
+        open_run(config(tmp_path, name="a", resume="auto"))
+    with pytest.raises(ConfigError, match=refused):
+        run("sft", resume=folder)
+    with pytest.raises(ConfigError, match=refused):
+        export(folder, tmp_path / "model")
+
+
+@pytest.mark.parametrize("number", ["3", "", "x" * 99])
+def test_a_run_folder_of_a_later_version_is_refused(tmp_path, number):
+    folder = new_run_folder(config(tmp_path, name="a"))
+    (folder / "format").write_text(number)
+    with pytest.raises(
+        ConfigError, match=f"Use prefect-rlhf whose run folders have format {number[:9]}, or start"
+    ):
+        existing_run_folder(folder)
 
 
 def test_only_its_owner_reads_a_run_folder(tmp_path):
