@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
-from rlhf_tasks.controller.rank_link import Rendezvous
+from rlhf_tasks.controller.controller import Rendezvous
 from rlhf_tasks.system.failpoints import VARIABLE
 
 T = TypeVar("T")

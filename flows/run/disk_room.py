@@ -11,7 +11,7 @@ from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import step_folders
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters, trained_parameters
-from rlhf_tasks.protocol.cadence import MOST_UNWRITTEN
+from rlhf_tasks.protocol.commit import MOST_UNWRITTEN
 from rlhf_tasks.system.durable import existing
 
 FULL_BYTES = (

@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.pricing.calls import CostModel
 from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.protocol.cadence import MOST_UNWRITTEN
+from rlhf_tasks.protocol.commit import MOST_UNWRITTEN
 from rlhf_tasks.spec import ExecutionPlan
 
 COPIES = "copies for commits"

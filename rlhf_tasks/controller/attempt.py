@@ -22,8 +22,9 @@ from pydantic import BaseModel
 
 from rlhf_tasks.checkpoint.journals import MetricsLines
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.account import State
 from rlhf_tasks.protocol.commit import Snapshots
-from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.ledger import Ledger, Phase
 from rlhf_tasks.protocol.messages import (
     HOST,
     Deliver,
@@ -43,7 +44,7 @@ from rlhf_tasks.protocol.messages import (
     SavedPart,
     Told,
 )
-from rlhf_tasks.protocol.phases import Phase, State, Timeouts
+from rlhf_tasks.protocol.progress import Timeouts
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, SaveNode, SaveSamplesNode
 from rlhf_tasks.system.durable import NotWritable

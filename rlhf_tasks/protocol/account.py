@@ -4,11 +4,10 @@ It is the book-keeping half of the ledger and does not know phases or faults. Wa
 """
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
-from rlhf_tasks.protocol.cadence import Cadence
-from rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
-from rlhf_tasks.protocol.headway import Headway, Pace
+from rlhf_tasks.protocol.commit import Cadence, CommitOrder, SnapshotSchedule
 from rlhf_tasks.protocol.instructions import (
     SETUP,
     IterationDone,
@@ -17,13 +16,15 @@ from rlhf_tasks.protocol.instructions import (
     WriteCommit,
 )
 from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, NodeEnded
-from rlhf_tasks.protocol.phases import State, Timeouts
 from rlhf_tasks.protocol.progress import (
+    Headway,
     IterationProgress,
     NodeProgress,
     NodeSummary,
     Occupancy,
+    Pace,
     PartsInWriting,
+    Timeouts,
 )
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeKey, NodeResult
@@ -32,6 +33,16 @@ DISK = -1
 """The controller's disk, as a source of bytes; others are ranks."""
 REMEMBERED = 8
 """Number of committed iterations whose summaries are kept for watchers that ask late."""
+
+
+class State(Enum):
+    """The state of a node or an iteration, for watchers."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
 
 
 class Account:

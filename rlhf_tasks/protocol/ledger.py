@@ -19,13 +19,12 @@ after a fault. docs/protocol.md has the tables.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from rlhf_tasks.config.cluster import Limits
-from rlhf_tasks.protocol.account import Account
-from rlhf_tasks.protocol.cadence import Cadence
-from rlhf_tasks.protocol.commit import SnapshotSchedule
-from rlhf_tasks.protocol.headway import Pace
+from rlhf_tasks.protocol.account import Account, State
+from rlhf_tasks.protocol.commit import Cadence, SnapshotSchedule
 from rlhf_tasks.protocol.instructions import SETUP, LedgerInstruction, Ready
 from rlhf_tasks.protocol.messages import (
     Cause,
@@ -35,13 +34,38 @@ from rlhf_tasks.protocol.messages import (
     Held,
     NotEntered,
 )
-from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
+from rlhf_tasks.protocol.progress import Pace, Timeouts
 from rlhf_tasks.protocol.rebuild import Rebuild
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, NodeResult
 
 ALONE = 1
 """IN_FLIGHT from a fault to the next commit. Otherwise an error that t + 1 repeats could abort t every time."""
+
+
+class Phase(Enum):
+    """What a ledger is doing. The value explains it in messages."""
+
+    NEW = "not started"
+    RESETTING = "all ranks drop older generations; lost and stuck ones get new processes"
+    RESTORING = "all ranks join the groups and load the last commit"
+    RUNNING = "iterations may be entered"
+    SUSPECTING = "an error was reported; the loss of a rank that explains it may be reported within a moment"
+    ENDING = "a failure that a retry would repeat: complete snapshots are committed, then the attempt ends"
+    STOPPED = "finished or given up"
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.NEW: frozenset({Phase.RESETTING, Phase.STOPPED}),
+    Phase.RESETTING: frozenset({Phase.RESETTING, Phase.RESTORING, Phase.ENDING, Phase.STOPPED}),
+    Phase.RESTORING: frozenset(
+        {Phase.RUNNING, Phase.SUSPECTING, Phase.RESETTING, Phase.ENDING, Phase.STOPPED}
+    ),
+    Phase.RUNNING: frozenset({Phase.SUSPECTING, Phase.RESETTING, Phase.ENDING, Phase.STOPPED}),
+    Phase.SUSPECTING: frozenset({Phase.RESETTING, Phase.ENDING, Phase.STOPPED}),
+    Phase.ENDING: frozenset({Phase.STOPPED}),
+    Phase.STOPPED: frozenset(),
+}
 
 
 class Ledger:

@@ -1,13 +1,91 @@
-"""The progress of iterations in flight: which ranks entered and answered, which parts are durable, what is late."""
+"""The progress of iterations in flight, and of waits: who has entered and answered, what is durable, what is late.
+
+Pure: bytes and times are passed in. A wait for the disk has no limit in total, because a commit may have any size. It
+is a fault when bytes stop moving.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_tasks.protocol.headway import Headway, Pace
 from rlhf_tasks.protocol.messages import Cause
 from rlhf_tasks.spec import NodeRequest, NodeResult
 from rlhf_tasks.system.invariants import InvariantError
+
+INTERRUPT_GRACE_S = 5.0
+"""If a rank's aborted job still runs after this, its process exits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The slowest progress that a wait may make.
+
+    floor_s            seconds in which there must be progress
+    least_bytes_per_s  progress is this rate times `floor_s`, or the end of a file or of a rank's work
+    """
+
+    floor_s: float
+    least_bytes_per_s: float
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes to move in `floor_s` seconds."""
+        return self.floor_s * self.least_bytes_per_s
+
+    def __str__(self) -> str:
+        return (
+            f"fewer than {self.least_bytes:.0f} bytes in {self.floor_s:g} s; if the disk was only slow, raise "
+            "runtime.patience"
+        )
+
+
+class Headway:
+    """One wait, for one or several sources of bytes (ranks, or the controller's disk).
+
+    A window of `pace.floor_s` seconds begins with the wait, and anew with each progress. The wait is overdue when a
+    window ends without progress.
+    """
+
+    def __init__(self, pace: Pace, now: float) -> None:
+        self._pace = pace
+        self._since = now
+        self._begun_bytes = 0  # of the total, when the window began
+        self._total_bytes = 0
+        self._of_source: dict[int, int] = {}
+
+    def moved(self, source: int, total_bytes: int, now: float) -> None:
+        """A source has moved so many bytes since it began to count. Repeats and old news change nothing."""
+        new_bytes = total_bytes - self._of_source.get(source, 0)
+        if new_bytes > 0:
+            self._of_source[source] = total_bytes
+            self._total_bytes += new_bytes
+        if self._total_bytes - self._begun_bytes >= self._pace.least_bytes:
+            self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """A file, or a source's work, is at its end: that is progress, however small it was."""
+        self._since, self._begun_bytes = now, self._total_bytes
+
+    def overdue(self, now: float) -> bool:
+        """Whether the present window has ended without progress."""
+        return now - self._since > self._pace.floor_s
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds after which a wait is a fault. Node deadlines come with the requests (`Deadlines`), waits for the disk
+    are judged by their progress (`Pace`).
+
+    blame_s    after an error, to wait for the loss of a rank that explains it
+    entry_s    for a rank that has work but is inside no node to enter its next one
+    reset_s    for a rank to reset; after that it is stuck, and is restarted
+    restart_s  after the time to reset, for every rank to be up and clean
+    """
+
+    blame_s: float = 1.0
+    entry_s: float = 60.0
+    reset_s: float = 2 * INTERRUPT_GRACE_S  # a rank with a stuck job has exited by itself by then
+    restart_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)

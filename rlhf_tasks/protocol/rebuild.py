@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Collection
 from enum import Enum
 
-from rlhf_tasks.protocol.headway import Headway, Pace
 from rlhf_tasks.protocol.instructions import LedgerInstruction, ResetRank, RestartRank, RestoreRank
 from rlhf_tasks.protocol.messages import Cause
-from rlhf_tasks.protocol.phases import Timeouts
+from rlhf_tasks.protocol.progress import Headway, Pace, Timeouts
 from rlhf_tasks.system.invariants import require
 
 

@@ -38,7 +38,7 @@ from rlhf_tasks.protocol.messages import (
     SavedPart,
     Told,
 )
-from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
+from rlhf_tasks.protocol.progress import INTERRUPT_GRACE_S
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.failpoints import Point, at, reach

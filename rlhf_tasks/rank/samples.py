@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_tasks.algorithms.shared.context import CallOutput
 from rlhf_tasks.algorithms.shared.sampling.segments import nothing_left
-from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
+from rlhf_tasks.checkpoint.snapshots import DrawnSamples
 from rlhf_tasks.parallel.batch.redistribution import redistribute, survey
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups

@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from rlhf_tasks.protocol.headway import Pace
-from rlhf_tasks.protocol.phases import Timeouts
+from rlhf_tasks.protocol.progress import Pace, Timeouts
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import Disk
 from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault

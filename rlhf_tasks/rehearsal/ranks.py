@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.messages import Deliver, Done, Failed, Moved, Reset, Restore, SavedPart, Told
-from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
+from rlhf_tasks.protocol.progress import INTERRUPT_GRACE_S
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, SaveNode, SaveSamplesNode
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def _share(least_bytes: float, size_bytes: float) -> float:
 
 
 class SimulatedLink:
-    """The controller's way to one rank, as `rlhf_tasks.controller.rank_link.RankLink` is on a real cluster."""
+    """The controller's way to one rank, as `rlhf_tasks.controller.controller.RankLink` is on a real cluster."""
 
     def __init__(
         self,

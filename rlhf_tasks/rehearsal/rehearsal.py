@@ -11,7 +11,6 @@ from typing import Any
 
 from rlhf_tasks.controller import attempt as controller
 from rlhf_tasks.controller.attempt import Attempt, Surroundings
-from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.messages import (
     Aborted,
     Cause,
@@ -23,6 +22,7 @@ from rlhf_tasks.protocol.messages import (
     IterationRan,
     RunSpec,
 )
+from rlhf_tasks.protocol.progress import Pace
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import CommitsOnDisk, SimulatedSnapshots

@@ -14,8 +14,8 @@ from flows.run.summary import read_jsonl
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
-from rlhf_tasks.checkpoint.drawn_samples import packed_bytes
 from rlhf_tasks.checkpoint.manifest import CheckpointError, PartReport, RoleRecord, StoredFile, read_manifest
+from rlhf_tasks.checkpoint.snapshots import packed_bytes
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement

@@ -27,7 +27,7 @@ from rlhf_tasks.protocol.messages import (
     RunSpec,
     Told,
 )
-from rlhf_tasks.protocol.phases import Timeouts
+from rlhf_tasks.protocol.progress import Timeouts
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec

@@ -1,4 +1,4 @@
-"""Who holds the controller: one flow at a time, the next as soon as the last has left; what cannot start says why."""
+"""Who holds the controller, what it says where it cannot start, and its links to ranks that do not answer."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from distributed.comm import CommClosedError
 
 from rlhf_tasks.checkpoint.manifest import CheckpointError
 from rlhf_tasks.controller import controller
-from rlhf_tasks.controller.rank_link import RankMissing
+from rlhf_tasks.controller.controller import RankLink, RankMissing, RankProcess
 from rlhf_tasks.protocol.messages import EVENT, GaveUp, RunSpec
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import limits
@@ -118,3 +118,49 @@ def test_what_keeps_a_run_from_starting_is_told_in_its_own_words(serve, monkeypa
         (told,) = serve(scene)
     assert told == GaveUp(reason=str(error))
     assert not caplog.records, "a traceback for what a user can mend"
+
+
+async def never(**_):
+    await asyncio.Event().wait()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses of nannies that were asked to kill. They never do, and the limits are short."""
+    monkeypatch.setattr(controller, "CONNECT_S", 0.05)
+    monkeypatch.setattr(controller, "KILL_S", 0.05)
+    return []
+
+
+def link_of(asked: list[str], identity=never) -> RankLink:
+    def nanny(address: str) -> SimpleNamespace:
+        asked.append(address)
+        return SimpleNamespace(kill=never)
+
+    worker = SimpleNamespace(scheduler=SimpleNamespace(identity=identity), rpc=nanny)
+    return RankLink(worker, 3, "c", "flow", "m:f", print, print, print)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(20)
+def test_a_scheduler_that_never_answers_is_no_longer_asked_when_the_time_is_over(asked: list[str]):
+    with pytest.raises(RankMissing, match="was not there within"):
+        asyncio.run(link_of(asked).open(0.3))
+
+
+@pytest.mark.timeout(20)
+def test_a_nanny_that_never_answers_does_not_keep_the_next_process_from_being_looked_for(
+    asked: list[str], caplog: pytest.LogCaptureFixture
+):
+    async def scene() -> None:
+        async def nobody() -> dict[str, object]:
+            return {"workers": {}}
+
+        link = link_of(asked, nobody)
+        link.process = RankProcess("a", "its nanny", "boot", 1)
+        link.restart(lost=False, deadline_s=0.1)
+        assert link._restarting is not None
+        await link._restarting
+
+    asyncio.run(scene())
+    assert asked == ["its nanny"]
+    assert "the scheduler knows no worker c" in caplog.text

@@ -3,9 +3,11 @@
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.account import State
 from rlhf_tasks.protocol.instructions import SETUP
+from rlhf_tasks.protocol.ledger import TRANSITIONS, Phase
 from rlhf_tasks.protocol.messages import Committed, Finished, NodeEnded, NotEntered
-from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
+from rlhf_tasks.protocol.progress import Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
     committed,
     do_nodes,

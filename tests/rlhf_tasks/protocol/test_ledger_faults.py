@@ -3,9 +3,11 @@
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.account import State
 from rlhf_tasks.protocol.instructions import RESET, RESTORE, SETUP
+from rlhf_tasks.protocol.ledger import Phase
 from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, Faulted, GaveUp
-from rlhf_tasks.protocol.phases import Phase, State, Timeouts
+from rlhf_tasks.protocol.progress import Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
     committed,
     do_nodes,

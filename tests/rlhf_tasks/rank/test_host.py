@@ -1,4 +1,4 @@
-"""Engine hosts on a real cluster, with the test as their controller: requests out of order, repeated, refused."""
+"""Engine hosts on a real cluster, with the test as their controller: requests in portions, out of turn, refused."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from distributed.core import connect, rpc
 
-from rlhf_tasks.controller.rank_link import Rendezvous
+from rlhf_tasks.controller.controller import Rendezvous
 from rlhf_tasks.protocol.messages import (
     NEWS,
     Deliver,
@@ -98,29 +98,29 @@ async def load(comms, plan, folder, store, config, generation=0):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_calls_on_overlapping_meshes_survive_shuffled_and_repeated_requests(cluster, tmp_path, seed):
+def test_calls_on_overlapping_meshes_run_in_order_whenever_their_requests_come(cluster, tmp_path, seed):
     plan = random_plan(seed)
     requests = Sequencer(plan, "fake", 1, DEADLINES).requests(0)
 
     async def drive(comm, mine, rng):
-        """Send a rank its requests one by one, shuffled, each twice; its results by number."""
-        messages = [*mine, *mine]
-        rng.shuffle(messages)
+        """Send a rank its requests one by one, and the last once more; its results, and how that was refused."""
 
         async def deliver():
-            for request in messages:
+            for request in (*mine, mine[-1]):
                 await send(comm, Deliver(requests=(request,)))
                 await asyncio.sleep(rng.random() * 0.003)
 
         delivering = asyncio.create_task(deliver())
-        results = {}
-        while len(results) < len(mine):
+        results, refused = [], []
+        while len(results) < len(mine) or not refused:
             news = await read(comm)
             assert not isinstance(news, Failed), news
             if isinstance(news, Done):
-                assert results.setdefault(news.result.key, news.result) == news.result
+                results.append(news.result)
+            elif news.kind == "refused":
+                refused.append(news.reason)
         await delivering
-        return results
+        return results, refused
 
     async def run():
         store = Rendezvous("127.0.0.1")
@@ -134,9 +134,10 @@ def test_calls_on_overlapping_meshes_survive_shuffled_and_repeated_requests(clus
 
     results = asyncio.run(run())
     for rank, mine in requests.items():
-        ran = sorted(results[rank].values(), key=lambda result: result.started_s)
+        ran, refused = results[rank]
         assert [result.key for result in ran] == [request.key for request in mine]
-    assert sum(map(len, results)) == sum(len(node.devices) for node in plan.nodes)
+        assert refused == [f"request {len(mine) - 1} came in the place of request {len(mine)}."]
+    assert sum(len(ran) for ran, _ in results) == sum(len(node.devices) for node in plan.nodes)
 
 
 def test_a_busy_rank_answers_at_once_and_refuses_others(cluster, tmp_path):

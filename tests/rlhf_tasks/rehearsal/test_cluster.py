@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.messages import GenerationSpec, Reset, Restore
+from rlhf_tasks.protocol.progress import Pace
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from rlhf_tasks.rehearsal.costs import Machines, Noise
 from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault
