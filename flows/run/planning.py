@@ -29,9 +29,10 @@ from rlhf_tasks.algorithms.examples import learns_from_pairs, shared_tokens
 from rlhf_tasks.algorithms.examples import prompt_tokens as tokens_of_prompts
 from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, rows_at_once, section_of
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.config.base import MovesReference, RunConfig, Samples, Scores, TrainingConfig
+from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
 from rlhf_tasks.config.models import Role
+from rlhf_tasks.config.reference import MovesReference
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling.measurements import Grid

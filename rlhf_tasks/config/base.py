@@ -2,18 +2,27 @@
 
 Every configuration is a `RunConfig`. Its other bases say what its runs do: `TrainingConfig` trains, `Samples`
 generates, `SamplesGroups` several times for each prompt, `Scores` generates and scores, `OnePass` does that once for
-each row. Code outside `algorithms/` checks for these bases, never for an algorithm.
+each row; `Judges` has rewards, of its own samples or of answers to held-out rows. Code outside `algorithms/` checks
+for these bases, never for an algorithm.
 """
 
-import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic_core import CoreSchema
 
-from rlhf_tasks.config.cluster import ClusterConfig, Limits, PlanningConfig, PlanSource, RuntimeConfig
+from rlhf_tasks.config.cluster import (
+    ClusterConfig,
+    Limits,
+    PlanningConfig,
+    PlanSource,
+    RuntimeConfig,
+    SnapshotCadence,
+    most_lost_s,
+    refuse_unfit,
+)
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
 from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig, RewardModelScore
@@ -24,8 +33,8 @@ from rlhf_tasks.config.settings import (
     MOST_SECONDS,
     MOST_SEQS,
     MOST_TOKENS,
+    Pair,
     Settings,
-    auto_or_a_number,
 )
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
 
@@ -40,6 +49,7 @@ class RunConfig(Settings):
     type    the algorithm's name: each class declares a Literal of one value, which is also the default
     models  where each role's weights are: `ActorOnly` or a subclass of it
     groups  where the fields that a class declares are in a form; a class adds to the groups of its bases
+    pairs   which settings do not go together; a class adds to the pairs of its bases
     """
 
     groups: ClassVar[Groups] = {
@@ -58,6 +68,15 @@ class RunConfig(Settings):
         "Execution": ("cluster", "plan", "replan", "planning", "runtime"),
         "Fixed": ("type",),
     }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "replan",
+            "plan",
+            "{first} searches for a better plan during the run, but {second} is given by hand or by the heuristic. "
+            "Set plan: auto or replan: never.",
+            lambda config: config.replan == "auto" and config.plan != "auto",
+        ),
+    )
 
     if TYPE_CHECKING:  # each class declares its own
         type: Any
@@ -81,7 +100,7 @@ class RunConfig(Settings):
         default=64, gt=0, le=MOST_SEQS, description="Sequences, or preference pairs, per iteration."
     )
     resume: str = Field(default="never", description="never, auto (where the run exists) or a run folder.")
-    snapshot_every: int | str = Field(
+    snapshot_every: SnapshotCadence = Field(
         default="auto",
         description="Iterations from one committed snapshot to the next; or auto: as often as writing them stays "
         "below 5% of the time, but at the latest after 1800 s of work that may be lost, or after those of a time "
@@ -186,7 +205,7 @@ class RunConfig(Settings):
         return Limits.of(
             self.runtime,
             snapshot_every="auto" if isinstance(self.snapshot_every, str) else self.snapshot_every,
-            snapshot_max_s=self._most_lost_s,
+            snapshot_max_s=most_lost_s(self.snapshot_every),
             evaluated_every=self.evaluated_every,
         )
 
@@ -207,23 +226,6 @@ class RunConfig(Settings):
             )
         return document
 
-    @property
-    def _most_lost_s(self) -> float:
-        """Seconds of work that may be lost, where the cadence of snapshots follows from their costs."""
-        every = self.snapshot_every
-        return float(every[:-1]) if isinstance(every, str) and every != "auto" else 1800.0
-
-    @field_validator("snapshot_every", mode="before")
-    @classmethod
-    def _iterations_or_seconds(cls, value: Any) -> Any:
-        if (
-            isinstance(value, str)
-            and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?s", value)
-            and float(value[:-1])
-        ):
-            return value
-        return auto_or_a_number(value, "a time such as 600s, or iterations", MOST_ITERATIONS)
-
     @field_validator("report_to")
     @classmethod
     def _each_tracker_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
@@ -232,34 +234,17 @@ class RunConfig(Settings):
         return value
 
     @model_validator(mode="after")
-    def _replans_what_was_searched(self) -> Self:
-        if self.replan == "auto" and self.plan != "auto":
-            raise ValueError(
-                "replan: auto searches for a better plan during the run, but this run's plan is given by hand or by "
-                "the heuristic. Set plan: auto or replan: never."
-            )
+    def _settings_go_together(self) -> Self:
+        for base in reversed(type(self).__mro__):
+            for pair in vars(base).get("pairs", ()):
+                if fault := pair.fault(self, base):
+                    raise ValueError(fault)
         return self
 
     @model_validator(mode="after")
     def _plan_fits_cluster(self) -> Self:
-        if isinstance(self.plan, str):
-            return self
-        for call, manual in self.plan.items():
-            kind, named, count = (
-                ("devices", manual.devices, self.cluster.n_devices)
-                if manual.hosts is None
-                else ("hosts", manual.hosts, self.cluster.n_hosts)
-            )
-            outside = [number for number in named or () if number >= count][:8]
-            if outside and self.cluster.address is None:
-                raise ValueError(
-                    f"plan.{call}.{kind} names {outside}; the cluster has 0 to {count - 1}. "
-                    f"Choose other {kind} or enlarge cluster.n_hosts x cluster.devices_per_host."
-                )
-            try:
-                manual.assignment(self.cluster.per_host)
-            except ValueError as error:
-                raise ValueError(f"plan.{call}: {error}") from None
+        if not isinstance(self.plan, str):
+            refuse_unfit(self.plan, self.cluster)
         return self
 
 
@@ -310,6 +295,31 @@ class TrainingConfig(Judges):
         "Training": ("num_mini_batches", "optimizer", "lora", "gradient_checkpointing", "micro_batch_tokens"),
         "Evaluation": ("evaluation",),
     }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "num_mini_batches",
+            "batch_size",
+            "{first} does not divide {second}. Make batch_size a multiple of it.",
+            lambda config: config.batch_size % config.num_mini_batches,
+        ),
+        Pair(
+            "evaluation.every",
+            "total_iterations",
+            "{first} is more than {second}. Lower it.",
+            lambda config: config.evaluation and config.evaluation.every > config.total_iterations,
+        ),
+        Pair(
+            "evaluation.every",
+            "snapshot_every",
+            "evaluation.keep_best keeps evaluated snapshots, but {first} is no multiple of {second}. Make it one.",
+            lambda config: (
+                config.evaluation
+                and config.evaluation.keep_best
+                and isinstance(config.snapshot_every, int)
+                and config.evaluation.every % config.snapshot_every
+            ),
+        ),
+    )
 
     total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
     num_mini_batches: int = Field(
@@ -370,16 +380,6 @@ class TrainingConfig(Judges):
     def _all_or_none(cls, value: Any) -> Any:
         return {False: "none", True: "full"}[value] if isinstance(value, bool) else value
 
-    @field_validator("num_mini_batches")
-    @classmethod
-    def _mini_batches_divide(cls, value: int, info: ValidationInfo) -> int:
-        batch_size = info.data.get("batch_size")
-        if batch_size is not None and batch_size % value:
-            raise ValueError(
-                f"{value} does not divide batch_size={batch_size}. Make batch_size a multiple of it."
-            )
-        return value
-
     @model_validator(mode="after")
     def _can_be_evaluated(self) -> Self:
         asked = self.evaluation
@@ -390,10 +390,6 @@ class TrainingConfig(Judges):
             raise ValueError(
                 f"evaluation: its answers are those of a language model that trains, and a run of type {self.type!r} "
                 "trains none. Leave it out."
-            )
-        if asked.every > self.total_iterations:
-            raise ValueError(
-                f"evaluation.every={asked.every} is more than total_iterations={self.total_iterations}. Lower it."
             )
         played = self.environment if isinstance(self, Scores) else None
         if not self.rewards_of_evaluation and played is None and not asked.loss:
@@ -409,11 +405,6 @@ class TrainingConfig(Judges):
             raise ValueError(
                 f"evaluation: a run of type {self.type!r} has no sampling.max_completion_length. Give "
                 "evaluation.max_completion_length."
-            )
-        if asked.keep_best and isinstance(self.snapshot_every, int) and asked.every % self.snapshot_every:
-            raise ValueError(
-                f"evaluation.keep_best keeps evaluated snapshots, but every={asked.every} is no multiple of "
-                f"snapshot_every={self.snapshot_every}. Make it one."
             )
         refuse_equal_names([reward.name for reward in self.rewards_of_evaluation])
         return self
@@ -434,76 +425,23 @@ class TrainingConfig(Judges):
         return self
 
 
-class MovesReference(TrainingConfig):
-    """The configuration of training runs against a reference, role `ref`, which may follow the actor: every
-    `ref_model_sync_steps` iterations it becomes alpha * actor + (1 - alpha) * reference (TR-DPO, arXiv:2404.09656).
-    """
-
-    groups: ClassVar[Groups] = {
-        "Reference": ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
-    }
-
-    sync_ref_model: bool = Field(
-        default=False, description="The reference follows the actor; default: it stays as it began."
-    )
-    ref_model_mixup_alpha: float = Field(
-        default=0.6,
-        gt=0,
-        le=1,
-        description="The actor's share of a reference that follows it; 1: the actor itself.",
-    )
-    ref_model_sync_steps: int = Field(
-        default=512,
-        gt=0,
-        le=MOST_ITERATIONS,
-        description="Iterations from one change of the reference to the next.",
-    )
-
-    @property
-    def follows(self) -> Mapping[str, str]:
-        return {"ref": "actor"} if self.sync_ref_model else {}
-
-    def syncs_after(self, iteration: int) -> bool:
-        """Whether the reference changes at the end of an iteration, counted from 0."""
-        return (iteration + 1) % self.ref_model_sync_steps == 0
-
-    @model_validator(mode="after")
-    def _has_a_reference_to_move(self) -> Self:
-        if not self.sync_ref_model:
-            return self
-        if "ref" not in self.roles():
-            raise ValueError(
-                "sync_ref_model: the run has no reference, since beta is 0. Raise beta or leave it out."
-            )
-        if self.lora is not None:
-            raise ValueError(
-                "sync_ref_model: with lora the reference is the model without the adapters, which does not change. "
-                "Leave out one of them."
-            )
-        if self.ref_model_sync_steps > self.total_iterations:
-            raise ValueError(
-                f"ref_model_sync_steps={self.ref_model_sync_steps} is more than total_iterations="
-                f"{self.total_iterations}: the reference would never change. Lower it."
-            )
-        return self
-
-
 class Samples(RunConfig):
     """The configuration of runs that generate."""
 
     groups: ClassVar[Groups] = {"": ("sampling",)}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "sampling.segment_tokens",
+            "type",
+            "{first}: {second} has no policy ratio that could correct for the older weights of a response's "
+            "beginning. Leave it out, or choose an algorithm that has one, such as grpo or ppo.",
+            lambda config: (
+                config.sampling.segment_tokens is not None and "staleness" not in type(config).model_fields
+            ),
+        ),
+    )
 
     sampling: SamplingConfig
-
-    @model_validator(mode="after")
-    def _in_segments_only_with_a_correction(self) -> Self:
-        if self.sampling.segment_tokens is not None and "staleness" not in type(self).model_fields:
-            raise ValueError(
-                f"sampling.segment_tokens={self.sampling.segment_tokens}: {self.type} has no policy ratio that could "
-                "correct for the older weights of a response's beginning. Leave it out, or choose an algorithm that "
-                "has one, such as grpo or ppo."
-            )
-        return self
 
     @property
     def records_kept(self) -> bool:
@@ -521,6 +459,14 @@ class SamplesGroups(Samples):
     """The configuration of runs that sample several responses to each prompt, which form a group."""
 
     groups: ClassVar[Groups] = {"Batch": ("num_generations",)}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "num_generations",
+            "batch_size",
+            "{first} does not divide {second}. Make batch_size a multiple of num_generations.",
+            lambda config: config.batch_size % config.num_generations,
+        ),
+    )
 
     num_generations: int = Field(
         default=1, gt=0, le=MOST_SEQS, description="Samples per prompt, which form a group."
@@ -533,11 +479,6 @@ class SamplesGroups(Samples):
     @model_validator(mode="after")
     def _groups_stay_whole(self) -> Self:
         size, batch = self.num_generations, self.batch_size
-        if batch % size:
-            raise ValueError(
-                f"num_generations={size} does not divide batch_size={batch}. "
-                "Make batch_size a multiple of num_generations."
-            )
         if isinstance(self, TrainingConfig) and batch // self.num_mini_batches % size:
             raise ValueError(
                 f"num_mini_batches={self.num_mini_batches} cuts batch_size={batch} into mini-batches of "
@@ -555,6 +496,23 @@ class Scores(Samples, Judges):
         "Batch": ("chunks",),
         "Score": ("reward_model", "missing_eos_penalty"),
     }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "sampling.segment_tokens",
+            "environment.factory",
+            "{first} cuts responses of one turn, but {second} has several. Leave out one of the two.",
+        ),
+        Pair(
+            "sampling.min_new_tokens",
+            "environment.max_turn_tokens",
+            "{first} exceeds {second}, so no turn could end. Lower the one or raise the other.",
+            lambda config: (
+                config.environment
+                and config.environment.max_turn_tokens is not None
+                and config.sampling.min_new_tokens > config.environment.max_turn_tokens
+            ),
+        ),
+    )
 
     environment: EnvironmentConfig | None = Field(
         default=None,
@@ -588,23 +546,6 @@ class Scores(Samples, Judges):
         """The names of all that has a part in a score, in metrics, but for the reward model."""
         own = [] if self.environment is None else [self.environment.name]
         return [*(reward.name for reward in self.scoring_rewards), *own]
-
-    @model_validator(mode="after")
-    def _turns_can_end(self) -> Self:
-        played, sampling = self.environment, self.sampling
-        if played is not None and sampling.segment_tokens is not None:
-            raise ValueError(
-                f"sampling.segment_tokens={sampling.segment_tokens} cuts responses of one turn, but environment "
-                f"{played.factory} has several. Leave out one of the two."
-            )
-        if played is None or played.max_turn_tokens is None:
-            return self
-        if sampling.min_new_tokens > played.max_turn_tokens:
-            raise ValueError(
-                f"sampling.min_new_tokens={sampling.min_new_tokens} exceeds environment.max_turn_tokens="
-                f"{played.max_turn_tokens}, so no turn could end. Lower the one or raise the other."
-            )
-        return self
 
     @model_validator(mode="after")
     def _parts_are_whole_groups(self) -> Self:

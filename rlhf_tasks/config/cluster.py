@@ -1,5 +1,6 @@
 """Sections of the devices, the runtime and the plan. Torch-free."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -11,7 +12,15 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_tasks.config.settings import MOST_SECONDS, MOST_SEQS, MOST_TOKENS, Settings, auto_or_a_number, form
+from rlhf_tasks.config.settings import (
+    MOST_ITERATIONS,
+    MOST_SECONDS,
+    MOST_SEQS,
+    MOST_TOKENS,
+    Settings,
+    auto_or_a_number,
+    form,
+)
 from rlhf_tasks.parallel.layout.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
 from rlhf_tasks.spec import CallAssignment
 
@@ -102,6 +111,21 @@ class Limits(Settings):
         )
 
 
+def _iterations_or_seconds(value: Any) -> Any:
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?s", value) and float(value[:-1]):
+        return value
+    return auto_or_a_number(value, "a time such as 600s, or iterations", MOST_ITERATIONS)
+
+
+SnapshotCadence = Annotated[int | str, BeforeValidator(_iterations_or_seconds)]
+"""Iterations from one snapshot to the next; or auto; or, as `600s`, auto with the most seconds that may be lost."""
+
+
+def most_lost_s(cadence: SnapshotCadence) -> float:
+    """Seconds of work that may be lost, where the cadence of snapshots follows from their costs."""
+    return float(cadence[:-1]) if isinstance(cadence, str) and cadence != "auto" else 1800.0
+
+
 Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
 """The number of a device or a host."""
 
@@ -180,6 +204,27 @@ ManualAssignments = dict[str, ManualAssignment]
 PlanSource = Annotated[
     Annotated[str, Tag("path")] | Annotated[ManualAssignments, Tag("inline")], Discriminator(form)
 ]
+
+
+def refuse_unfit(plan: ManualAssignments, cluster: ClusterConfig) -> None:
+    """Raises ValueError where a plan by hand names devices outside the cluster, or a strategy does not fit its
+    devices."""
+    for call, manual in plan.items():
+        kind, named, count = (
+            ("devices", manual.devices, cluster.n_devices)
+            if manual.hosts is None
+            else ("hosts", manual.hosts, cluster.n_hosts)
+        )
+        outside = [number for number in named or () if number >= count][:8]
+        if outside and cluster.address is None:
+            raise ValueError(
+                f"plan.{call}.{kind} names {outside}; the cluster has 0 to {count - 1}. "
+                f"Choose other {kind} or enlarge cluster.n_hosts x cluster.devices_per_host."
+            )
+        try:
+            manual.assignment(cluster.per_host)
+        except ValueError as error:
+            raise ValueError(f"plan.{call}: {error}") from None
 
 
 def _as_distribution(value: Any) -> Any:

@@ -1,13 +1,10 @@
 """What all sections of a configuration share: their base, and bounds that no real run reaches. Torch-free."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from pydantic import (
-    ConfigDict,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_tasks.spec import Frozen
 from rlhf_tasks.system.reading import shown
@@ -42,6 +39,60 @@ class Settings(Frozen):
         if field is None or field.is_required():
             return False
         return isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
+
+
+class Pair(NamedTuple):
+    """Two settings that do not go together. A class of configurations declares those of its fields as `pairs`.
+
+    first, second  their dotted names
+    why            a sentence and a remedy; {first} and {second} become the names with their values
+    clash          whether a configuration has both; None: where neither has the default of the class that declares
+                   the pair
+    """
+
+    first: str
+    second: str
+    why: str
+    clash: Callable[[Any], bool] | None = None
+
+    def fault(self, config: BaseModel, declares: type[BaseModel]) -> str | None:
+        """The sentence where a configuration has both; else None. declares: the class whose pair this is"""
+        both = (
+            all(_is_set(config, name, declares) for name in (self.first, self.second))
+            if self.clash is None
+            else self.clash(config)
+        )
+        if not both:
+            return None
+        return self.why.format(first=_stated(config, self.first), second=_stated(config, self.second))
+
+
+def _holder(config: BaseModel, dotted: str) -> tuple[BaseModel | None, str]:
+    """The section that a dotted name leads to, None where the configuration lacks it, and the name's last part."""
+    *above, last = dotted.split(".")
+    section: BaseModel | None = config
+    for name in above:
+        section = section and getattr(section, name)
+    return section, last
+
+
+def _is_set(config: BaseModel, dotted: str, declares: type[BaseModel]) -> bool:
+    section, name = _holder(config, dotted)
+    if section is None:
+        return False
+    fields = declares.model_fields if section is config else type(section).model_fields
+    return getattr(section, name) != fields[name].default
+
+
+def _stated(config: BaseModel, dotted: str) -> str:
+    """`name=value` as in YAML; the name alone of a whole section."""
+    section, name = _holder(config, dotted)
+    value = getattr(section, name, None)
+    if isinstance(value, BaseModel | Mapping):
+        return dotted
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"{dotted}={value:g}" if isinstance(value, float) else f"{dotted}={value}"
 
 
 def auto_or_a_number(value: Any, what: str, most: int) -> Any:

@@ -18,7 +18,8 @@ from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.sampling.segments import functions_of
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from rlhf_tasks.config.base import MovesReference, TrainingConfig
+from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.reference import MovesReference
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute

@@ -86,7 +86,7 @@ def test_every_type_has_a_schema_and_a_graph(call, kind):
         ({"type": "orpo"}, ("type: must be one of ppo", "'orpo'")),
         ({"type": "dr-grpo"}, ("type: 'dr-grpo' is written 'dr_grpo' in a file",)),
         ({"type": "pipeline"}, ("type: a pipeline is no single run", "`prefect-rlhf run pipeline`")),
-        ({"num_mini_batches": 3}, ("num_mini_batches: 3 does not divide batch_size=8",)),
+        ({"num_mini_batches": 3}, ("num_mini_batches=3 does not divide batch_size=8",)),
         ({"name": "../x"}, ("name: ", "'../x'")),
     ],
 )

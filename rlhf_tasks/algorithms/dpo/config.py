@@ -1,11 +1,12 @@
 """The configuration of DPO."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_tasks.algorithms.shared.preference_config import PreferenceConfig
 from rlhf_tasks.config.base import Groups
+from rlhf_tasks.config.settings import Pair
 
 LossType = Literal["sigmoid", "ipo", "hinge"]
 
@@ -15,6 +16,14 @@ class DPOConfig(PreferenceConfig):
 
     type: Literal["dpo"] = "dpo"
     groups: ClassVar[Groups] = {"Loss": ("loss_type", "label_smoothing")}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "label_smoothing",
+            "loss_type",
+            "{first} has no meaning for {second}. Set it to 0 or choose loss_type: sigmoid.",
+            lambda config: config.label_smoothing and config.loss_type != "sigmoid",
+        ),
+    )
 
     loss_type: LossType = Field(
         default="sigmoid", description="sigmoid (DPO), ipo (squared error), or hinge (SLiC)."
@@ -25,12 +34,3 @@ class DPOConfig(PreferenceConfig):
         lt=0.5,
         description="Share of pairs whose label is taken to be wrong (sigmoid only).",
     )
-
-    @model_validator(mode="after")
-    def _smooths_labels_of_the_sigmoid_loss(self) -> Self:
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise ValueError(
-                f"label_smoothing={self.label_smoothing:g} has no meaning for loss_type: {self.loss_type}. "
-                "Set it to 0 or choose loss_type: sigmoid."
-            )
-        return self

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from rlhf_tasks.config.base import Groups, SamplesGroups, Scores, TrainingConfig
 from rlhf_tasks.config.models import Role, RolloutModels
-from rlhf_tasks.config.settings import MOST_SEQS
+from rlhf_tasks.config.settings import MOST_SEQS, Pair
 
 
 class ExpertIterationConfig(Scores, TrainingConfig, SamplesGroups):
@@ -14,6 +14,14 @@ class ExpertIterationConfig(Scores, TrainingConfig, SamplesGroups):
 
     type: Literal["expert_iteration"] = "expert_iteration"
     groups: ClassVar[Groups] = {"Score": ("min_score", "best_of_group")}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "best_of_group",
+            "num_generations",
+            "{first} compares the samples of a prompt, but {second}. Choose at least 2.",
+            lambda config: config.best_of_group and config.num_generations == 1,
+        ),
+    )
 
     models: RolloutModels
     num_generations: int = Field(
@@ -38,9 +46,5 @@ class ExpertIterationConfig(Scores, TrainingConfig, SamplesGroups):
         if self.min_score is None and not self.best_of_group:
             raise ValueError(
                 "every response would be learned, whatever its score. Give min_score, best_of_group: true, or both."
-            )
-        if self.best_of_group and self.num_generations == 1:
-            raise ValueError(
-                "best_of_group compares the samples of a prompt, but num_generations is 1. Choose at least 2."
             )
         return self

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig
 from rlhf_tasks.config.base import Groups, SamplesGroups
-from rlhf_tasks.config.settings import MOST_SEQS
+from rlhf_tasks.config.settings import MOST_SEQS, Pair
 
 
 class GRPOConfig(CriticFreeConfig, SamplesGroups):
@@ -18,6 +18,37 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
         "Advantages": ("scale_rewards", "filter_groups", "max_rounds"),
         "Loss": ("loss_type", "importance_sampling_level", "delta"),
     }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "max_rounds",
+            "filter_groups",
+            "{first} samples further groups for those that filter_groups drops, but {second}. Set filter_groups: "
+            "true, or max_rounds: 1.",
+            lambda config: config.max_rounds > 1 and not config.filter_groups,
+        ),
+        Pair(
+            "max_rounds",
+            "chunks",
+            "{first} cuts generation into rounds, and {second} into parts. Leave one of them at 1.",
+        ),
+        Pair(
+            "staleness",
+            "max_rounds",
+            "{first} samples ahead of scoring, but {second} waits for the scores of each round before the next. Set "
+            "one of them to its default.",
+        ),
+        Pair(
+            "sampling.segment_tokens",
+            "max_rounds",
+            "{first} leaves samples for later iterations, but {second} fills a batch at once. Leave one of them out.",
+        ),
+        Pair(
+            "delta",
+            "loss_type",
+            "{first} bounds a clipped ratio, which {second} does not have. Leave it out.",
+            lambda config: config.delta is not None and config.loss_type == "cispo",
+        ),
+    )
 
     num_generations: int = Field(
         default=8, ge=2, le=MOST_SEQS, description="Samples per prompt, which form a group."
@@ -64,39 +95,7 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     )
 
     @model_validator(mode="after")
-    def _rounds_have_a_reason(self) -> Self:
-        if self.max_rounds > 1 and not self.filter_groups:
-            raise ValueError(
-                f"max_rounds={self.max_rounds} samples further groups for those that filter_groups drops. "
-                "Set filter_groups: true, or max_rounds: 1."
-            )
-        if self.max_rounds > 1 and self.chunks > 1:
-            raise ValueError(
-                f"max_rounds={self.max_rounds} cuts generation into rounds, and chunks={self.chunks} into parts. "
-                "Leave one of them at 1."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rounds_are_not_drawn_ahead(self) -> Self:
-        if self.max_rounds > 1 and self.staleness:
-            raise ValueError(
-                f"staleness={self.staleness} samples ahead of scoring, but max_rounds={self.max_rounds} waits for "
-                "the scores of each round before the next. Set one of them to its default."
-            )
-        if self.max_rounds > 1 and self.sampling.segment_tokens is not None:
-            raise ValueError(
-                f"sampling.segment_tokens={self.sampling.segment_tokens} leaves samples for later iterations, but "
-                f"max_rounds={self.max_rounds} fills a batch at once. Leave one of them out."
-            )
-        return self
-
-    @model_validator(mode="after")
     def _bounds_agree(self) -> Self:
-        if self.delta is not None and self.loss_type == "cispo":
-            raise ValueError(
-                "delta bounds a clipped ratio, which loss_type=cispo does not have. Leave it out."
-            )
         if self.delta is not None and self.delta <= 1 + self.high:
             raise ValueError(
                 f"delta={self.delta:g} must exceed the ratio's upper bound 1 + {self.high:g}. Make it larger."

@@ -1,13 +1,14 @@
 """The configuration of KTO."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_tasks.algorithms.shared.preference_config import PreferenceConfig
 from rlhf_tasks.config.base import Groups
 from rlhf_tasks.config.rows import RunRows
+from rlhf_tasks.config.settings import Pair
 
 
 class KTOConfig(PreferenceConfig):
@@ -15,6 +16,21 @@ class KTOConfig(PreferenceConfig):
 
     type: Literal["kto"] = "kto"
     groups: ClassVar[Groups] = {"Loss": ("desirable_weight", "undesirable_weight")}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "batch_size",
+            "num_mini_batches",
+            "{first} and {second} leave one sample to an optimizer step, but the KL estimate takes another sample's "
+            "answer. Enlarge batch_size.",
+            lambda config: config.batch_size == config.num_mini_batches,
+        ),
+        Pair(
+            "desirable_weight",
+            "undesirable_weight",
+            "{first} and {second}: nothing is learned. Raise one.",
+            lambda config: config.desirable_weight == config.undesirable_weight == 0,
+        ),
+    )
 
     desirable_weight: float = Field(default=1.0, ge=0, description="Factor of desirable answers' loss.")
     undesirable_weight: float = Field(default=1.0, ge=0, description="Factor of undesirable answers' loss.")
@@ -41,23 +57,6 @@ class KTOConfig(PreferenceConfig):
             "mismatched_mask": _from(given, len(mismatched)),
             "desirable": own["desirable"],
         }
-
-    @model_validator(mode="after")
-    def _has_mismatched_answers(self) -> Self:
-        if self.batch_size == self.num_mini_batches:
-            raise ValueError(
-                f"batch_size={self.batch_size} and num_mini_batches={self.num_mini_batches} leave one sample to an "
-                "optimizer step, but the KL estimate takes another sample's answer. Enlarge batch_size."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _learns_something(self) -> Self:
-        if self.desirable_weight == self.undesirable_weight == 0:
-            raise ValueError(
-                "desirable_weight and undesirable_weight are both 0: nothing is learned. Raise one."
-            )
-        return self
 
 
 def _from(given: int, length: int) -> list[bool]:

@@ -1,13 +1,13 @@
 """The configuration of PPO."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.config.base import Groups
 from rlhf_tasks.config.models import ModelsConfig, OptimizerConfig, Role
-from rlhf_tasks.config.settings import MOST_ITERATIONS
+from rlhf_tasks.config.settings import MOST_ITERATIONS, Pair
 
 
 class PPOConfig(PolicyConfig):
@@ -26,6 +26,14 @@ class PPOConfig(PolicyConfig):
         "Advantages": ("gamma", "lam", "whiten_rewards", "whiten_advantages", "normalize_values"),
         "Loss": ("cliprange", "cliprange_value", "dual_clip"),
     }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "critic_warmup_iterations",
+            "total_iterations",
+            "{first} leaves no iteration for the actor ({second}). Make it smaller.",
+            lambda config: config.critic_warmup_iterations >= config.total_iterations,
+        ),
+    )
 
     models: ModelsConfig
     truncated_responses: Literal["keep", "zero", "bootstrap"] = Field(
@@ -103,12 +111,3 @@ class PPOConfig(PolicyConfig):
         if models.reward is not None:
             roles["reward"] = Role.of(models.reward, "scalar")
         return roles
-
-    @model_validator(mode="after")
-    def _actor_trains(self) -> Self:
-        if self.critic_warmup_iterations >= self.total_iterations:
-            raise ValueError(
-                f"critic_warmup_iterations={self.critic_warmup_iterations} leaves no iteration for the actor "
-                f"(total_iterations={self.total_iterations}). Make it smaller."
-            )
-        return self

@@ -1,11 +1,12 @@
 """The configuration of REINFORCE++."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig
 from rlhf_tasks.config.base import Groups, SamplesGroups
+from rlhf_tasks.config.settings import Pair
 
 
 class ReinforcePPConfig(CriticFreeConfig, SamplesGroups):
@@ -13,6 +14,14 @@ class ReinforcePPConfig(CriticFreeConfig, SamplesGroups):
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
     groups: ClassVar[Groups] = {"Advantages": ("gamma", "baseline")}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "baseline",
+            "num_generations",
+            "{first} compares the samples of a prompt, but {second}. Choose at least 2.",
+            lambda config: config.baseline == "group" and config.num_generations == 1,
+        ),
+    )
 
     beta: float = Field(
         default=0.01,
@@ -25,11 +34,3 @@ class ReinforcePPConfig(CriticFreeConfig, SamplesGroups):
         default="none",
         description="What is subtracted from a score before whitening: the group's mean, or nothing.",
     )
-
-    @model_validator(mode="after")
-    def _baseline_has_a_group(self) -> Self:
-        if self.baseline == "group" and self.num_generations == 1:
-            raise ValueError(
-                "baseline=group compares the samples of a prompt, but num_generations is 1. Choose at least 2."
-            )
-        return self

@@ -1,11 +1,12 @@
 """The configuration of supervised fine-tuning."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_tasks.config.base import Groups, TrainingConfig
 from rlhf_tasks.config.models import ActorOnly, Role
+from rlhf_tasks.config.settings import Pair
 
 
 class SFTConfig(TrainingConfig):
@@ -16,6 +17,13 @@ class SFTConfig(TrainingConfig):
         "Training": ("random_init",),
         "Loss": ("completion_only_loss", "assistant_only_loss"),
     }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "random_init",
+            "lora",
+            "{second} trains adapters of a model that is there, but {first} begins with none. Remove one.",
+        ),
+    )
 
     models: ActorOnly
     random_init: bool = Field(
@@ -27,14 +35,6 @@ class SFTConfig(TrainingConfig):
     assistant_only_loss: bool = Field(
         default=False, description="Learn every message of the assistant in a conversation, and nothing else."
     )
-
-    @model_validator(mode="after")
-    def _adapts_a_model(self) -> Self:
-        if self.random_init and self.lora is not None:
-            raise ValueError(
-                "lora trains adapters of a model that is there; random_init has none. Remove one."
-            )
-        return self
 
     def roles(self) -> dict[str, Role]:
         """The one role that trains."""

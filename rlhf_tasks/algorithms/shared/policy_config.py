@@ -1,11 +1,13 @@
 """The bases of configurations of algorithms that learn by a policy gradient from their own samples. Torch-free."""
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rlhf_tasks.config.base import Groups, MovesReference, Scores
+from rlhf_tasks.config.base import Groups, Scores
 from rlhf_tasks.config.models import GRPOModels, Role
+from rlhf_tasks.config.reference import MovesReference
+from rlhf_tasks.config.settings import Pair
 
 MOST_STALENESS = 16
 """Each iteration ahead is one more batch in the memory of the ranks that generate, and in every commit."""
@@ -16,6 +18,34 @@ class PolicyConfig(Scores, MovesReference):
     training (docs/adr/0017-staleness-is-a-lag.md)."""
 
     groups: ClassVar[Groups] = {"Staleness": ("staleness", "importance_cap")}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "staleness",
+            "total_iterations",
+            "{first} draws all responses of {second} with the initial weights. Choose a smaller staleness or more "
+            "iterations.",
+            lambda config: config.staleness >= config.total_iterations,
+        ),
+        Pair(
+            "sampling.segment_tokens",
+            "chunks",
+            "{first} leaves samples of any part for later iterations, and {second} scores part after part. Leave one "
+            "of them out.",
+        ),
+        Pair(
+            "importance_cap",
+            "staleness",
+            "{first} weights the tokens that older weights have drawn, but with {second} and without "
+            "sampling.segment_tokens there are none. Leave it out, or set one of these.",
+            lambda config: config.caps_weights and not config.learns_from_older,
+        ),
+        Pair(
+            "sampling.temperature",
+            "type",
+            "{first} is greedy, but {second} must explore. Choose 1.0, for example.",
+            lambda config: config.sampling.temperature == 0,
+        ),
+    )
 
     staleness: int = Field(
         default=0,
@@ -30,6 +60,11 @@ class PolicyConfig(Scores, MovesReference):
         description="With staleness or segments: largest weight of a token, its probability before training over "
         "that when it was drawn; null: tokens are not weighted.",
     )
+
+    @property
+    def caps_weights(self) -> bool:
+        """Whether the configuration itself says how tokens that older weights have drawn are weighted."""
+        return self.importance_cap not in (None, type(self).model_fields["importance_cap"].default)
 
     @property
     def learns_from_older(self) -> bool:
@@ -69,47 +104,10 @@ class PolicyConfig(Scores, MovesReference):
             "the policy had drawn them. Leave importance_cap out, to weight them."
         )
 
-    @model_validator(mode="after")
-    def _trains_on_what_is_drawn_ahead(self) -> Self:
-        if self.staleness >= self.total_iterations:
-            raise ValueError(
-                f"staleness={self.staleness} draws all responses of total_iterations={self.total_iterations} with "
-                "the initial weights. Choose a smaller staleness or more iterations."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _segments_are_of_whole_batches(self) -> Self:
-        segment = self.sampling.segment_tokens
-        if segment is not None and self.chunks > 1:
-            raise ValueError(
-                f"sampling.segment_tokens={segment} leaves samples of any part for later iterations, and "
-                f"chunks={self.chunks} scores part after part. Leave one of them out."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _caps_what_is_weighted(self) -> Self:
-        default = type(self).model_fields["importance_cap"].default
-        if self.importance_cap not in (None, default) and not self.learns_from_older:
-            raise ValueError(
-                f"importance_cap={self.importance_cap} weights the tokens that older weights have drawn, but without "
-                "staleness and sampling.segment_tokens there are none. Leave it out, or set one of these."
-            )
-        return self
-
     @property
     def records_kept(self) -> bool:
         """Whether samples record which tokens top-k and top-p kept: training must leave out the same tokens."""
         return self.sampling.top_p < 1 or self.sampling.top_k > 0
-
-    @model_validator(mode="after")
-    def _explores(self) -> Self:
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                f"sampling.temperature=0 is greedy, but {self.type} must explore. Choose 1.0, for example."
-            )
-        return self
 
 
 class CriticFreeConfig(PolicyConfig):
@@ -120,6 +118,14 @@ class CriticFreeConfig(PolicyConfig):
         "KL": ("beta",),
         "Loss": ("epsilon", "epsilon_high", "mask_truncated_completions"),
     }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "models.ref",
+            "beta",
+            "{first} is named, but {second} uses no reference. Leave it out, or set beta.",
+            lambda config: config.models.ref is not None and config.beta == 0,
+        ),
+    )
 
     models: GRPOModels
     beta: float = Field(
@@ -138,14 +144,6 @@ class CriticFreeConfig(PolicyConfig):
         default=False,
         description="Learn nothing from responses without end token; their scores still compare.",
     )
-
-    @model_validator(mode="after")
-    def _reads_its_reference(self) -> Self:
-        if self.models.ref is not None and self.beta == 0:
-            raise ValueError(
-                f"models.ref={self.models.ref} is named, but beta=0 uses no reference. Leave it out, or set beta."
-            )
-        return self
 
     @property
     def passes(self) -> int:

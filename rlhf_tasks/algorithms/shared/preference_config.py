@@ -4,8 +4,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rlhf_tasks.config.base import Groups, MovesReference
+from rlhf_tasks.config.base import Groups
 from rlhf_tasks.config.models import ReferenceModels, Role
+from rlhf_tasks.config.reference import MovesReference
 
 
 class PreferenceConfig(MovesReference):

@@ -266,7 +266,7 @@ def test_missing_weights_are_named_before_anything_starts(tmp_path: Path, index,
         prepare.prepare(make_config(document))
     drawn = make_config({**document, "random_init": True})
     assert prepare.prepare(drawn).iterations == 1
-    with pytest.raises(ConfigError, match="random_init has none"):
+    with pytest.raises(ConfigError, match="but random_init=true begins with none"):
         make_config({**document, "random_init": True, "lora": {}})
 
 

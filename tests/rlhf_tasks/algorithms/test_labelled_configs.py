@@ -40,8 +40,8 @@ def test_a_mismatched_answer_is_anothers_in_the_same_mini_batch():
 @pytest.mark.parametrize(
     ("kind", "changes", "sentence"),
     [
-        ("dpo", {"loss_type": "ipo", "label_smoothing": 0.1}, "has no meaning for loss_type: ipo."),
-        ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "has no meaning for loss_type: hinge."),
+        ("dpo", {"loss_type": "ipo", "label_smoothing": 0.1}, "has no meaning for loss_type=ipo."),
+        ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "has no meaning for loss_type=hinge."),
         ("dpo", {"label_smoothing": 0.5}, "label_smoothing: input should be less than 0.5"),
         ("dpo", {"loss_type": "robust"}, "loss_type: input should be 'sigmoid', 'ipo' or 'hinge'"),
         ("dpo", {"beta": 0}, "beta: input should be greater than 0, found 0."),

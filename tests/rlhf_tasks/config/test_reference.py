@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.config.base import MovesReference, RunConfig
+from rlhf_tasks.config.base import RunConfig
+from rlhf_tasks.config.reference import MovesReference
 
 SAMPLES = {"sampling": {"max_completion_length": 8}, "rewards": [{"function": "m:f"}]}
 REFERENCES: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ def test_what_has_no_reference_has_no_such_field():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"beta": 0.0}, "sync_ref_model: the run has no reference, since beta is 0"),
+        ({"beta": 0.0}, "sync_ref_model=true: the run has no reference, since beta=0"),
         ({"lora": {"rank": 4}}, "with lora the reference is the model without the adapters"),
         ({"ref_model_sync_steps": 13}, "ref_model_sync_steps=13 is more than total_iterations=12"),
         ({"ref_model_mixup_alpha": 0.0}, "ref_model_mixup_alpha"),
