@@ -230,22 +230,23 @@ def restore(
     assert engine.master is not None, f"role {role!r} does not change here: there is nothing to restore"
     folder, layout = step_folder(run_folder, step), engine.layout
     manifest = read_manifest(folder)
-    record = stored_role(role, layout, manifest, folder)
+    record = _stored_role(role, layout, manifest, folder)
     files = [folder / stored.file for stored in manifest.files if stored.role == role]
     reach(Point.RESTORE)
     wanted = engine.master.shard_state()
     shards = read_shards(files, record.layout, layout, engine.groups.rank, wanted)
-    take_state(engine, counted(shards, moved or ByteCount()), record)
+    engine.master.load_shard_state(_counted(shards, moved or ByteCount()), record.optimizer_step)
+    engine.version, engine.state = record.version, dict(record.state)
 
 
-def counted(shards: Iterable[StateShard], moved: ByteCount) -> Iterator[StateShard]:
+def _counted(shards: Iterable[StateShard], moved: ByteCount) -> Iterator[StateShard]:
     """The same shards; counts the bytes of each."""
     for shard in shards:
         moved.add(shard.tensor.nbytes)
         yield shard
 
 
-def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> RoleRecord:
+def _stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> RoleRecord:
     """A role's record in a commit. Raises CheckpointError when the commit lacks the role or has another model."""
     if role not in manifest.roles:
         raise CheckpointError(f"{folder} has the roles {sorted(manifest.roles)}, not {role!r}.")
@@ -261,14 +262,6 @@ def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> 
             f"{folder}: the saved {role!r} has another shape: {changes}. Name the original model folder."
         )
     return record
-
-
-def take_state(engine: ChangingRole, shards: Iterable[StateShard], record: RoleRecord) -> None:
-    """Load a commit's state into an engine. Collective over each dp group of its placement."""
-    assert engine.master is not None
-    engine.master.load_shard_state(shards, record.optimizer_step)
-    engine.version = record.version
-    engine.state = dict(record.state)
 
 
 class DrawnSamples:

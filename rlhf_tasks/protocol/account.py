@@ -51,7 +51,6 @@ class Account:
     sequencer         makes the requests of the current generation
     cadence           decides which iterations end in a snapshot; None where the configuration does
     next_iteration    the iteration to deliver next
-    newest_delivered  the newest iteration that was delivered under any generation
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Account:
         self.occupancy = Occupancy(timeouts.entry_s)
         self.parts = PartsInWriting(pace)
         self.next_iteration = committed or 0
-        self.newest_delivered = self.next_iteration - 1
         self._timeouts, self._pace = timeouts, pace
         self._commit_headway: Headway | None = None
         self._iterations: dict[int, IterationProgress] = {}
@@ -171,7 +169,6 @@ class Account:
         for rank, mine in requests.items():
             self.occupancy.delivered(rank, mine, now)
         self.next_iteration = iteration + 1
-        self.newest_delivered = max(self.newest_delivered, iteration)
         return [Send(rank, mine) for rank, mine in requests.items()]
 
     def expect_setup_parts(self) -> None:

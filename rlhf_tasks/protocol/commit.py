@@ -95,12 +95,6 @@ class CommitOrder:
         """True for each iteration that ends in a snapshot, and for SETUP (step 0)."""
         return iteration in self._wanted or self.schedule.is_snapshot(iteration)
 
-    def next_snapshot(self, iteration: int) -> int:
-        """The first iteration at or after this one that ends in a snapshot, as far as it is decided."""
-        while not self.is_snapshot(iteration):
-            iteration += 1
-        return iteration
-
     @property
     def first_uncommitted(self) -> int:
         """The first iteration that is not committed; SETUP before step 0 is."""

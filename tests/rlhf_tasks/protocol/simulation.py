@@ -357,7 +357,7 @@ class World(Rehearsal):
         """The flow orders a pause."""
         self.is_paused = True
         if self.attempt is not None:
-            self.delivered_when_paused = self.attempt.ledger.account.newest_delivered + 1
+            self.delivered_when_paused = self.attempt.ledger.account.next_iteration
             self.attempt.pause()
 
     def resume(self) -> None:
