@@ -20,7 +20,7 @@ from planner.pricing.devices import preset
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.plans import PlanPrice, price_plan
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling.measurements import Grid, Measurements

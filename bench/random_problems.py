@@ -32,7 +32,7 @@ from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.registry import algorithm, in_parts
-from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import from_older_versions
+from rlhf_tasks.algorithms.shared.graphs import from_older_versions
 from rlhf_tasks.parallel.layout.shape import ModelShape
 
 OTHERS = ("mcmc", "heuristic", "symmetric", "disjoint")

@@ -47,7 +47,7 @@ from planner.pricing.measured import MeasuredProfile
 from planner.pricing.problem import Problem
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan

@@ -11,7 +11,7 @@ from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.plans import price_plan
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.spec import ExecutionPlan
 
 COMPARED = ("heuristic", "search")

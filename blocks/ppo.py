@@ -3,7 +3,7 @@
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 
 
 class PPOConfiguration(Block):

@@ -47,7 +47,7 @@ from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering, shown_metrics, tell
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
 from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of, load_pipeline, stages_of
-from rlhf_tasks.algorithms.rollout.config import RolloutConfig
+from rlhf_tasks.algorithms.rollout import RolloutConfig
 from rlhf_tasks.config.cluster import RuntimeConfig
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json, reading

@@ -10,7 +10,7 @@ from flows.pipeline import demo_at, make_models
 from flows.run.interrupted import cancelled_by_signals
 from flows.run.runs import carry_out, flow_run_name
 from flows.view.forms import Form
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 
 RUNS = Path("runs")  # in the folder that the flow runs in
 

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.config.base import RunConfig
 
 EOS = "<eos>"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.evaluate.config import EvaluateConfig
+from rlhf_tasks.algorithms.evaluate import EvaluateConfig
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.held_out import (
     COMPLETIONS,

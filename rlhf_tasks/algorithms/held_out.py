@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from rlhf_tasks.algorithms.evaluate.config import AnsweringConfig, EvaluateConfig
-from rlhf_tasks.algorithms.sft.config import SFTConfig
+from rlhf_tasks.algorithms.evaluate import AnsweringConfig, EvaluateConfig
+from rlhf_tasks.algorithms.sft import SFTConfig
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.config.models import ActorOnly, RolloutModels

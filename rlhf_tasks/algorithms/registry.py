@@ -16,10 +16,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import create_model
 
 from rlhf_tasks import algorithms
-from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import from_older_versions
-from rlhf_tasks.algorithms.shared.graphs.environment_calls import with_environment
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS
-from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
+from rlhf_tasks.algorithms.shared.configs import PolicyConfig
+from rlhf_tasks.algorithms.shared.graphs import STAYS, from_older_versions, with_environment
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sampling import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader

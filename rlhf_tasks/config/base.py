@@ -23,10 +23,9 @@ from rlhf_tasks.config.cluster import (
     most_lost_s,
     refuse_unfit,
 )
-from rlhf_tasks.config.data import DataConfig
+from rlhf_tasks.config.data import DataConfig, RunRows
 from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
 from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig, RewardModelScore
-from rlhf_tasks.config.rows import RunRows
 from rlhf_tasks.config.sampling import EvaluationConfig, SamplingConfig
 from rlhf_tasks.config.settings import (
     MOST_ITERATIONS,

@@ -1,11 +1,32 @@
-"""The section of a run's data sets. Torch-free."""
+"""The section of a run's data sets, and what a configuration reads of its tokenised rows. Torch-free."""
 
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from rlhf_tasks.config.settings import MOST_TOKENS, Settings
 from rlhf_tasks.system.reading import shown
+
+
+class RunRows(Protocol):
+    """The rows of a run by index. `rlhf_tasks.data.token_file.TokenFile` holds them."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest list of ids of all rows."""
+        ...
+
+    def row_of(self, sample_id: int, seed: int, weights: Sequence[float] = ...) -> int:
+        """The row that a global sample id means. weights: of the sources"""
+        ...
+
+    def values(self, index: int) -> Mapping[str, Any]:
+        """The values of a row by key: lists or arrays of numbers, or text."""
+        ...
+
 
 MOST_SOURCES = 100
 

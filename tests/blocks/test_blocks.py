@@ -7,7 +7,7 @@ import pytest
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 
 from blocks import PPOConfiguration, RlhfCluster, StoredPlan
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 
 
 class _Standard(BlockStandardTestSuite):

@@ -17,8 +17,8 @@ from flows.demo import (
 )
 from flows.pipeline import BEFORE_PPO, Demo
 from rlhf_tasks.algorithms.configurations import RunConfig, load_config
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
-from rlhf_tasks.algorithms.rollout.config import RolloutConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
+from rlhf_tasks.algorithms.rollout import RolloutConfig
 from rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 

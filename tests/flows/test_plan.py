@@ -13,7 +13,7 @@ from blocks import StoredPlan
 from flows.plan import plan
 from planner.pricing.profile_cache import write_profiles
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config, manual_assignments
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from tests.flows.plan_documents import KEYS, measured, ppo
 from tests.markdown import plain, table_of
 from tests.ppo_calls import PPO_CALLS

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from planner.plan.graph import DataflowGraph
 from planner.pricing.problem import Problem
-from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import from_older_versions
+from rlhf_tasks.algorithms.shared.graphs import from_older_versions
 from rlhf_tasks.spec import ModelFunctionCall
 
 SAMPLE_AND_LEARN = ("actor_generate", "reward_inference", "actor_train")

@@ -1,10 +1,41 @@
 """On-policy distillation: the student answers, and learns what a teacher thinks of each token."""
 
-from rlhf_tasks.algorithms.distillation.config import DistillationConfig
+from typing import Literal, Self
+
+from pydantic import model_validator
+
 from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import SEQUENCES, GenerateSizes
+from rlhf_tasks.algorithms.shared.graphs import SEQUENCES, GenerateSizes, Handle, Models, traced
+from rlhf_tasks.config.base import Samples, TrainingConfig
+from rlhf_tasks.config.models import DistillationModels, Role
 from rlhf_tasks.data.rows import PromptExample, prompt_example
+
+
+class DistillationConfig(Samples, TrainingConfig):
+    """On-policy distillation (arXiv:2306.13649): the actor's answers are drawn to a teacher, token by token."""
+
+    type: Literal["distillation"] = "distillation"
+
+    models: DistillationModels
+
+    def roles(self) -> dict[str, Role]:
+        """The actor, which is the student, and the frozen teacher."""
+        return {
+            "actor": Role.of(self.models.actor, "lm", self.optimizer),
+            "teacher": Role.of(self.models.teacher, "lm"),
+        }
+
+    @model_validator(mode="after")
+    def _samples_from_the_whole_student(self) -> Self:
+        sampling = self.sampling
+        if sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k > 0:
+            raise ValueError(
+                f"sampling.temperature={sampling.temperature:g}, top_p={sampling.top_p:g} and top_k="
+                f"{sampling.top_k} leave out tokens, but the divergence from the teacher is estimated from tokens of "
+                "the student's whole distribution. Choose a temperature above 0, top_p 1 and top_k 0."
+            )
+        return self
+
 
 DATASET_KEYS = ("prompt_ids",)
 

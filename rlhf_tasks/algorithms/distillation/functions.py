@@ -6,7 +6,7 @@ Their order: actor_generate; teacher_inference; actor_train.
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.distillation.config import DistillationConfig
+from rlhf_tasks.algorithms.distillation import DistillationConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.policy import bounded, kl_divergence
 from rlhf_tasks.algorithms.shared.policy import ref_inference as teacher_inference

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from rlhf_tasks.algorithms.dpo.config import DPOConfig, LossType
+from rlhf_tasks.algorithms.dpo import DPOConfig, LossType
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.preference import (
     ANSWER,

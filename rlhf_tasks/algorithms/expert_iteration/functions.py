@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.expert_iteration.config import ExpertIterationConfig
+from rlhf_tasks.algorithms.expert_iteration import ExpertIterationConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.groups import best_of_group, on_tokens, per_group
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate

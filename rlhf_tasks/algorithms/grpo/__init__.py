@@ -1,14 +1,120 @@
 """Group-relative policy optimisation."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol, Self
 
-from rlhf_tasks.algorithms.grpo.config import GRPOConfig
+from pydantic import Field, model_validator
+
 from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, learned, rollout, traced
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, STAYS, PolicySizes
+from rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
+from rlhf_tasks.algorithms.shared.graphs import (
+    PROMPT_KEYS,
+    STAYS,
+    Handle,
+    Models,
+    PolicySizes,
+    learned,
+    rollout,
+    traced,
+)
+from rlhf_tasks.config.base import Groups, SamplesGroups
+from rlhf_tasks.config.settings import MOST_SEQS, Pair
 from rlhf_tasks.data.rows import PromptExample, prompt_example
 from rlhf_tasks.spec import ModelFunctionCall
+
+
+class GRPOConfig(CriticFreeConfig, SamplesGroups):
+    """Group-relative policy optimisation (arXiv:2402.03300): a response counts by its score relative to its group."""
+
+    type: Literal["grpo"] = "grpo"
+    groups: ClassVar[Groups] = {
+        "Score": ("overlong_buffer", "overlong_penalty"),
+        "Advantages": ("scale_rewards", "filter_groups", "max_rounds"),
+        "Loss": ("loss_type", "importance_sampling_level", "delta"),
+    }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "max_rounds",
+            "filter_groups",
+            "{first} samples further groups for those that filter_groups drops, but {second}. Set filter_groups: "
+            "true, or max_rounds: 1.",
+            lambda config: config.max_rounds > 1 and not config.filter_groups,
+        ),
+        Pair(
+            "max_rounds",
+            "chunks",
+            "{first} cuts generation into rounds, and {second} into parts. Leave one of them at 1.",
+        ),
+        Pair(
+            "staleness",
+            "max_rounds",
+            "{first} samples ahead of scoring, but {second} waits for the scores of each round before the next. Set "
+            "one of them to its default.",
+        ),
+        Pair(
+            "sampling.segment_tokens",
+            "max_rounds",
+            "{first} leaves samples for later iterations, but {second} fills a batch at once. Leave one of them out.",
+        ),
+        Pair(
+            "delta",
+            "loss_type",
+            "{first} bounds a clipped ratio, which {second} does not have. Leave it out.",
+            lambda config: config.delta is not None and config.loss_type == "cispo",
+        ),
+    )
+
+    num_generations: int = Field(
+        default=8, ge=2, le=MOST_SEQS, description="Samples per prompt, which form a group."
+    )
+    beta: float = Field(
+        default=0.0,
+        ge=0,
+        description="Factor of the KL divergence from the reference (k3, in the loss); 0: no reference model.",
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="Whose standard deviation divides a score less its group's mean."
+    )
+    filter_groups: bool = Field(
+        default=False,
+        description="Groups of equal scores (before overlong_penalty) leave the batch: loss and denominators.",
+    )
+    max_rounds: int = Field(
+        default=1,
+        gt=0,
+        le=16,
+        description="Most rounds of batch_size samples until enough groups differ to fill the batch (filter_groups).",
+    )
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = Field(
+        default="grpo",
+        description="Mean over each response, then over responses (grpo); over all tokens (dapo); sum over tokens by "
+        "the most possible (dr_grpo); over all tokens, with a bounded weight instead of a clipped ratio (cispo).",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        default="token", description="Policy ratio per token, or the geometric mean over a response (GSPO)."
+    )
+    delta: float | None = Field(
+        default=None,
+        gt=1,
+        description="Policy ratio above which a token with a negative advantage costs no more; default: none.",
+    )
+    overlong_buffer: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of max_completion_length, at its end, over which a length penalty grows; default: none.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="What the longest response loses of its score (with overlong_buffer)."
+    )
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Self:
+        if self.delta is not None and self.delta <= 1 + self.high:
+            raise ValueError(
+                f"delta={self.delta:g} must exceed the ratio's upper bound 1 + {self.high:g}. Make it larger."
+            )
+        return self
 
 
 class GRPOSizes(PolicySizes, Protocol):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.grpo.config import GRPOConfig
+from rlhf_tasks.algorithms.grpo import GRPOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
 from rlhf_tasks.algorithms.shared.groups import (
     all_equal,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.kto.config import KTOConfig
+from rlhf_tasks.algorithms.kto import KTOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.preference import (
     ANSWER,

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.algorithms.ppo.critic import ValueNorm, shifted, value_loss
 from rlhf_tasks.algorithms.ppo.targets import learning_targets
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from rlhf_tasks.algorithms.reinforce_pp.config import ReinforcePPConfig
+from rlhf_tasks.algorithms.reinforce_pp import ReinforcePPConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.groups import less_mean, per_group
 from rlhf_tasks.algorithms.shared.policy import (

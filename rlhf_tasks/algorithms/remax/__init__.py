@@ -1,16 +1,35 @@
 """ReMax: REINFORCE with the score of the greedy response as baseline."""
 
+from typing import Literal
+
+from pydantic import Field
+
 from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.remax.config import ReMaxConfig
-from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, learned, rollout, traced
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import (
+from rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
+from rlhf_tasks.algorithms.shared.graphs import (
     PROMPT_KEYS,
     SEQUENCES,
+    Handle,
+    Models,
     PolicySizes,
+    learned,
+    rollout,
     scored,
     scored_tokens,
+    traced,
 )
 from rlhf_tasks.data.rows import PromptExample, prompt_example
+
+
+class ReMaxConfig(CriticFreeConfig):
+    """ReMax (arXiv:2310.10505): a response's baseline is the score of the greedy response to the same prompt."""
+
+    type: Literal["remax"] = "remax"
+    beta: float = Field(
+        default=0.05,
+        ge=0,
+        description="Factor of the KL divergence from the reference (k1, in the reward); 0: no reference model.",
+    )
 
 
 @traced(PROMPT_KEYS)

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from rlhf_tasks.algorithms.remax.config import ReMaxConfig
+from rlhf_tasks.algorithms.remax import ReMaxConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS
+from rlhf_tasks.algorithms.shared.graphs import STAYS
 from rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,

@@ -1,9 +1,33 @@
 """Trains a reward model on preference pairs."""
 
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
 from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.reward_model.config import RewardModelConfig
-from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
+from rlhf_tasks.config.base import Groups, TrainingConfig
+from rlhf_tasks.config.models import ActorOnly, Role
 from rlhf_tasks.data.rows import PairExample, pair_example
+
+
+class RewardModelConfig(TrainingConfig):
+    """Trains a reward model on preference pairs (Bradley-Terry)."""
+
+    type: Literal["reward_model"] = "reward_model"
+    groups: ClassVar[Groups] = {"Training": ("center_rewards_coefficient",)}
+
+    models: ActorOnly
+    center_rewards_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Factor of the squared sum of a pair's scores in the loss, which keeps their mean at 0; 0: none.",
+    )
+
+    def roles(self) -> dict[str, Role]:
+        """The one role that trains: a decoder with a scalar head."""
+        return {"reward": Role.of(self.models.actor, "scalar", self.optimizer)}
+
 
 DATASET_KEYS = ("chosen_ids", "rejected_ids", "margin")
 

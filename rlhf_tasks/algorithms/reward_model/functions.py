@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_tasks.algorithms.reward_model.config import RewardModelConfig
+from rlhf_tasks.algorithms.reward_model import RewardModelConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.preference import side_by_side
 from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps

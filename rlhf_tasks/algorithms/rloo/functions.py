@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from rlhf_tasks.algorithms.rloo.config import RLOOConfig
+from rlhf_tasks.algorithms.rloo import RLOOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.groups import less_others, on_tokens, per_group, response_sums
 from rlhf_tasks.algorithms.shared.policy import (

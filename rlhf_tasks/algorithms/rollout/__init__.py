@@ -1,10 +1,18 @@
 """Rollout: samples from a model and scores the samples."""
 
+from typing import Literal
+
 from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.rollout.config import RolloutConfig
-from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS, RolloutSizes
+from rlhf_tasks.algorithms.shared.graphs import PROMPT_KEYS, Handle, Models, RolloutSizes, traced
+from rlhf_tasks.config.base import OnePass
 from rlhf_tasks.data.rows import PromptExample, prompt_example
+
+
+class RolloutConfig(OnePass):
+    """Samples from a model, which are scored and written as JSONL: all rows once, in file order."""
+
+    type: Literal["rollout"] = "rollout"
+
 
 DATASET_KEYS = PROMPT_KEYS
 

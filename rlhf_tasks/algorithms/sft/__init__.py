@@ -1,9 +1,50 @@
 """Supervised fine-tuning."""
 
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
 from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.sft.config import SFTConfig
-from rlhf_tasks.algorithms.shared.graphs.program import Handle, Models, traced
+from rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
+from rlhf_tasks.config.base import Groups, TrainingConfig
+from rlhf_tasks.config.models import ActorOnly, Role
+from rlhf_tasks.config.settings import Pair
 from rlhf_tasks.data.rows import CompletionExample, completion_example
+
+
+class SFTConfig(TrainingConfig):
+    """Supervised fine-tuning on completion tokens, on all tokens, or on what the assistant says."""
+
+    type: Literal["sft"] = "sft"
+    groups: ClassVar[Groups] = {
+        "Training": ("random_init",),
+        "Loss": ("completion_only_loss", "assistant_only_loss"),
+    }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "random_init",
+            "lora",
+            "{second} trains adapters of a model that is there, but {first} begins with none. Remove one.",
+        ),
+    )
+
+    models: ActorOnly
+    random_init: bool = Field(
+        default=False, description="Start from random weights: models.actor needs only its configuration."
+    )
+    completion_only_loss: bool = Field(
+        default=True, description="Learn the completion (of messages: the last one) only; false: all tokens."
+    )
+    assistant_only_loss: bool = Field(
+        default=False, description="Learn every message of the assistant in a conversation, and nothing else."
+    )
+
+    def roles(self) -> dict[str, Role]:
+        """The one role that trains."""
+        return {
+            "actor": Role.of(self.models.actor, "lm", self.optimizer)._replace(random_init=self.random_init)
+        }
+
 
 DATASET_KEYS = ("input_ids", "response_mask")
 

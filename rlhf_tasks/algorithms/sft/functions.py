@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from rlhf_tasks.algorithms.sft.config import SFTConfig
+from rlhf_tasks.algorithms.sft import SFTConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch

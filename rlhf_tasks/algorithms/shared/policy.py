@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_tasks.algorithms.shared.configs import CriticFreeConfig, PolicyConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import DRAWN_BY, PROXIMAL
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT
+from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, KEPT, PROXIMAL
 from rlhf_tasks.algorithms.shared.groups import (
     all_equal,
     on_tokens,
@@ -30,7 +30,6 @@ from rlhf_tasks.algorithms.shared.groups import (
     response_lengths,
     response_sums,
 )
-from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig, PolicyConfig
 from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps, planned_share
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch

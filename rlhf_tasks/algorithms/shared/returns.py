@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import TOKEN_REWARDS
+from rlhf_tasks.algorithms.shared.graphs import TOKEN_REWARDS
 from rlhf_tasks.algorithms.shared.groups import last_response_tokens, sample_of_token
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

@@ -9,8 +9,8 @@ from flows.run.planning import hardware_of, problem_of, typed, workload_of
 from planner.plan.mesh import Cluster
 from planner.pricing.profile_cache import cache_file, write_profiles
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
-from rlhf_tasks.algorithms.sft.config import SFTConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
+from rlhf_tasks.algorithms.sft import SFTConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.flows.checked_files import model_folder
 from tests.flows.plan_documents import DISJOINT, LLAMA, SHAPE, measured, ppo, refused

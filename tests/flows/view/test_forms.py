@@ -11,9 +11,9 @@ from flows.algorithms import grpo, reward_model, rollout, sft
 from flows.plan import plan
 from flows.ppo import rlhf_ppo
 from flows.view.forms import Form, title_of
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.algorithms.registry import OURS, algorithm, algorithm_names
-from rlhf_tasks.algorithms.sft.config import SFTConfig
+from rlhf_tasks.algorithms.sft import SFTConfig
 from rlhf_tasks.config.base import Groups, TrainingConfig
 from rlhf_tasks.config.models import ActorOnly
 

@@ -11,7 +11,7 @@ from rlhf_tasks.algorithms.registry import _sources, algorithm
 
 RECORD = """
 from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.sft.config import SFTConfig
+from rlhf_tasks.algorithms.sft import SFTConfig
 from rlhf_tasks.algorithms.sft import DATASET_KEYS, graph
 from rlhf_tasks.data.rows import CompletionExample, completion_example
 from typing import Literal

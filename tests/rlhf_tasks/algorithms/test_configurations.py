@@ -16,9 +16,9 @@ from rlhf_tasks.algorithms.configurations import (
     manual_assignments,
     resolve_paths,
 )
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from rlhf_tasks.algorithms.rollout.config import RolloutConfig
+from rlhf_tasks.algorithms.rollout import RolloutConfig
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.held_out import evaluation_of, shared_prompts
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 
 REWARD, OTHER = {"function": "judge:right"}, {"function": "judge:short", "weight": 2}
 HERE, THERE = {"used_in": "training"}, {"used_in": "evaluation"}

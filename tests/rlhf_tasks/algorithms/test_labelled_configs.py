@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.kto.config import KTOConfig
+from rlhf_tasks.algorithms.kto import KTOConfig
 from rlhf_tasks.system.reading import ConfigError
 
 

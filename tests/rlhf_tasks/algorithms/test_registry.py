@@ -256,7 +256,7 @@ def test_a_graph_that_needs_a_configuration_to_be_drawn_says_so(tuned):
 GRPO = """
 from typing import Literal
 from rlhf_tasks.algorithms.grpo import ALGORITHM as OURS
-from rlhf_tasks.algorithms.grpo.config import GRPOConfig
+from rlhf_tasks.algorithms.grpo import GRPOConfig
 from dataclasses import replace
 
 class TunedConfig(GRPOConfig):

@@ -14,7 +14,7 @@ from planner.pricing.call_formulas import Crossings, OnMesh, generate
 from planner.pricing.device_share import sizes
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.fetch import fetch
-from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import DRAWN_BY, NUMBER
+from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, NUMBER
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.generate.slots import Group
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flows.run.prepare import prepare
-from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups

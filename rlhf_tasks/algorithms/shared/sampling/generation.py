@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import DRAWN_BY
-from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
+from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY
 from rlhf_tasks.algorithms.shared.sampling.turns import draw
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.config.sampling import SamplingConfig

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
-from rlhf_tasks.algorithms.shared.graphs.drawn_ahead import COLUMNS, DRAWN_BY, NUMBER
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import KEPT
-from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
+from rlhf_tasks.algorithms.shared.graphs import COLUMNS, DRAWN_BY, KEPT, NUMBER
 from rlhf_tasks.algorithms.shared.sampling.generation import sampling_params
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import Segments

@@ -7,7 +7,7 @@ key that generation and scoring make.
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS
+from rlhf_tasks.algorithms.shared.graphs import STAYS
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

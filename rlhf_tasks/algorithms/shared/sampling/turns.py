@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
+from rlhf_tasks.algorithms.shared.graphs import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.observations import Observations
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.graphs.environment_calls import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import STAYS, TOKEN_REWARDS
+from rlhf_tasks.algorithms.shared.graphs import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS, STAYS, TOKEN_REWARDS
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.config.rewards import RewardModelScore
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch

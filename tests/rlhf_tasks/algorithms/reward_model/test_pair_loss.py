@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_tasks.algorithms.reward_model.config import RewardModelConfig
+from rlhf_tasks.algorithms.reward_model import RewardModelConfig
 from rlhf_tasks.algorithms.reward_model.functions import pair_loss
 
 SCORES = st.floats(-20, 20)

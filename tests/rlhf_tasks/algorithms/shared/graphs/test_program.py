@@ -7,8 +7,7 @@ import pytest
 
 from planner.plan.graph import DataflowGraph
 from rlhf_tasks.algorithms.registry import ConfigError, algorithm, in_parts
-from rlhf_tasks.algorithms.shared.graphs.program import ProgramError, concat, traced
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import PROMPT_KEYS
+from rlhf_tasks.algorithms.shared.graphs import PROMPT_KEYS, ProgramError, concat, traced
 from tests.rlhf_tasks.algorithms import listed
 
 GROUP = 4

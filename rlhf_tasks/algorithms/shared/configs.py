@@ -1,11 +1,13 @@
-"""The bases of configurations of algorithms that learn by a policy gradient from their own samples. Torch-free."""
+"""The bases of configurations: of algorithms that learn by a policy gradient from their own samples, and of those
+that learn from labelled answers against a reference. Torch-free.
+"""
 
 from typing import ClassVar
 
 from pydantic import Field
 
 from rlhf_tasks.config.base import Groups, Scores
-from rlhf_tasks.config.models import GRPOModels, Role
+from rlhf_tasks.config.models import GRPOModels, ReferenceModels, Role
 from rlhf_tasks.config.reference import MovesReference
 from rlhf_tasks.config.settings import Pair
 
@@ -164,3 +166,23 @@ class CriticFreeConfig(PolicyConfig):
         if models.reward is not None:
             roles["reward"] = Role.of(models.reward, "scalar")
         return roles
+
+
+class PreferenceConfig(MovesReference):
+    """An actor is trained; a reference says how likely each answer was before."""
+
+    groups: ClassVar[Groups] = {"Loss": ("beta",)}
+
+    models: ReferenceModels
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        description="How strongly the actor is held to the reference: larger, closer to it.",
+    )
+
+    def roles(self) -> dict[str, Role]:
+        """The actor, and the reference."""
+        return {
+            "actor": Role.of(self.models.actor, "lm", self.optimizer),
+            "ref": Role.of(self.models.ref or self.models.actor, "lm"),
+        }

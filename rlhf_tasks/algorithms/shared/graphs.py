@@ -1,22 +1,71 @@
 """A dataflow graph written as the loop that a paper prints: a function over handles, traced once. Torch-free.
 
 A program sees no sample. Its handles know the names of keys, and its calls are recorded, not made
-(docs/adr/0022-programs.md).
+(docs/adr/0022-programs.md). An environment, and samples that are drawn ahead, are added to the recorded calls.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from rlhf_tasks.algorithms.shared.graphs.rollout_calls import (
-    KEPT,
-    SEQUENCES,
-    PolicySizes,
-    scored,
-    scored_tokens,
-)
+from rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.spec import WHOLE, CallKind, ModelFunctionCall, Part
 from rlhf_tasks.system.reading import ConfigError
+
+PROMPT_KEYS = ("prompt_ids", "columns")
+"""The keys that `fetch` provides to them."""
+
+SEQUENCES = ("input_ids", "response_mask")
+
+KEPT = ("kept_counts", "kept_tokens")
+"""The keys under which generation records which tokens top-k and top-p kept."""
+
+
+STAYS = "stays"
+"""The key that says of each sample whether it stays in the batch: False where a reward failed on it."""
+
+TOKEN_REWARDS = "token_rewards"
+"""The key of the rewards at each token, a whole response's at the last, where some reward judges tokens or steps."""
+
+
+class GenerateSizes(Protocol):
+    """The field of a configuration that generation depends on."""
+
+    @property
+    def group_size(self) -> int: ...
+
+
+class RolloutSizes(GenerateSizes, Protocol):
+    """The fields of a configuration that these calls depend on."""
+
+    @property
+    def scoring_role(self) -> str: ...
+    @property
+    def on_reward_error(self) -> str: ...
+    @property
+    def scores_tokens(self) -> bool: ...
+
+
+def scored(config: RolloutSizes) -> tuple[str, ...]:
+    """The keys that a reward call gives and a train call reads: `scores`, and STAYS where samples may leave."""
+    return ("scores", STAYS) if config.on_reward_error == "skip" else ("scores",)
+
+
+def scored_tokens(config: RolloutSizes) -> tuple[str, ...]:
+    """The key that a train call reads besides where it learns from the rewards of single tokens."""
+    return (TOKEN_REWARDS,) if config.scores_tokens else ()
+
+
+class PolicySizes(RolloutSizes, Protocol):
+    """The fields of a configuration without a critic that its graph depends on."""
+
+    @property
+    def records_kept(self) -> bool: ...
+    @property
+    def beta(self) -> float: ...
+    @property
+    def mask_truncated_completions(self) -> bool: ...
+
 
 DATA_SET = "the data set"
 GENERATED = (*SEQUENCES, "old_logprobs", "truncated")
@@ -373,3 +422,122 @@ def learned(config: PolicySizes, compared: tuple[str, ...] = ()) -> tuple[str, .
     cut = ("truncated",) if config.mask_truncated_completions else ()
     kept = KEPT if config.records_kept else ()
     return (*SEQUENCES, "old_logprobs", *ref, *scored(config), *compared, *cut, *kept)
+
+
+ENVIRONMENT_REWARDS = "environment_rewards"
+"""The key of the sum of an environment's rewards of a sample."""
+
+ENVIRONMENT_FAULT = "environment_fault"
+"""The key of the sentence that says how the environment failed on a sample, where such are skipped; mostly empty."""
+
+
+def with_environment(calls: Sequence[ModelFunctionCall], skips: bool) -> list[ModelFunctionCall]:
+    """The calls of a graph whose `actor_generate` an environment answers.
+
+    It also reads `columns`, the rows, and gives ENVIRONMENT_REWARDS, which the call that gives `scores` reads.
+    skips  whether samples on which the environment fails are skipped: then ENVIRONMENT_FAULT goes the same way
+
+    Raises ConfigError where the graph draws responses in another call too, or has no scores.
+    """
+    others = [call.name for call in calls if call.kind == "generate" and call.name != "actor_generate"]
+    if others:
+        raise ConfigError(
+            f"environment: this algorithm also draws responses in {others[0]!r}, which no environment answers. Leave "
+            "it out, or choose another algorithm, such as grpo."
+        )
+    scoring = [call.name for call in calls if "scores" in call.outputs]
+    if not scoring:
+        raise ConfigError("environment: no call of this algorithm gives scores. Leave it out.")
+    keys = (ENVIRONMENT_REWARDS, ENVIRONMENT_FAULT) if skips else (ENVIRONMENT_REWARDS,)
+    found = []
+    for call in calls:
+        if call.name == "actor_generate":
+            inputs, outputs = (*call.inputs, "columns"), (*call.outputs, *keys)
+            call = call.model_copy(update={"inputs": inputs, "outputs": outputs})
+        elif call.name in scoring:
+            call = call.model_copy(update={"inputs": (*call.inputs, *keys)})
+        found.append(call)
+    return found
+
+
+DRAWN_BY = "drawn_by"
+"""The key of the version of the actor that has drawn each token; -1 on the prompt."""
+
+PROXIMAL = "proximal_logprobs"
+"""The key of the log-probabilities under the actor before the train_step, the proximal policy of decoupled PPO, where
+the train_step takes several optimizer steps."""
+
+NUMBER = "number"
+"""The key of the global id of the sample that ended in a place of the batch (docs/adr/0020-segments.md)."""
+
+COLUMNS = "columns_of_number"
+"""The key of the columns of that sample's row."""
+
+
+def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig) -> list[ModelFunctionCall]:
+    """The calls of a graph whose samples are drawn ahead, or in segments.
+
+    Generation runs `config.staleness` iterations ahead, and records which version has drawn each token. Where
+    these are weighted, and the train_step takes several optimizer steps, `actor_inference` computes the
+    log-probabilities under the proximal policy (arXiv:2110.00641, section 3; arXiv:2505.24298, section 5.2), and
+    `actor_train` reads them. Without staleness and segments the calls stay as they are.
+    Raises ConfigError where a graph cannot be drawn in segments.
+    """
+    if not config.learns_from_older:
+        return list(calls)
+    segment = config.sampling.segment_tokens
+    found = list[ModelFunctionCall]()
+    proximal = (PROXIMAL,) if config.infers_proximal else ()
+    for call in calls:
+        if call.kind == "generate":
+            drawn = (DRAWN_BY,) if call.name == "actor_generate" else ()
+            changed = {"lead": config.staleness, "outputs": (*call.outputs, *drawn)}
+            found.append(call.model_copy(update=changed))
+        elif call.kind == "train_step" and call.role == "actor":
+            if proximal:
+                found.append(
+                    ModelFunctionCall(
+                        name="actor_inference",
+                        role="actor",
+                        kind="inference",
+                        inputs=(*SEQUENCES, *(key for key in KEPT if key in call.inputs)),
+                        outputs=proximal,
+                        n_seqs=call.n_seqs,
+                        group_size=call.group_size,
+                        remap={PROXIMAL: "logprobs"},
+                    )
+                )
+            found.append(call.model_copy(update={"inputs": (*call.inputs, DRAWN_BY, *proximal)}))
+        else:
+            found.append(call)
+    return found if segment is None else in_segments(found, segment)
+
+
+def in_segments(calls: Sequence[ModelFunctionCall], segment_tokens: int) -> list[ModelFunctionCall]:
+    """The calls of a graph whose generation draws at most so many tokens of a sequence at a time.
+
+    Only generation knows which sample ends in which place, so calls that read the columns of its row get them
+    from there, with its number.
+    Raises ConfigError for a graph that generates twice: it would compare the answers to different prompts.
+    """
+    generating = [call.name for call in calls if call.kind == "generate"]
+    if len(generating) > 1:
+        raise ConfigError(
+            f"sampling.segment_tokens={segment_tokens}: the calls {' and '.join(generating)} answer the same "
+            "prompts, but in segments they would end at different times. Leave it out, or choose an algorithm that "
+            "generates once, such as grpo or ppo."
+        )
+    found = list[ModelFunctionCall]()
+    for call in calls:
+        changed: dict[str, object] = {}
+        if call.kind == "generate":
+            changed = {
+                "segment_tokens": segment_tokens,
+                "inputs": (*call.inputs, "columns"),
+                "outputs": (*call.outputs, NUMBER, COLUMNS),
+            }
+        elif "columns" in call.inputs:
+            inputs = (COLUMNS if key == "columns" else key for key in call.inputs)
+            changed = {"inputs": (*inputs, NUMBER), "remap": {**call.remap, COLUMNS: "columns"}}
+        found.append(call.model_copy(update=changed))
+    return found
