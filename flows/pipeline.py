@@ -38,7 +38,7 @@ from flows.demo import (
     write_demo_data,
     write_jsonl,
 )
-from flows.run.interrupted import cancelled_by_signals
+from flows.run.orders import cancelled_by_signals
 from flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run
 from flows.run.runs import cluster_of, run_stage
 from flows.run.stages import CheckedStages, check_stages, prepare_stage, summary_of

@@ -9,8 +9,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from blocks.plan import StoredPlan
-from flows.run.planning import compare, hardware_of, limits_of, plan_for, problem_of
-from flows.run.ranks import decided
+from flows.run.planning import compare, decided, hardware_of, limits_of, plan_for, problem_of
 from flows.view import artifacts
 from flows.view.forms import Form
 from planner.pricing.provenance import extrapolation

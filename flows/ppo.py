@@ -7,7 +7,7 @@ from prefect import flow
 from prefect.states import State
 
 from flows.pipeline import demo_at, make_models
-from flows.run.interrupted import cancelled_by_signals
+from flows.run.orders import cancelled_by_signals
 from flows.run.runs import carry_out, flow_run_name
 from flows.view.forms import Form
 from rlhf_tasks.algorithms.ppo import PPOConfig

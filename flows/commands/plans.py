@@ -27,8 +27,11 @@ from flows.commands.options import (
     write_output,
 )
 from flows.run.planning import (
+    Ranks,
     compare,
     computed_profiles,
+    decided,
+    fastest,
     hardware_of,
     limits_of,
     measured_folders,
@@ -36,8 +39,8 @@ from flows.run.planning import (
     plan_for,
     price_manual,
     problem_of,
+    rank_choices,
 )
-from flows.run.ranks import Ranks, decided, fastest, rank_choices
 from flows.run.run_folder import refuse_unwritable
 from flows.view.terminal import Console
 from planner.deadline import Deadline

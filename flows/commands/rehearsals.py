@@ -16,10 +16,8 @@ from rich.table import Column, Table
 
 from flows.cluster.this_machine import cores_here
 from flows.commands.options import check_range, check_writable, show_warnings, whole_seed, write_output
-from flows.run.planning import hardware_of, problem_of, typed
+from flows.run.planning import Ranks, fastest, hardware_of, problem_of, rank_choices, typed, users_seconds
 from flows.run.prepare import make_plan
-from flows.run.ranks import Ranks, fastest, rank_choices
-from flows.run.users_seconds import users_seconds
 from flows.view.terminal import Console
 from planner.plan.workload import EvaluationWork
 from planner.pricing.calls import CostModel

@@ -4,14 +4,18 @@ Orders come from the run folder (`prefect-rlhf pause` and its kin leave a file t
 run and of those that it is part of, which the UI, `prefect` and Prefect's API set. The flow process looks at both
 every few seconds (`LOOK_EVERY_S`, `ASK_EVERY_S`), and writes the state that it has reached back to Prefect. A server
 that does not answer changes nothing.
+
+A run that a signal ends is Cancelled in Prefect, at its last commit. Prefect's engine would call it Crashed.
 """
 
 import asyncio
 import contextvars
 import logging
+import os
+import signal
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import NoReturn
@@ -21,16 +25,21 @@ from httpx import HTTPError
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import Pause, PrefectException
-from prefect.states import Paused, Running, Suspended
+from prefect.exceptions import Abort, Pause, PrefectException, TerminationSignal
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, Paused, Running, Suspended
 
+from flows.cluster.shutdown import signal_received
 from flows.run.run_folder import take_order
+from flows.view.prefect_api import PrefectApi
 
 LOOK_EVERY_S = 0.5  # for a file in the run folder
 ASK_EVERY_S = 3.0  # the Prefect server, for states
 ANSWER_S = 20.0  # it answers within this, or is asked again later
+SIGNAL_ANSWER_S = 3.0  # the same after a signal; the process has flows.cluster.shutdown.END_S in all
 NO_ANSWER = (HTTPError, PrefectException, TimeoutError, OSError)
 FINAL = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
+CALLED = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 logger = logging.getLogger(__name__)
 
@@ -320,3 +329,73 @@ async def leave_to_prefect(flow_run_id: str, step: int, left: UUID | None) -> No
 def holds_slot(state: State) -> bool:
     """Whether a flow run in a state has, or had until this state, a slot of its deployment's concurrency limit."""
     return state.state_details.deployment_concurrency_lease_id is not None
+
+
+# --- signals ---
+
+
+class Interrupted(Abort):
+    """A signal has ended the run. Prefect's engine takes `state` for the flow run's, and writes none of its own.
+
+    number      of the signal
+    flow_run_id  the flow run that was told to end; those that it is part of end with it
+    """
+
+    def __init__(self, number: signal.Signals, state: State[None], flow_run_id: str) -> None:
+        super().__init__(state.message)
+        self.number, self.state, self.flow_run_id = number, state, flow_run_id
+
+
+@asynccontextmanager
+async def cancelled_by_signals(where: Callable[[], str]) -> AsyncIterator[None]:
+    """For the body of a flow: when Ctrl-C or SIGTERM has ended it, shows it as Cancelled and raises Interrupted.
+
+    where  how far the run has come, for the state's message
+    A flow run of a worker's stays Crashed: whoever ends its process does not mean the run, which
+    deployments/automations.yaml starts again.
+    """
+    if os.environ.get("PREFECT__FLOW_RUN_ID"):
+        yield
+        return
+    try:
+        with terminated_as_cancelled():
+            yield
+    except Interrupted as inner:
+        if inner.flow_run_id != flow_run.id:
+            await _show(inner.state)
+        raise
+    except (asyncio.CancelledError, TerminationSignal):
+        number = signal_received()
+        if number is None:
+            raise
+        state: State[None] = Cancelled(message=f"{where()}; ended by {CALLED[number]}")
+        await _show(state)
+        raise Interrupted(number, state, flow_run.id or "") from None
+
+
+@contextmanager
+def terminated_as_cancelled() -> Iterator[None]:
+    """Inside, SIGTERM cancels the current task, as asyncio has Ctrl-C do. Prefect's handler would raise wherever the
+    main thread is: then the event loop ends, and nobody is left to show the iterations' ends.
+
+    Does nothing outside the main thread.
+    """
+    task = asyncio.current_task()
+    if task is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: task.cancelling() or task.cancel())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def _show(state: State[None]) -> None:
+    """Set this flow run's state, if the server answers in time."""
+
+    async def write() -> None:
+        async with get_client() as client:
+            await client.set_flow_run_state(UUID(flow_run.id), state, force=True)
+
+    await PrefectApi(flow_run.name or "").show(write, SIGNAL_ANSWER_S)

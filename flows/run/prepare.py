@@ -7,10 +7,9 @@ from pathlib import Path
 from flows.cluster.shutdown import run_in_thread
 from flows.cluster.this_machine import cores_here, gpus_here
 from flows.rewards.find import check_environment, check_rewards, literal_secrets
-from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.examination import refuse_unexamined
-from flows.run.planning import ITEMSIZES, hardware_of, shapes_of, typed
-from flows.run.ranks import fastest, on_ranks, rank_choices
+from flows.run.planning import ITEMSIZES, fastest, hardware_of, on_ranks, rank_choices, shapes_of, typed
+from flows.run.run_folder import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.trackers import refuse_missing
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph
@@ -46,7 +45,7 @@ PLAN_REMEDY = "Remove it, and the run is planned anew."
 class Prepared:
     """A configuration that was found fit, with its plan.
 
-    config       with a decided `dtype`; of `plan: auto` with the number of ranks that it chose (flows/run/ranks.py)
+    config       with a decided `dtype`; of `plan: auto` with the number of ranks that it chose (`fastest`)
     plan         that the run begins by; changes: the later ones that are decided
     problem      what the configuration asks of the planner
     rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest

@@ -14,17 +14,18 @@ from prefect import flow
 from flows.cluster.forks import refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
-from flows.run.interrupted import cancelled_by_signals
+from flows.run.orders import cancelled_by_signals
 from flows.run.planning import (
     grid_of,
     hardware_of,
     measured_folders,
+    on_ranks,
     only_device,
     problem_of,
     profile_folder,
+    rank_counts,
     typed,
 )
-from flows.run.ranks import on_ranks, rank_counts
 from flows.run.runs import cluster_of
 from flows.run.training import RunControl, run_training
 from planner.pricing.measured import MeasuredProfile

@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.run.planned_and_measured import ENOUGH, Planned, keep_drift, planned, planned_and_measured
-from flows.run.planning import hardware_of, problem_of
-from flows.run.ranks import on_ranks
+from flows.run.planning import hardware_of, on_ranks, problem_of
 from flows.run.run_folder import existing_run_folder
+from flows.run.summary import ENOUGH, Planned, keep_drift, planned, planned_and_measured
 from flows.run.training import RunControl
 from planner.pricing.plans import price_plan
 from planner.search.search import find_plan

@@ -22,20 +22,25 @@ from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time, patient
 from flows.cluster.this_machine import gpus_here
 from flows.rewards.secret_blocks import secret_blocks
-from flows.run.disk_room import full_disk
-from flows.run.interrupted import cancelled_by_signals
-from flows.run.orders import ENDINGS, Order, Orders, leave_to_prefect, watched_orders
-from flows.run.planned_and_measured import keep_drift, planned, planned_and_measured
-from flows.run.planning import hardware_of
+from flows.run.orders import ENDINGS, Order, Orders, cancelled_by_signals, leave_to_prefect, watched_orders
+from flows.run.planning import hardware_of, users_seconds
 from flows.run.prepare import Prepared, prepare
 from flows.run.progress import RunView
 from flows.run.replanning import Replanning
-from flows.run.run_folder import SUMMARY, open_run, remember_folder, run_folder_of, taken
+from flows.run.run_folder import SUMMARY, full_disk, open_run, remember_folder, run_folder_of, taken
 from flows.run.run_identity import keep_identity, refuse_changes
 from flows.run.stages import begun_folder
-from flows.run.summary import metrics_of_step, model_card, read_jsonl, rows_by_plan, run_figures
+from flows.run.summary import (
+    keep_drift,
+    metrics_of_step,
+    model_card,
+    planned,
+    planned_and_measured,
+    read_jsonl,
+    rows_by_plan,
+    run_figures,
+)
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
-from flows.run.users_seconds import users_seconds
 from flows.view import artifacts
 from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering

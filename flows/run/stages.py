@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flows.run.planning import rank_counts
 from flows.run.prepare import Prepared, check_without_models, prepare
-from flows.run.ranks import rank_counts
 from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
 from flows.run.run_identity import compared, refuse_changes
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig

@@ -1,23 +1,51 @@
-"""What a run leaves: its figures, from `lineage.jsonl` and `metrics.jsonl`, and the card of its model."""
+"""What a run leaves: its figures, from `lineage.jsonl` and `metrics.jsonl`; what the planner expected beside what its
+ranks' clocks say; and the card of its model.
+"""
 
 import json
+import logging
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import yaml
 
-from flows.run.planned_and_measured import JournalRow
+from flows.run.planning import figures_of
 from flows.run.prepare import Prepared
-from flows.view.clocks import idle_while_ready_s, overlapping_s, predecessors_of, running_s, spans_of
+from flows.view.clocks import (
+    generation_of,
+    idle_while_ready_s,
+    overlapping_s,
+    predecessors_of,
+    running_s,
+    spans_of,
+)
+from planner.plan.steady_state import steady_state
+from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.plans import PlanPrice, price_plan
+from planner.pricing.problem import Problem
+from planner.pricing.provenance import figures_source, not_measured
+from planner.pricing.run_history import RanCall, drifted, keep_figures
 from planner.report.text import plan_table
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.plan_log import RunPlan, plan_at
 from rlhf_tasks.config.public import public_document
-from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
+from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
+
+PACKAGES = ("prefect-rlhf", "torch", "transformers", "prefect", "distributed")
+ENOUGH = 3
+"""Iterations under a plan, the first among them, before its figures are gone by."""
+
+JournalRow = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -140,7 +168,224 @@ def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[JournalRow], kind: str) -
     return sum(row["bytes_sent"] for row in lineage if row["node"] in names)
 
 
-PACKAGES = ("prefect-rlhf", "torch", "transformers", "prefect", "distributed")
+# --- planned and measured ---
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a plan was expected to cost.
+
+    price          of every node, of an iteration, and the peaks of tensors' memory
+    active_bytes   call -> memory beyond parameters on its fullest device
+    process_bytes  memory of a rank's process besides; of several classes the largest
+    peak_flops_per_s  of all devices of the cluster together
+    source         where the figures come from: a profile or a preset, and measured figures of runs
+    note           why what is measured may be far from it, and what to do; "" where something was measured
+    figures        the file for what this run finds
+    """
+
+    price: PlanPrice
+    active_bytes: dict[str, float]
+    process_bytes: int
+    peak_flops_per_s: float
+    source: str
+    figures: Path
+    note: str = ""
+
+    @property
+    def needs(self) -> dict[int, float]:
+        """Device -> most bytes of tensors that it holds."""
+        return {device: peak.total_bytes for device, peak in self.price.peaks.items()}
+
+
+def planned(config: RunConfig, plan: ExecutionPlan, problem: Problem) -> Planned:
+    """The expectation for a run, from measured profiles of its models where there are some.
+
+    problem  what the configuration asks of the planner
+    Raises ConfigError when the plan cannot be priced, in the planner's sentence.
+    """
+    model = problem.model
+    try:
+        price = price_plan(plan, model)
+        active_bytes = {
+            node.name: max(model.call(node.call, node.assignment).active_bytes)
+            for node in plan.nodes
+            if isinstance(node, CallNode)
+        }
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    classes = model.classes
+    process_bytes = max(profile.process_bytes for profile in classes.profiles)
+    peak_flops_per_s = _peak_flops_per_s(model.classes)
+    figures = figures_of(config, problem)
+    source = figures_source(model)
+    return Planned(price, active_bytes, process_bytes, peak_flops_per_s, source, figures, not_measured(model))
+
+
+def _peak_flops_per_s(classes: DeviceClasses) -> float:
+    per_host = (classes.profiles[number].flops_per_s for number in classes.of_host)
+    return classes.cluster.devices_per_host * sum(per_host)
+
+
+def planned_and_measured(
+    plan: ExecutionPlan, expected: Planned, lineage: Sequence[JournalRow]
+) -> dict[str, Any]:
+    """{source, note, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory
+    as pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds
+    most, and at most, by device.
+
+    lineage  of the iterations that went by the plan
+    drifted  which calls, `iteration`, and which calls' memory, are off by more than the planner's limit
+             (planner/pricing/run_history.py)
+
+    A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end. So
+    the time that early ranks wait for the last one does not count. An iteration's seconds are the median from one
+    iteration's end to the next. The first iteration counts only if it is the only one. Time between two generations
+    does not count. An evaluation counts in the iterations that have one; without any it is left out. `iteration` is
+    one without an evaluation, if there is such. Rounds after the first are left out.
+    """
+    spans: dict[tuple[str, int], float] = {}
+    ends: dict[int, float] = defaultdict(float)
+    peaks: dict[str, int] = defaultdict(int)
+    held: dict[str, int] = defaultdict(int)
+    generations = {row["iteration"]: generation_of(row) for row in lineage}
+    for row in lineage:  # an iteration that an older version ran tells no memory
+        clocks = row["clocks"].values()
+        spans[row["node"], row["iteration"]] = row["ended_s"] - max(start for start, _ in clocks)
+        ends[row["iteration"]] = max(ends[row["iteration"]], row["ended_s"])
+        for rank, size_bytes in row.get("peak_bytes", {}).items():
+            peaks[rank] = max(peaks[rank], size_bytes)
+            held[row["node"]] = max(held[row["node"]], size_bytes)
+    price, first, spare = expected.price, min(ends), _spare_rounds(plan)
+    kept = [t for t in sorted(ends) if t > first] or [first]
+    starts = min(row["started_s"] for row in lineage)
+    pairs = [(t, after) for t, after in pairwise(sorted(ends)) if generations[t] == generations[after]]
+    gaps = {after: ends[after] - ends[t] for t, after in pairs} or {first: ends[first] - starts}
+    evaluated = {t for node in _evaluations(plan) for t in _worked(node, sorted(ends), lineage)}
+    plain = {t: gap for t, gap in gaps.items() if t not in evaluated}
+    calls = {
+        node.name: (price.due_s[node.name], median(spans[node.name, t] for t in at))
+        for node in plan.nodes
+        if isinstance(node, CallNode | EvaluateNode)
+        and node.name not in spare
+        and (at := _worked(node, kept, lineage))
+    }
+    memory = {
+        rank: (price.peaks[int(rank)].total_bytes + expected.process_bytes, peak)
+        for rank, peak in sorted(peaks.items())
+    }
+    call_memory = {
+        name: (size_bytes + expected.process_bytes, held[name])
+        for name, size_bytes in price.call_bytes.items()
+        if name in held and name not in spare
+    }
+    iteration = (_iteration_s(plan, price, evaluated=not plain), median((plain or gaps).values()))
+    judged = {**calls, "iteration": iteration} | {
+        _memory_in(name): pair for name, pair in call_memory.items()
+    }
+    return {
+        "source": expected.source,
+        "note": expected.note,
+        "iterations": len(ends),
+        "drifted": [name for name, pair in judged.items() if drifted(*pair)],
+        "iteration": _pair(*iteration),
+        "calls": {name: _pair(*pair) for name, pair in calls.items()},
+        "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
+        "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
+    }
+
+
+def _spare_rounds(plan: ExecutionPlan) -> set[str]:
+    """The nodes of rounds after the first, which compute only where those before did not suffice. They are priced
+    as the first round is."""
+    calls = [node for node in plan.nodes if isinstance(node, CallNode)]
+    if all(node.call.rounds == 1 for node in calls):
+        return set()
+    return {node.name for node in calls if node.part.number > 0}
+
+
+def _evaluations(plan: ExecutionPlan) -> list[EvaluateNode]:
+    return [node for node in plan.nodes if isinstance(node, EvaluateNode)]
+
+
+def _iteration_s(plan: ExecutionPlan, price: PlanPrice, evaluated: bool) -> float:
+    """Planned seconds of an iteration with, or of one without, the evaluation; a plan's price has their mean."""
+    nodes = _evaluations(plan)
+    if not nodes:
+        return price.iteration_time_s
+    seconds = price.due_s if evaluated else price.duration_s | {node.name: 0.0 for node in nodes}
+    seconds = seconds | {node.name: 0.0 for node in nodes if node.at_start}  # of the first iteration alone
+    return steady_state(plan, seconds, price.copy_s).iteration_time_s
+
+
+def _worked(
+    node: CallNode | EvaluateNode, iterations: Sequence[int], lineage: Sequence[JournalRow]
+) -> list[int]:
+    """Of some iterations, those in which a node had something to do; all of a call's, even where it only scored."""
+    if isinstance(node, CallNode):
+        return list(iterations)
+    worked = {row["iteration"] for row in lineage if row["node"] == node.name and row["flops"] > 0}
+    return [t for t in iterations if t in worked]
+
+
+def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any]) -> bool:
+    """Keep what a run found of its calls where it drifted from the plan: the next plan goes by it. A file that cannot
+    be written ends no run.
+
+    found  of `planned_and_measured`; figures of fewer than ENOUGH iterations say too little to be kept
+    No figures of evaluations are kept, since no price is corrected by them.
+    """
+    evaluations = {name for node in _evaluations(plan) for name in (node.name, _memory_in(node.name))}
+    if found["iterations"] < ENOUGH or evaluations.issuperset(found["drifted"]):
+        return False
+    spare = _spare_rounds(plan)
+    calls = {call: [node for node in nodes if node.name not in spare] for call, nodes in plan.calls.items()}
+    measured = {
+        call: fmean(found["calls"][node.name]["measured"] for node in nodes) for call, nodes in calls.items()
+    }
+    ran = [
+        RanCall(
+            call=call,
+            assignment=nodes[0].assignment,
+            seconds=measured[call],
+            active_bytes=_most_active_bytes([node.name for node in nodes], expected, found),
+        )
+        for call, nodes in calls.items()
+        if LEAST_S <= measured[call] <= MOST_S
+    ]
+    try:
+        keep_figures(expected.figures, ran)
+    except OSError as error:
+        logger.warning("the measured figures of this run are not kept: %s", error)
+        return False
+    return True
+
+
+def _most_active_bytes(nodes: Sequence[str], expected: Planned, found: Mapping[str, Any]) -> float | None:
+    """The most bytes beyond parameters that a part of a call took; None where no part is off the plan.
+
+    The size of the parameters is known, so the whole deviation is the call's own.
+    """
+    if not any(_memory_in(node) in found["drifted"] for node in nodes):
+        return None
+    memory = found["call_memory_bytes"]
+    return max(
+        max(expected.active_bytes[node] + memory[node]["measured"] - memory[node]["planned"], 0.0)
+        for node in nodes
+        if node in memory
+    )
+
+
+def _memory_in(call: str) -> str:
+    """How a call's memory is called among what drifted."""
+    return f"memory in {call}"
+
+
+def _pair(expected: float, found: float) -> dict[str, float]:
+    return {"planned": round(expected, 5), "measured": round(found, 5)}
+
+
+# --- the model's card ---
 
 
 def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, Any]) -> str:

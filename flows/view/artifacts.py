@@ -319,7 +319,7 @@ async def show_skipped_rows(skipped: Sequence[tuple[str, str]]) -> None:
 
 
 async def show_planned_and_measured(figures: Mapping[str, Any]) -> None:
-    """Show a run's planned and measured seconds and memory; figures: from `flows.run.planned_and_measured`."""
+    """Show a run's planned and measured seconds and memory; figures: from `flows.run.summary`."""
     rows = [
         _planned_row("iteration", "s", figures["iteration"]),
         *(_planned_row(name, "s", pair) for name, pair in figures["calls"].items()),

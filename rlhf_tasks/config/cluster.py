@@ -50,7 +50,7 @@ class ClusterConfig(Settings):
 
     @property
     def per_host(self) -> int:
-        """Ranks of a host. What is left to the machine counts as one until flows/run/ranks.py has decided it."""
+        """Ranks of a host. What is left to the machine counts as one until flows/run/planning.py has decided it."""
         return 1 if self.devices_per_host == "auto" else self.devices_per_host
 
     @property

@@ -8,7 +8,7 @@ import yaml
 from distributed import Client
 
 from flows.cli import run_command
-from flows.run.planned_and_measured import Planned
+from flows.run.summary import Planned
 from planner.plan.steady_state import SteadyState
 from planner.pricing.plans import MemoryPeak, PlanPrice
 from tests.flows.checked_files import model_folder

@@ -14,7 +14,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 
 from flows.cluster.server import PrefectServer
 from flows.commands import local_run as session
-from flows.run.disk_room import full_disk
+from flows.run.run_folder import full_disk
 from tests.flows.cluster.test_server import servers_of
 
 

@@ -18,7 +18,7 @@ PIPELINE = textwrap.dedent("""
     import asyncio, sys
     from prefect import flow
     from flows.cluster.shutdown import ending_in_time
-    from flows.run.interrupted import Interrupted, cancelled_by_signals
+    from flows.run.orders import Interrupted, cancelled_by_signals
 
     @flow(name="stage", flow_run_name=f"stage of {sys.argv[1]}", persist_result=False)
     async def stage():

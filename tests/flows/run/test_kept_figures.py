@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from flows.run.planned_and_measured import keep_drift, planned, planned_and_measured
 from flows.run.planning import hardware_of, problem_of, profile_folder
 from flows.run.prepare import prepare
+from flows.run.summary import keep_drift, planned, planned_and_measured
 from planner.pricing.profile_cache import store
 from rlhf_tasks.spec import CallNode
 from tests.planner.sampled import as_measured

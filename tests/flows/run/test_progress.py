@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -11,7 +12,7 @@ from httpx import ConnectError
 
 from flows.run import progress as run_view
 from flows.run.prepare import prepare
-from flows.run.progress import RunView
+from flows.run.progress import IN_A_ROW, RunView, learning_warnings
 from flows.view import prefect_api
 from flows.view.artifacts import Page
 from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, IterationRan
@@ -279,3 +280,57 @@ def test_after_a_slow_drawing_the_next_one_waits_in_proportion(server, view, mon
 
     asyncio.run(scene())
     assert drawn[1] - drawn[0] >= 1.0
+
+
+HEALTHY = {
+    "reward": 0.4,
+    "reward_std": 0.3,
+    "frac_reward_zero_std": 0.5,
+    "completions/clipped_ratio": 0.9,
+    "completions/mean_length": 100.0,
+    "kl": 5.0,
+}
+ZERO = {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+EQUAL_GROUPS = {"frac_reward_zero_std": 1.0}
+TRUNCATED = {"completions/clipped_ratio": 1.0}
+FAR = {"kl": 60.0}
+
+
+def rows(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**HEALTHY, **change} for change in changes]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([{}] * 60, {}),
+        ([ZERO] * (IN_A_ROW - 1), {}),
+        ([ZERO] * IN_A_ROW, {"equal rewards": "every response of 5 iterations has the reward 0.000"}),
+        ([ZERO, {}, *[ZERO] * (IN_A_ROW - 1)], {}),
+        (
+            [{"reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": None}] * 9,
+            {"equal rewards": "reward 1.000"},
+        ),
+        ([EQUAL_GROUPS] * IN_A_ROW, {"equal rewards": "all responses to a prompt have equal rewards"}),
+        (
+            [TRUNCATED] * IN_A_ROW,
+            {"truncated": "all are cut at 100 tokens. Raise sampling.max_completion_length"},
+        ),
+        ([{}, *[FAR] * IN_A_ROW], {"kl": "0.6 nats a token, above 0.5 for 5 iterations"}),
+        ([FAR] * 60, {}),  # far from the start, as a teacher is
+        ([{}, *[FAR] * IN_A_ROW, {}], {}),
+        ([{**ZERO, **TRUNCATED}] * 5, {"equal rewards": "samples/", "truncated": "sampling.stop"}),
+        ([dict.fromkeys(HEALTHY)] * 9, {}),
+    ],
+)
+def test_a_warning_needs_five_iterations_that_agree(changes: list[dict[str, Any]], said: dict[str, str]):
+    so_far = rows(*changes)
+    found = learning_warnings(so_far[0], so_far)
+    assert found.keys() == said.keys()
+    for what, part in said.items():
+        assert part in found[what]
+        assert "\n" not in found[what]
+
+
+def test_runs_without_these_metrics_are_told_nothing():
+    assert learning_warnings({"loss/sft": 2.0}, [{"loss/sft": 2.0}] * 60) == {}

@@ -1,10 +1,25 @@
 """The figures of a run, from rows of its lineage."""
 
+from dataclasses import replace
+
 import pytest
 
-from flows.run.summary import in_short, metrics_of_step, run_figures
+from flows.run.summary import (
+    in_short,
+    keep_drift,
+    metrics_of_step,
+    planned,
+    planned_and_measured,
+    run_figures,
+)
+from flows.view.artifacts import _planned_row
+from planner.plan.steady_state import SteadyState, steady_state
+from planner.pricing.devices import preset
+from planner.pricing.run_history import RanCall, keep_figures, read_figures
 from rlhf_tasks.checkpoint.plan_log import RunPlan
-from tests.rlhf_tasks.plans import small_plan, swapped_plan
+from rlhf_tasks.spec import EvaluateNode, Part
+from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
+from tests.tiny_runs import ppo_config
 
 BY_ONE_PLAN = [RunPlan(iteration=0, plan=small_plan())]
 
@@ -83,3 +98,267 @@ def test_a_run_is_told_in_a_line_with_the_memory_of_its_fullest_rank_and_its_pac
     assert in_short(summary) == told
     without = {**summary, "planned_and_measured": {"peak_memory_bytes": {}}, "metrics": {"loss/sft": 1.0}}
     assert in_short(without) == "2 iterations, which took the ranks 61 s"
+
+
+def row(node, iteration, clocks, attempt=1, **peaks):
+    starts, ends = zip(*clocks.values(), strict=True)
+    return {
+        "node": node,
+        "iteration": iteration,
+        "attempt": attempt,
+        "generation": 0,
+        "clocks": clocks,
+        "started_s": min(starts),
+        "ended_s": max(ends),
+        "peak_bytes": {rank.removeprefix("rank"): size for rank, size in peaks.items()},
+    }
+
+
+def test_planned_and_measured_by_hand(expected):
+    lineage = []
+    for t, length in enumerate((9.0, 2.0, 4.0, 2.0)):
+        start = (0.0, 20.0, 24.0, 28.0)[t]
+        lineage += [
+            # rank 1 comes half a second late: the call begins when both are there
+            row(
+                "generate",
+                t,
+                {"0": (start, start + 1), "1": (start + 0.5, start + 1)},
+                rank0=100 + t,
+                rank1=50,
+            ),
+            row("actor_train", t, {"0": (start + 1, start + 1 + length)}, rank0=70),
+            row("critic_train", t, {"1": (start + 1, start + 2)}, rank1=90),
+        ]
+    found = planned_and_measured(small_plan(), expected, lineage)
+    assert found["source"] == "preset of cpu-slot"
+    assert found["iteration"] == {
+        "planned": 3.0,
+        "measured": 6.0,
+    }  # ends at 10, 23, 29, 31: 13, 6 and 2 apart
+    assert found["calls"]["generate"] == {"planned": 1.0, "measured": 0.5}
+    assert found["calls"]["actor_train"]["measured"] == 2.0  # without the first iteration
+    assert found["iterations"] == 4
+    memory = ["memory in generate", "memory in actor_train"]
+    assert found["drifted"] == ["generate", "actor_train", "iteration", *memory]
+    assert found["call_memory_bytes"] == {
+        "generate": {"planned": 15.0, "measured": 103},
+        "actor_train": {"planned": 13.0, "measured": 70},
+    }
+    assert found["peak_memory_bytes"] == {
+        "0": {"planned": 15.0, "measured": 103},
+        "1": {"planned": 15.0, "measured": 90},
+    }
+
+
+def lineage_of(seconds: float, iterations: int):
+    """Every call takes `seconds`, which is also the time of an iteration."""
+    return [
+        row(name, t, {"0": (t * seconds, (t + 1) * seconds)})
+        for t in range(iterations)
+        for name in ("generate", "actor_train", "critic_train")
+    ]
+
+
+@pytest.mark.parametrize(("iterations", "kept"), [(2, False), (3, True)])
+def test_what_a_run_found_is_kept_where_it_drifted(expected, iterations, kept):
+    plan = small_plan()
+    found = planned_and_measured(plan, expected, lineage_of(1.5, iterations))
+    assert keep_drift(plan, expected, found) is kept
+    ran = read_figures(expected.figures)
+    assert [(one.call, one.seconds) for one in ran] == (
+        [("generate", 1.5), ("actor_train", 1.5), ("critic_train", 1.5)] if kept else []
+    )
+    if kept:
+        assert ran[0].assignment == plan.node("generate").assignment
+
+
+def test_figures_that_cannot_be_kept_end_no_run(expected, tmp_path, monkeypatch):
+    plan, taken, told = small_plan(), tmp_path / "profiles", []
+    taken.write_text("no folder")
+    monkeypatch.setattr(
+        f"{keep_drift.__module__}.logger.warning", lambda line, *args: told.append(line % args)
+    )
+    found = planned_and_measured(plan, expected, lineage_of(1.5, 3))
+    assert not keep_drift(plan, replace(expected, figures=taken / "ran.json"), found)
+    assert str(taken) in told[0]
+
+
+def test_memory_is_kept_where_it_drifted_as_what_the_call_took_beyond_parameters(expected):
+    """Planned are 15 and 13 bytes, 5 of them the process's, 4 and 2 the calls' own."""
+    plan, names = small_plan(), ("generate", "actor_train", "critic_train")
+    taken = {"generate": {"rank0": 35}, "actor_train": {"rank0": 13, "rank1": 14}, "critic_train": {}}
+    lineage = [
+        row(name, t, {"0": (float(t), t + 1.0), "1": (float(t), t + 1.0)}, **taken[name])
+        for t in range(3)
+        for name in names
+    ]
+    found = planned_and_measured(plan, expected, lineage)
+    assert [name for name in found["drifted"] if "memory" in name] == ["memory in generate"]
+    assert keep_drift(plan, expected, found)
+    ran = {one.call: one.active_bytes for one in read_figures(expected.figures)}
+    assert ran == {"generate": 4 + 20, "actor_train": None, "critic_train": None}
+
+
+def in_rounds(plan):
+    """The plan with two rounds of generation."""
+    whole = plan.node("generate")
+    of_two = whole.call.model_copy(update={"chunks": 2})
+    parts = [
+        whole.model_copy(update={"name": f"generate_{n}", "call": of_two, "part": Part(n, 2)}) for n in (0, 1)
+    ]
+    train = plan.node("actor_train")
+    train = train.model_copy(update={"call": train.call.model_copy(update={"rounds": 2})})
+    others = [train if node.name == train.name else node for node in plan.nodes if node != whole]
+    return plan.model_copy(update={"nodes": (*parts, *others)})
+
+
+def test_a_round_that_was_not_needed_says_nothing_of_its_call(expected):
+    """The first round drifts in time; the second takes neither time nor memory."""
+    plan = in_rounds(small_plan())
+    price = expected.price
+    parts = {"generate_0": 1.0, "generate_1": 1.0}
+    price = replace(price, duration_s=price.duration_s | parts, call_bytes=dict.fromkeys(parts, 10.0))
+    active = expected.active_bytes | dict.fromkeys(parts, 4.0)
+    expected = replace(expected, price=price, active_bytes=active)
+    lineage = []
+    for t in map(float, range(4)):
+        lineage += [
+            row("generate_0", int(t), {"0": (4 * t, 4 * t + 2)}, rank0=15),
+            row("generate_1", int(t), {"0": (4 * t + 2, 4 * t + 2)}, rank0=1),
+            row("actor_train", int(t), {"0": (4 * t + 2, 4 * t + 3)}, rank0=1),
+            row("critic_train", int(t), {"1": (4 * t + 2, 4 * t + 3)}, rank1=1),
+        ]
+    found = planned_and_measured(plan, expected, lineage)
+    assert set(found["calls"]) == {"generate_0", "actor_train", "critic_train"}
+    assert [name for name in found["drifted"] if name != "iteration"] == ["generate_0"]
+    assert keep_drift(plan, expected, found)
+    ran = {one.call: one for one in read_figures(expected.figures)}
+    assert (ran["generate"].seconds, ran["generate"].active_bytes) == (2.0, None)
+
+
+def test_what_came_as_planned_is_not_kept(expected):
+    seconds = dict.fromkeys(expected.price.duration_s, 1.2)
+    price = replace(expected.price, duration_s=seconds, steady=SteadyState(1.2, (), {}))
+    as_planned = replace(expected, price=price)
+    found = planned_and_measured(small_plan(), as_planned, lineage_of(1.2, 5))
+    assert found["drifted"] == []
+    assert not keep_drift(small_plan(), as_planned, found)
+    assert not expected.figures.exists()
+
+
+def evaluated_run(expected, every: int, evaluation_s: float = 20.0):
+    """(plan, what was expected, lineage of 6 iterations): training takes a second as planned, then an evaluation."""
+    place = on(0)
+    nodes = (
+        call("actor_train", "actor", "train_step", place),
+        EvaluateNode(name="evaluate_actor", role="actor", placement=place, after=("actor_train",)),
+    )
+    plan = plan_of(nodes, {"actor": place}, 1)
+    seconds, rare_s = {"actor_train": 1.0, "evaluate_actor": 20.0 / every}, {"evaluate_actor": 20.0}
+    price = replace(
+        expected.price,
+        duration_s=seconds,
+        rare_s=rare_s,
+        call_bytes={},
+        steady=steady_state(plan, seconds),
+    )
+    lineage, now = [], 0.0
+    for t in range(6):
+        asked_s = evaluation_s if (t + 1) % every == 0 else 0.0
+        train, evaluation = {"0": (now, now + 1.0)}, {"0": (now + 1.0, now + 1.0 + asked_s)}
+        lineage += [
+            row("actor_train", t, train) | {"flops": 1.0},
+            row("evaluate_actor", t, evaluation) | {"flops": asked_s},
+        ]
+        now += 1.0 + asked_s
+    return plan, replace(expected, price=price), lineage
+
+
+@pytest.mark.parametrize(("every", "seconds"), [(1, 21.0), (2, 1.0), (3, 1.0), (20, 1.0)])
+def test_an_iteration_with_an_evaluation_is_compared_with_no_other(expected, every, seconds):
+    """All is as planned. The plan's mean iteration, 21 / every s and more, is none that is measured."""
+    plan, as_planned, lineage = evaluated_run(expected, every)
+    found = planned_and_measured(plan, as_planned, lineage)
+    assert found["iteration"] == {"planned": seconds, "measured": seconds}
+    assert found["drifted"] == []
+
+
+def test_an_evaluation_that_drifted_corrects_no_price_and_is_no_reason_to_plan_anew(expected):
+    plan, as_planned, lineage = evaluated_run(expected, 2, evaluation_s=40.0)
+    found = planned_and_measured(plan, as_planned, lineage)
+    assert found["drifted"] == ["evaluate_actor"]
+    assert not keep_drift(plan, as_planned, found)
+    assert not expected.figures.exists()
+
+
+def test_one_iteration_is_better_than_none(expected):
+    lineage = [row(name, 0, {"0": (1.0, 3.0)}) for name in ("generate", "actor_train", "critic_train")]
+    found = planned_and_measured(small_plan(), expected, lineage)
+    assert found["iteration"]["measured"] == 2.0
+    assert found["calls"]["generate"]["measured"] == 2.0
+
+
+def test_a_pause_between_two_attempts_is_no_part_of_an_iteration(expected):
+    lineage = []
+    for t, (attempt, start) in enumerate(((1, 0.0), (1, 3.0), (2, 36_000.0))):
+        lineage.append(row("generate", t, {"0": (start, start + 1)}, attempt))
+        lineage += [
+            row(name, t, {"0": (start + 1, start + 2)}, attempt) for name in ("actor_train", "critic_train")
+        ]
+    assert planned_and_measured(small_plan(), expected, lineage)["iteration"]["measured"] == 3.0
+
+
+def test_the_table_says_how_far_off():
+    line = _planned_row("iteration", "s", {"planned": 3.0, "measured": 2.0})
+    assert line == {
+        "what": "iteration",
+        "planned": 3.0,
+        "measured": 2.0,
+        "unit": "s",
+        "measured is": "33% less than planned",
+    }
+
+
+def test_a_run_is_priced_before_it_starts(tmp_path):
+    from flows.run.prepare import prepare
+
+    config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
+    prepared = prepare(config)
+    plan = prepared.plan
+    expectation = planned(config, plan, prepared.problem)
+    assert expectation.source == "preset of cpu-slot"
+    assert "prefect-rlhf profile" in expectation.note
+    assert expectation.price.duration_s.keys() == {node.name for node in plan.nodes}
+    assert expectation.process_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [(None, 2 * 171e9), ("h100-sxm", 2 * 989e12)],
+)
+def test_the_peak_that_mfu_refers_to_is_of_all_devices(tmp_path, device, peak):
+    from flows.run.prepare import prepare
+
+    config = ppo_config(tmp_path, cluster={"devices_per_host": 2}, planning={"device": device})
+    prepared = prepare(config)
+    assert planned(config, prepared.plan, prepared.problem).peak_flops_per_s == peak
+
+
+def test_the_next_run_goes_by_what_the_last_one_found(tmp_path):
+    from flows.run.prepare import prepare
+
+    config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
+    prepared = prepare(config)
+    plan = prepared.plan
+    before = planned(config, plan, prepared.problem)
+    seconds = before.price.duration_s["actor_train"]
+    ran = RanCall(call="actor_train", assignment=plan.node("actor_train").assignment, seconds=3 * seconds)
+    keep_figures(before.figures, [ran])
+    after = planned(config, plan, prepare(config).problem)
+    dispatch_s = preset("cpu-slot").dispatch_s  # between nodes: no run's clocks show it in a call
+    assert after.price.duration_s["actor_train"] == pytest.approx(3 * seconds + dispatch_s)
+    assert after.source.endswith("corrected by measured figures of actor_train")
+    larger = ppo_config(tmp_path, cluster={"devices_per_host": 2}, batch_size=32)
+    of_larger = prepare(larger)
+    assert planned(larger, of_larger.plan, of_larger.problem).source == before.source, "another workload"

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from flows.run.planning import users_seconds
 from flows.run.prepare import prepare
-from flows.run.users_seconds import users_seconds
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
 from tests.tiny_runs import ppo_config

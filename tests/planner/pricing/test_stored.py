@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import deployments
-from flows.run.disk_room import disk_need
 from flows.run.planning import hardware_of, problem_of, shapes_of
+from flows.run.run_folder import disk_need
 from planner.plan.build import build_plan
 from planner.pricing.stored import loaded_bytes, saved_bytes
 from planner.search.baselines import heuristic_plan
