@@ -155,7 +155,7 @@ FAULTS = {
     "36": Fault(
         "reward server fails or redirects", "bounded", "tests/rlhf_tasks/user_code/test_service.py", ""
     ),
-    "37": Fault("rank out of memory", "hint", "tests/rlhf_tasks/rank/test_executor.py", "memory"),
+    "37": Fault("rank out of memory", "hint", "tests/rlhf_tasks/rank/test_plan_nodes.py", "memory"),
     "38": Fault(
         "a configuration too large for memory", "refused", "tests/flows/run/test_prepare.py", "does_not_fit"
     ),

@@ -137,7 +137,7 @@ def run_plan(
     import torch.distributed as dist
 
     from rlhf_tasks.protocol.sequencer import Sequencer
-    from rlhf_tasks.rank.executor import NodeExecutor
+    from rlhf_tasks.rank.plan_nodes import NodeExecutor
     from rlhf_tasks.system.rank_process import give_back
     from tests.rlhf_tasks.settings import DEADLINES
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import rlhf_tasks.algorithms.ppo.functions
-import rlhf_tasks.rank.executor  # noqa: F401
+import rlhf_tasks.rank.plan_nodes  # noqa: F401
 import tests.tiny_models  # noqa: F401
 from tests import rendezvous
 

@@ -15,7 +15,7 @@ LOADED = (
     "rlhf_tasks.controller.controller",
     "rlhf_tasks.controller.controller",
     "rlhf_tasks.rank.host",
-    "rlhf_tasks.rank.executor",
+    "rlhf_tasks.rank.plan_nodes",
     "rlhf_tasks.rank.export",
 )
 

@@ -75,7 +75,7 @@ class RunSpec(Frozen):
     run_folder: str
     iterations: int = Field(gt=0)
     limits: Limits
-    executor: str = "rlhf_tasks.rank.executor:make_executor"
+    executor: str = "rlhf_tasks.rank.plan_nodes:make_executor"
     snapshots: str = "rlhf_tasks.checkpoint.commits:run_snapshots"
     predicted_s: dict[str, float] = Field(default_factory=dict)
     users_s: dict[str, float] = Field(default_factory=dict)

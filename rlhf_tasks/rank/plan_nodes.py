@@ -1,5 +1,6 @@
-"""One generation of a run on one rank: turns plan nodes into engine calls."""
+"""One rank of a run: joins a generation's groups, turns plan nodes into engine calls, and leaves the groups."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, singledispatchmethod
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.evaluation import Evaluation
@@ -23,7 +25,7 @@ from rlhf_tasks.config.reference import MovesReference
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
 from rlhf_tasks.parallel.layout.transfers import shares
 from rlhf_tasks.parallel.state.reallocation import union_set
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
@@ -36,6 +38,7 @@ from rlhf_tasks.spec import (
     ExecutionPlan,
     FetchNode,
     NodeRequest,
+    NodeResult,
     OffloadNode,
     OnloadNode,
     PlanNode,
@@ -48,9 +51,79 @@ from rlhf_tasks.spec import (
 )
 from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.invariants import require
+from rlhf_tasks.system.invariants import InvariantError, require
+from rlhf_tasks.system.rank_process import (
+    give_back,
+    peak_bytes,
+    reset_peak,
+    take_stated_threads,
+    told_when_out,
+)
 from rlhf_tasks.user_code.environments import EnvironmentProcess
 from rlhf_tasks.user_code.rewards import KEPT_VALUES, RewardProcess
+
+
+def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "NodeExecutor":
+    """The `ExecutorFactory` of a run's ranks; see docs/architecture.md."""
+    take_stated_threads()
+    return NodeExecutor(rank, on_saved)
+
+
+class NodeExecutor:
+    """Runs plan nodes on one rank; holds at most one generation at a time."""
+
+    def __init__(self, rank: int, on_saved: Callable[[SavedPart], None]) -> None:
+        self.moved = ByteCount()
+        self._rank = rank
+        self._on_saved = on_saved
+        self._run: RankRun | None = None
+
+    def load(self, spec: GenerationSpec) -> None:
+        """Join the generation's groups, build the engines, restore or initialise."""
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        server = dist.TCPStore(spec.store_host, spec.store_port, is_master=False)
+        store = dist.PrefixStore(spec.store_prefix, server)
+        reach(Point.JOIN)
+        join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
+        self._run = RankRun(spec, device, self._on_saved, self.moved)
+        with told_when_out("loading the models", device):
+            self._run.start()
+
+    def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
+        """Run one node. Whatever it raises becomes a fault of the run."""
+        if self._run is None:
+            raise InvariantError(f"{request.key.node} arrived before its generation was loaded")
+        reset_peak(self._run.device)
+        started_s = time.time()
+        with told_when_out(f"{request.key.node} of iteration {request.key.iteration}", self._run.device):
+            outcome = self._run.perform(node, request)
+        return NodeResult(
+            key=request.key,
+            rank=self._rank,
+            started_s=started_s,
+            ended_s=time.time(),
+            metrics=dict(outcome.metrics),
+            versions=self._run.versions(),
+            bytes_sent=outcome.bytes_sent,
+            flops=outcome.flops,
+            peak_bytes=peak_bytes(self._run.device),
+            digest=outcome.digest,
+            details=dict(outcome.details),
+        )
+
+    def abort(self) -> None:
+        """From another thread: abort the groups. NCCL's blocked collectives raise; gloo's wait for their timeout."""
+        if self._run is not None:
+            self._run.abort()
+
+    def close(self) -> None:
+        """End the generation: free groups, engines, copies and samples."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+        leave_world()
+        del run
+        give_back()  # hooks make engines reference cycles, which must be collected before the next ones are built
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,27 +362,22 @@ class RankRun:
     def _evaluate(self, node: EvaluateNode, request: NodeRequest) -> Outcome:
         config, iteration = self._config, request.key.iteration
         assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
-        asked = config.evaluation
-        if asked is None:
-            return Outcome()
-        due = iteration == 0 if node.at_start else asked.is_due(iteration, config.total_iterations)
-        if not due:
+        evaluation = config.evaluation
+        is_due = evaluation is not None and evaluation.is_due(iteration, config.total_iterations)
+        if evaluation is None or not (iteration == 0 if node.at_start else is_due):
             return Outcome()
         # Before the first iteration offloaded weights come for it alone: their onload is later in the plan.
         with self._engines.at_hand(node.role, node.placement) as engine:
             assert engine is not None, f"{node.name} is requested of a rank of another placement"
-            held, expected = engine.version, request.versions[node.role]
-            require(
-                held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}"
-            )
+            version, expected = engine.version, request.versions[node.role]
+            message = f"{node.name}: {node.role} has version {version}, the plan says {expected}"
+            require(version == expected, message)
             flops_before = engine.flops
             metrics = self._evaluated().metrics(engine, iteration, node.at_start)
             flops = engine.flops - flops_before
-        return (
-            Outcome(flops=flops, details={BEFORE: metrics})
-            if node.at_start
-            else Outcome(metrics, flops=flops)
-        )
+        if node.at_start:
+            return Outcome(flops=flops, details={BEFORE: metrics})
+        return Outcome(metrics, flops=flops)
 
 
 def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:

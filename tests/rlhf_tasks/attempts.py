@@ -28,7 +28,7 @@ def spec_of_job(cluster, job, folder, iterations, **options):
         "config": job.config.model_dump(mode="json"),
         "iterations": iterations,
         "deadline_floor_s": 200.0,
-        "executor": "rlhf_tasks.rank.executor:make_executor",
+        "executor": "rlhf_tasks.rank.plan_nodes:make_executor",
         "snapshots": "rlhf_tasks.checkpoint.commits:run_snapshots",
         **options,
     }

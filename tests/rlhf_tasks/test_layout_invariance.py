@@ -16,7 +16,7 @@ from torch import Tensor
 from flows.run.prepare import prepare
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.executor import NodeExecutor
+from rlhf_tasks.rank.plan_nodes import NodeExecutor
 from rlhf_tasks.spec import ExecutionPlan
 from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS

@@ -12,7 +12,7 @@ from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.executor import NodeExecutor
+from rlhf_tasks.rank.plan_nodes import NodeExecutor
 from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.checkpoint.test_commits import Spec
 from tests.rlhf_tasks.settings import DEADLINES

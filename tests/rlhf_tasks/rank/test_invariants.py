@@ -12,8 +12,7 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank import role_engines
-from rlhf_tasks.rank.executor import NodeExecutor
-from rlhf_tasks.rank.plan_nodes import plan_device_sets
+from rlhf_tasks.rank.plan_nodes import NodeExecutor, plan_device_sets
 from rlhf_tasks.rank.role_engines import RoleEngines
 from rlhf_tasks.spec import ReallocateNode
 from rlhf_tasks.system.invariants import InvariantError

@@ -19,7 +19,7 @@ from rlhf_tasks.data.token_file import ROWS
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank import role_engines
-from rlhf_tasks.rank.executor import NodeExecutor
+from rlhf_tasks.rank.plan_nodes import NodeExecutor
 from rlhf_tasks.spec import ExecutionPlan, NodeResult, OffloadNode, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
 from tests import rendezvous

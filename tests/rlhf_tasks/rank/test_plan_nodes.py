@@ -11,8 +11,7 @@ import torch.distributed as dist
 from flows.run.prepare import prepare
 from rlhf_tasks.protocol.messages import Done, GenerationSpec, SavedPart
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.executor import NodeExecutor
-from rlhf_tasks.rank.plan_nodes import Outcome
+from rlhf_tasks.rank.plan_nodes import NodeExecutor, Outcome
 from rlhf_tasks.spec import NodeKey, NodeRequest
 from rlhf_tasks.system.rank_process import OutOfMemory
 from rlhf_tasks.user_code.rewards import read_samples
