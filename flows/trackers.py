@@ -29,7 +29,7 @@ from uuid import uuid4
 from rlhf_tasks.checkpoint.journals import METRICS, is_row
 from rlhf_tasks.config.base import RunConfig, TrackerName
 from rlhf_tasks.config.public import public_document
-from rlhf_tasks.system.child_pipes import ChildOutput
+from rlhf_tasks.system.child_pipes import ChildOutput, Requests
 from rlhf_tasks.system.child_processes import kept_call, users_environment
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import ConfigError, one_line, read_json, reading
@@ -231,20 +231,16 @@ class Store(Protocol):
 
 def serve() -> None:
     """The process's own life, until it is told how the run has ended."""
-    messages, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # nobody answers a tracker that asks for a login
-    os.dup2(2, 1)  # what it prints is no answer
+    messages = Requests()
     try:
-        for done in _served(messages):
-            answers.write(json.dumps({"done": done}).encode() + b"\n")
+        for done in _served(iter(messages)):
+            messages.reply({"done": done})
     except Exception as error:  # noqa: BLE001  a tracker may raise anything
-        fault = f"{type(error).__name__}: {one_line(str(error))}"
-        answers.write(json.dumps({"fault": fault}).encode() + b"\n")
+        messages.reply({"fault": f"{type(error).__name__}: {one_line(str(error))}"})
 
 
-def _served(messages: Any) -> Iterator[int]:
-    begin = json.loads(messages.readline())
+def _served(messages: Iterator[Mapping[str, Any]]) -> Iterator[int]:
+    begin = next(messages)
     tracker, folder = begin["tracker"], Path(begin["folder"])
     state = folder / TRACKERS / f"{tracker}.json"
     run = TrackedRun(folder.name, folder, begin["config"])
@@ -256,8 +252,7 @@ def _served(messages: Any) -> Iterator[int]:
     _keep(state, run)
     rows = _JournalRows(folder / METRICS)
     yield run.done
-    for line in messages:
-        message = json.loads(line)
+    for message in messages:
         if run.done < message["rows"]:
             _log(store, run, rows, message["rows"])
             _keep(state, run)

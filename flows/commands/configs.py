@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 
 from flows.commands.options import show_warnings
-from flows.rewards.trial import try_environment, try_rewards
+from flows.rewards import try_environment, try_rewards
 from flows.run.examination import Patient, default_strategies, examined, keep_verdict, strategy_of
 from flows.run.prepare import prepare
 from flows.run.run_folder import open_run

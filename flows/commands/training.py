@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from flows.cluster.forks import begin_to_load_for
 from flows.commands.options import show_warnings, whole_seed
 from flows.demo import DATA, refuse_without_task
+from flows.rewards import refuse_blocks_without_server
 from flows.run import run_identity
 from flows.run.prepare import prepare
 from flows.run.run_folder import (
@@ -108,7 +109,6 @@ def _run_in(
     with phase("Prefect"):
         from flows.cluster.server import refuse_dead_server
         from flows.commands.local_run import run_here
-        from flows.rewards.secret_blocks import refuse_blocks_without_server
 
     refuse_blocks_without_server(settings)
     refuse_dead_server()
@@ -140,7 +140,6 @@ def _run_pipeline(settings: PipelineConfig, file: Path) -> None:
     with phase("Prefect"):
         from flows.cluster.server import refuse_dead_server
         from flows.commands.local_run import pipeline_here
-        from flows.rewards.secret_blocks import refuse_blocks_without_server
     for stage in configs.values():
         refuse_blocks_without_server(stage)
     refuse_dead_server()

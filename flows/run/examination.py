@@ -112,9 +112,8 @@ def examined(patient: Patient, strategies: Sequence[ParallelStrategy]) -> "list[
     import torch  # takes seconds, so a faulty command is refused before
     from transformers.utils.logging import disable_progress_bar
 
-    from rlhf_tasks.doctor.examination import examine, worst
+    from rlhf_tasks.doctor.examination import examine, run_ranks, worst
     from rlhf_tasks.doctor.plain import Case, write_answers
-    from rlhf_tasks.doctor.ranks import run_ranks
     from rlhf_tasks.parallel.model.stage import check_model
     from rlhf_tasks.parallel.model.weights import load_config
 

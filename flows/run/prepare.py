@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flows.cluster.shutdown import run_in_thread
 from flows.cluster.this_machine import cores_here, gpus_here
-from flows.rewards.find import check_environment, check_rewards, literal_secrets
+from flows.rewards import check_environment, check_rewards, literal_secrets
 from flows.run.examination import refuse_unexamined
 from flows.run.planning import ITEMSIZES, fastest, hardware_of, on_ranks, rank_choices, shapes_of, typed
 from flows.run.run_folder import NO_DISK, DiskNeed, disk_need, refuse_full_disk

@@ -21,7 +21,7 @@ from flows.cluster.forks import begin_to_load_for, in_fork, refuse_unguarded_scr
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time, patient
 from flows.cluster.this_machine import gpus_here
-from flows.rewards.secret_blocks import secret_blocks
+from flows.rewards import secret_blocks
 from flows.run.orders import ENDINGS, Order, Orders, cancelled_by_signals, leave_to_prefect, watched_orders
 from flows.run.planning import hardware_of, users_seconds
 from flows.run.prepare import Prepared, prepare

@@ -19,8 +19,7 @@ from rlhf_tasks.algorithms.held_out import (
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.sampling.generation import sampling_params
 from rlhf_tasks.algorithms.shared.sampling.turns import draw
-from rlhf_tasks.algorithms.shared.scores.reward_call import write_skipped
-from rlhf_tasks.algorithms.shared.scores.scoring import refuse_all_skipped, score
+from rlhf_tasks.algorithms.shared.scores import refuse_all_skipped, score, write_skipped
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer

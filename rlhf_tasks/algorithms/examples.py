@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from rlhf_tasks.config.base import RunConfig, Samples
-from rlhf_tasks.data import chat_template, conversations, dataset, row_files, rows, tokenizer
+from rlhf_tasks.data import chat_template, dataset, rows, tokenizer
 from rlhf_tasks.data.chat_template import Conversation
-from rlhf_tasks.data.conversations import messages, tools_of
 from rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_set, refuse
-from rlhf_tasks.data.rows import Reader, Reading
+from rlhf_tasks.data.rows import Reader, Reading, messages, tools_of
 from rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -163,16 +162,7 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -
     if len(config.data.sources) > 1:
         digest.update(repr(data.sources).encode())
     digest.update(repr(record.options(config)).encode())
-    for code in (
-        record.read_row,
-        record.fetch,
-        rows,
-        conversations,
-        dataset,
-        row_files,
-        tokenizer,
-        chat_template,
-    ):
+    for code in (record.read_row, record.fetch, rows, dataset, tokenizer, chat_template):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
     return digest.hexdigest()
 

@@ -1,9 +1,15 @@
-"""One rank's part of an examination: the engine under a strategy, against the answers of plain transformers."""
+"""An examination on rank processes of its own: engines under each strategy, against answers of plain transformers."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -11,7 +17,7 @@ from torch import Tensor
 from rlhf_tasks.doctor.plain import GRADIENTS, GREEDY, LOGITS, Case, Tolerances, difference, weigh
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -21,9 +27,14 @@ from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import load, load_config, stored_rows
 from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.train.engine import Engine
+from rlhf_tasks.system.child_processes import die_with_parent
+from rlhf_tasks.system.rank_process import OutOfMemory, told_when_out
+from rlhf_tasks.system.reading import ConfigError
 
 MICRO_BATCHES = 2
 GROUP_TIMEOUT_S = 1800.0
+GRACE_S = 5.0  # for the peers of a rank that failed to say what they saw
+ENDS_S = 10.0  # for a rank that has answered to end
 
 
 class Finding(NamedTuple):
@@ -211,3 +222,87 @@ class _Examination:
         back = reallocate(there, self.layout, moved, *rest).slices
         assert back is not None
         return max(difference(back[name], slice_) for name, slice_ in mine.items())
+
+
+def run_ranks(n: int, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    """Call `function(rank, device, *args)` on n new rank processes in one world. Returns their results in rank order.
+
+    function, args  travel by pickle, and so do the results
+    The ranks compute on this machine's GPUs if there is one for each, else on the CPU, with one thread each.
+    Raises ConfigError where memory ran out, RuntimeError with the first rank's error, TimeoutError after `timeout_s`.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn, pipes, processes = multiprocessing.get_context("spawn"), list[Connection](), []
+    try:
+        for rank in range(n):
+            ours, theirs = spawn.Pipe(duplex=False)
+            work = (rank, n, store.port, os.getpid(), timeout_s, theirs, function, args)
+            process = spawn.Process(target=_rank, args=work, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        results = _collected(pipes, timeout_s)
+        for process in processes:
+            process.join(ENDS_S)
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collected(pipes: list[Connection], timeout_s: float) -> list[Any]:
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    results: list[Any] = [None] * len(pipes)
+    deadline, failed = time.monotonic() + timeout_s, list[tuple[int, type[Exception], str]]()
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), left):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                fault, results[rank] = pipe.recv()
+            except EOFError:
+                fault = ConfigError
+                results[rank] = (
+                    f"rank {rank} was ended, as the kernel does when memory runs out. Use fewer ranks."
+                )
+            if fault is not None:
+                failed.append((rank, fault, results[rank]))
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failed:
+        rank, fault, said = min(failed, key=lambda each: (each[1] is not ConfigError, each[0]))
+        raise fault(said)
+    if waiting:
+        raise TimeoutError(f"ranks {sorted(waiting.values())} gave no result in {timeout_s:g} s")
+    return results
+
+
+def _rank(
+    rank: int,
+    n: int,
+    port: int,
+    parent: int,
+    timeout_s: float,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """A rank's life: (error class or None, result or what the error says) through the pipe."""
+    die_with_parent(parent)
+    on_gpus = torch.cuda.device_count() >= n
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if not on_gpus:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        join_world(store, rank, n, timeout_s, device)
+        with told_when_out(f"rank {rank}", device):
+            answer = None, function(rank, device, *args)
+    except OutOfMemory as error:
+        answer = ConfigError, str(error)
+    except Exception:  # noqa: BLE001  whatever it is, the parent raises it again
+        answer = RuntimeError, f"rank {rank} of {n}: {traceback.format_exc()}"
+    pipe.send(answer)
+    leave_world()

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.data.chat_template import TokenizerError
-from rlhf_tasks.data.observations import Observations
+from rlhf_tasks.data.tokenizer import Observations
 from rlhf_tasks.user_code.episodes import TIMEOUT_KEY, Answer, Episode, FailedAnswer
 from rlhf_tasks.user_code.errors import RewardError
 from rlhf_tasks.user_code.process import ENDING_S, MOST_LOST, Killed, Lost, Terms, UserProcess

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.grpo import GRPOConfig
+from rlhf_tasks.algorithms.shared import scores
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
 from rlhf_tasks.algorithms.shared.groups import (
     all_equal,
@@ -42,7 +43,6 @@ from rlhf_tasks.algorithms.shared.sampling.staying import (
     with_others,
     without_skipped,
 )
-from rlhf_tasks.algorithms.shared.scores import reward_call
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -191,5 +191,5 @@ def choose(
 actor_generate = generate_if_needed(generation.actor_generate, _grpo)
 """As `generation.actor_generate`; a round that is not needed generates nothing."""
 
-reward_inference = on_generated(reward_call.reward_inference)
+reward_inference = on_generated(scores.reward_inference)
 ref_inference = on_generated(reference_inference)

@@ -26,7 +26,7 @@ from rlhf_tasks.algorithms.shared.policy import (
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.schedule import Steps, optimizer_steps
-from rlhf_tasks.algorithms.shared.scores.reward_call import reward_inference
+from rlhf_tasks.algorithms.shared.scores import reward_inference
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

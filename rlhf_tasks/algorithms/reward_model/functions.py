@@ -7,7 +7,7 @@ from rlhf_tasks.algorithms.reward_model import RewardModelConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.preference import side_by_side
 from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.shared.scores.scoring import last_value
+from rlhf_tasks.algorithms.shared.scores import last_value
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

@@ -2,7 +2,7 @@
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
-from rlhf_tasks.algorithms.shared.scores.reward_call import score_and_write
+from rlhf_tasks.algorithms.shared.scores import score_and_write
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

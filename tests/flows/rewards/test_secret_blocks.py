@@ -8,8 +8,7 @@ import pytest
 from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.rewards import trial as try_rewards
-from flows.rewards.secret_blocks import secret_blocks
+from flows.rewards import secret_blocks, try_rewards
 from flows.run import runs
 from flows.run.orders import Orders
 from flows.run.runs import Attempts, Restarts
@@ -59,9 +58,9 @@ def test_a_server_of_the_profile_is_asked_when_rewards_are_tried(document, loade
         given.append(blocks)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(try_rewards, "RewardProcess", process)
+    monkeypatch.setattr("flows.rewards.RewardProcess", process)
     with pytest.raises(ConfigError, match="enough"):
-        next(try_rewards.try_rewards(make_config(document)))
+        next(try_rewards(make_config(document)))
     assert given == [{"mine": "the value"}]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.shared.scores.reward_call import write_skipped
+from rlhf_tasks.algorithms.shared.scores import write_skipped
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.user_code.errors import RewardError
 from rlhf_tasks.user_code.rewards import Fault, mean_scores

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data import dataset, row_files
+from rlhf_tasks.data import dataset
 from rlhf_tasks.data.dataset import DataError, data_set
 
 
@@ -193,8 +193,8 @@ def test_a_json_list_is_read_in_pieces_and_a_row_without_end_is_refused(
 ):
     rows = [{"prompt": "\u00fc" * i, "n": [i]} for i in range(40)]
     (tmp_path / "rows.json").write_text(" \n" + json.dumps(rows, ensure_ascii=False), encoding="utf-8")
-    monkeypatch.setattr(row_files, "PIECE_BYTES", 7)
-    monkeypatch.setattr(row_files, "MOST_LINE_BYTES", 200)
+    monkeypatch.setattr(dataset, "PIECE_BYTES", 7)
+    monkeypatch.setattr(dataset, "MOST_LINE_BYTES", 200)
     assert [placed.row for placed in data_set(DataConfig(train=str(tmp_path / "rows.json")))] == rows
     for name, content in (("long.json", '[{"a": "' + "b" * 300), ("long.csv", "a\n" + '"\n' + "b\n" * 200)):
         (tmp_path / name).write_text(content)

@@ -19,10 +19,9 @@ import pytest
 from flows.demo import write_model_folder
 from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data import chat_template, row_files, tokenizer_trial
+from rlhf_tasks.data import chat_template, dataset
 from rlhf_tasks.data.chat_template import ChatTemplate, Source, render_all
-from rlhf_tasks.data.dataset import data_set
-from rlhf_tasks.data.row_files import MOST_LINE_BYTES
+from rlhf_tasks.data.dataset import MOST_LINE_BYTES, data_set
 from rlhf_tasks.data.rows import pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.system.child_processes import python_call
@@ -122,7 +121,7 @@ def test_a_parquet_file_of_no_text_is_refused(tmp_path: Path):
 
 
 def test_a_long_data_set_that_shrinks_well_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_files, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(dataset, "FREE_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl.gz"
     rows = [json.dumps({"prompt": f"{i} " + "lorem ipsum dolor " * 10}).encode() for i in range(3000)]
     path.write_bytes(gzip.compress(b"\n".join(rows)))
@@ -413,7 +412,7 @@ def test_where_rust_panics_over_a_tokenizer_only_our_sentence_is_seen(tmp_path, 
 
 @pytest.mark.timeout(60)
 def test_a_tokenizer_that_searches_for_ever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer_trial, "CPU_S", 0.5)
+    monkeypatch.setattr("rlhf_tasks.data.tokenizer.CPU_S", 0.5)
     write_model_folder(tmp_path)
     path = tmp_path / "tokenizer.json"
     slow = {"normalizer": {"type": "Sequence", "normalizers": [replaced(" ", "a"), *SLOW]}}

@@ -1,16 +1,22 @@
 """An examination finds what is right and what is wrong, under splits of every axis."""
 
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_tasks.doctor.examination import Finding, examine, worst
+from rlhf_tasks.doctor.examination import Finding, examine, run_ranks, worst
 from rlhf_tasks.doctor.plain import TOLERANCES, Case, difference, write_answers
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.system.reading import ConfigError
 from tests.tiny_models import SIZES, tiny_config, tiny_model, tokens
 
 STRATEGIES = (ParallelStrategy(tp=2), ParallelStrategy(pp=2), ParallelStrategy(dp=2))
@@ -80,3 +86,39 @@ def test_what_is_not_finite_is_infinitely_far(wrong):
     one = torch.ones(3)
     assert difference(one, one) == 0
     assert difference(one * wrong, one) == float("inf")
+
+
+pytestmark = pytest.mark.dist
+
+
+def _sum(rank: int, device: torch.device, value: float) -> float:
+    total = torch.tensor(value + rank, device=device)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _die(rank: int, device: torch.device, sleeps_s: float) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(sleeps_s)
+
+
+def _spawned() -> set[int]:
+    """Processes that multiprocessing has started here; other tests' clusters may have some."""
+    return {p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())}
+
+
+@pytest.mark.whole
+def test_results_come_in_rank_order_and_no_process_stays():
+    before = _spawned()
+    assert run_ranks(2, _sum, (1.0,), 100.0) == [3.0, 3.0]
+    assert _spawned() <= before
+
+
+@pytest.mark.whole
+def test_an_error_comes_with_its_rank_and_a_death_with_its_likely_cause(monkeypatch):
+    monkeypatch.setattr("rlhf_tasks.doctor.examination.GRACE_S", 0.5)
+    with pytest.raises(RuntimeError, match=r"rank [01] of 2: (?s:.*)TypeError"):
+        run_ranks(2, _sum, ("a",), 100.0)
+    with pytest.raises(ConfigError, match=r"rank 1 was ended, as the kernel does when memory runs out"):
+        run_ranks(2, _die, (60.0,), 100.0)

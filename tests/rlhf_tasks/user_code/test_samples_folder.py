@@ -3,8 +3,7 @@
 import torch
 
 from flows.run.summary import read_jsonl
-from rlhf_tasks.algorithms.shared.scores.reward_call import write_samples
-from rlhf_tasks.algorithms.shared.scores.scoring import Scored
+from rlhf_tasks.algorithms.shared.scores import Scored, write_samples
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.user_code.forms import Answers
 from rlhf_tasks.user_code.rewards import SAMPLES, read_samples

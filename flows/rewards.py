@@ -1,23 +1,33 @@
-"""Checks that a configured reward exists and that its parameters fit, from its source and without importing it.
+"""A user's rewards and environment before a run: looked up in their source, given secrets, called once on request.
 
-A reward, and the packages around it, may do anything when they are imported. What the source does not show, such as
-an import that fails, is found by `config validate --rewards` or by the rewards' process in the run.
+A reward, and the packages around it, may do anything when they are imported, so they are looked up without importing
+them. What the source does not show, such as an import that fails, is found by `config validate --rewards` or by the
+rewards' process in the run. How a rank calls them is in rlhf_tasks/user_code.
 """
 
 import ast
+import asyncio
+import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.algorithms.examples import first_example
 from rlhf_tasks.config.base import Judges, RunConfig, Scores
 from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig
+from rlhf_tasks.data.rows import prompt_example
+from rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from rlhf_tasks.system.reading import FUNCTIONS, module_file, names_bound, parsed
 from rlhf_tasks.user_code import builtin_environments, builtin_rewards
 from rlhf_tasks.user_code.child import secret_named
+from rlhf_tasks.user_code.environments import EnvironmentProcess, observed
+from rlhf_tasks.user_code.episodes import Answer, Episode, shown
 from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.forms import BUILTIN, Parameters
+from rlhf_tasks.user_code.forms import BUILTIN, Answers, Parameters, total
+from rlhf_tasks.user_code.rewards import RewardProcess
 
 _SECRETS = (
     "key",
@@ -32,6 +42,8 @@ _SECRETS = (
     "credentials",
 )
 """Ends of names of arguments whose literal values are warned of. Where a value goes does not depend on its name."""
+INSTEAD = "or name an environment variable: {env: VARIABLE}"
+COMPLETION_TOKENS = 16
 
 
 def check_rewards(rewards: Sequence[RewardConfig], columns: Sequence[str], is_here: bool) -> None:
@@ -205,3 +217,111 @@ def _literals(key: str, arguments: Mapping[str, Any]) -> Iterator[str]:
                 f"{key}.{argument} is given in the configuration, which runs write to disk. If it is a secret, name "
                 f"it: {argument}: {{env: VARIABLE}} or {argument}: {{block: PREFECT_SECRET}}."
             )
+
+
+def refuse_blocks_without_server(config: RunConfig) -> list[str]:
+    """The names of the blocks in a configuration.
+
+    Raises ConfigError when there are some and no server is configured: a run's own server has no blocks at first.
+    """
+    names = blocks_named(config)
+    if not names:
+        return []
+    from prefect.settings import PREFECT_API_URL  # here, since Prefect takes seconds to import
+
+    if not PREFECT_API_URL.value():
+        raise ConfigError(
+            f"a reward's or environment's kwargs name the Prefect Secret block {names[0]!r}, and no server is "
+            f"configured. Set PREFECT_API_URL to one that has it, {INSTEAD}."
+        )
+    return names
+
+
+async def secret_blocks(config: RunConfig) -> dict[str, str]:
+    """Block -> its value, from the configured server. Raises ConfigError for a block that does not exist."""
+    values: dict[str, str] = {}
+    names = refuse_blocks_without_server(config)
+    if not names:
+        return values
+    from prefect.blocks.system import Secret
+    from prefect.settings import PREFECT_API_URL
+
+    for name in names:
+        try:
+            block = await Secret.aload(name)
+        except ValueError:
+            raise ConfigError(
+                f"a reward's or environment's kwargs name the Prefect Secret block {name!r}, which does not exist on "
+                f"the server {PREFECT_API_URL.value()}. Make it, {INSTEAD}."
+            ) from None
+        values[name] = str(block.get())
+    return values
+
+
+class Tried(NamedTuple):
+    """The result of a reward or an environment.
+
+    name   with what it is, for sentences
+    gave   in words
+    where  the row that it was given
+    fault  "" where it did not fail
+    """
+
+    name: str
+    gave: str
+    seconds: float
+    where: str
+    fault: str
+
+
+def try_rewards(config: Scores) -> Iterator[Tried]:
+    """Call the rewards one after another. The completion that they judge is the end of the row's own prompt.
+
+    Raises ConfigError for a Prefect block that does not exist, or where no server is configured.
+    """
+    blocks = asyncio.run(secret_blocks(config))
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+    placed, example = first_example(config, prompt_example, tokenizer)
+    ids = example.prompt_ids[-COMPLETION_TOKENS:]
+    read = [tokenizer.decode(example.prompt_ids, special_tokens=True)]
+    answers = Answers.of_columns([example.columns], [tokenizer.decode(ids)], [ids], read)
+    for reward in config.scoring_rewards:
+        tried = config.model_copy(update={"rewards": (reward,), "on_reward_error": "stop"})
+        alone = RewardProcess(tried, blocks=blocks)
+        started_s = time.monotonic()
+        gave, fault = "no verdict", ""
+        try:
+            (value,) = alone.submit(answers).result().values[reward.name]
+            if value is not None:
+                gave = f"{total(value):g}"
+        except RewardError as error:
+            fault = str(error)
+        finally:
+            alone.close()
+        yield Tried(f"reward {reward.name}", gave, time.monotonic() - started_s, placed.where, fault)
+
+
+def try_environment(config: Scores) -> Iterator[Tried]:
+    """Answer one turn, where the run has an environment. The turn is the end of the row's own prompt."""
+    if config.environment is None:
+        return
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+    placed, example = first_example(config, prompt_example, tokenizer)
+    ids, row = example.prompt_ids[-COMPLETION_TOKENS:], json.loads(example.columns)
+    blocks = asyncio.run(secret_blocks(config))
+    process = EnvironmentProcess(config.model_copy(update={"on_reward_error": "stop"}), blocks)
+    started_s = time.monotonic()
+    gave, fault = "", ""
+    try:
+        (answer,) = process.answers([Episode(0, row, config.seed, [tokenizer.decode(ids)])])
+        assert isinstance(answer, Answer), "failures are raised"
+        gave = f"reward {answer.reward:g}, over"
+        if not answer.done:
+            observed(Observations(tokenizer), config, answer.observation, row.get("prompt"), ids[-1])
+            gave = f"reward {answer.reward:g}, {shown(answer.observation)}"
+    except RewardError as error:
+        fault = str(error)
+    finally:
+        process.close()
+    name = f"environment {config.environment.name}"
+    yield Tried(name, gave, time.monotonic() - started_s, placed.where, fault)
