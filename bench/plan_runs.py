@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from bench.harness import RankPool, Store
 from flows.demo import MODEL, byte_tokenizer
 from flows.run.planning import hardware_of, problem_of
-from planner.pricing.calibrate import recalibrated
+from planner.pricing.analytic import recalibrated
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
-from planner.pricing.measured import MeasuredProfile
+from planner.pricing.figures import MeasuredProfile
 from planner.pricing.plans import PlanPrice, price_plan
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo import PPOConfig

@@ -43,7 +43,7 @@ from bench.reality_report import (
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster, meshes
-from planner.pricing.measured import MeasuredProfile
+from planner.pricing.figures import MeasuredProfile
 from planner.pricing.problem import Problem
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.examples import prepared_rows

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.calibrate import recalibrated
+from planner.pricing.analytic import recalibrated
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
-from planner.pricing.measured import MeasuredProfile
+from planner.pricing.figures import MeasuredProfile
 from planner.pricing.plans import price_plan
 from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.spec import ExecutionPlan

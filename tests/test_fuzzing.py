@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import strategies as st
 
-from planner.pricing.cluster_file import read_cluster
+from planner.pricing.device_classes import read_cluster
 from rlhf_tasks.algorithms.configurations import (
     load_config,
     make_config,

@@ -14,8 +14,7 @@ from math import inf
 from pathlib import Path
 
 from flows.cluster import cuda_driver
-from planner.pricing.data_sheets import Gpu
-from planner.pricing.devices import DeviceProfile, device_of, preset
+from planner.pricing.devices import DeviceProfile, Gpu, device_of, preset
 from rlhf_tasks.system.reading import ConfigError
 
 DEVICES = Path("/dev")

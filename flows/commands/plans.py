@@ -46,9 +46,9 @@ from flows.view.terminal import Console
 from planner.deadline import Deadline
 from planner.plan.build import PlanError
 from planner.pricing.calls import CostModel
+from planner.pricing.figures import write_profiles
 from planner.pricing.plans import PlanPrice, shortfall
 from planner.pricing.problem import Problem
-from planner.pricing.profile_cache import write_profiles
 from planner.pricing.provenance import extrapolation, figures_source
 from planner.report.alternatives import Alternative, rejected_alternatives
 from planner.report.report import (
@@ -64,8 +64,7 @@ from planner.report.report import (
     result_document,
     told_limits,
 )
-from planner.report.text import algorithm_graph, dataflow_mermaid, dataflow_table
-from planner.report.timeline import draw_bars, steady_bars
+from planner.report.text import algorithm_graph, dataflow_mermaid, dataflow_table, draw_bars, steady_bars
 from planner.search.baselines import heuristic_plan
 from planner.search.search import SearchResult
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, load_config, read_assignments

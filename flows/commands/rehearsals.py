@@ -21,11 +21,10 @@ from flows.run.prepare import make_plan
 from flows.view.terminal import Console
 from planner.plan.workload import EvaluationWork
 from planner.pricing.calls import CostModel
-from planner.pricing.cluster_file import Hardware
-from planner.pricing.host_memory import COPIES
+from planner.pricing.device_classes import Hardware
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
-from planner.pricing.stored import loaded_bytes, saved_bytes
+from planner.pricing.storage import COPIES, loaded_bytes, saved_bytes
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.protocol.messages import RunSpec

@@ -25,18 +25,22 @@ from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
-from planner.pricing.analytic import computed_profile
-from planner.pricing.calibrate import recalibrated
+from planner.pricing.analytic import computed_profile, recalibrated
 from planner.pricing.calls import CostModel
-from planner.pricing.cluster_file import Hardware, cluster_of, named_hardware, read_cluster
-from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.device_classes import DeviceClasses, Hardware, cluster_of, named_hardware, read_cluster
 from planner.pricing.devices import DeviceProfile, estimated
-from planner.pricing.kept_figures import read_kept
-from planner.pricing.measured import MeasuredProfile, ProfileError
+from planner.pricing.figures import (
+    FiguresError,
+    MeasuredProfile,
+    ProfileError,
+    cached,
+    figures_file,
+    read_figures,
+    read_kept,
+    read_profiles,
+)
 from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem, ProblemError
-from planner.pricing.profile_cache import cached, read_profiles
-from planner.pricing.run_history import FiguresError, figures_file, read_figures
 from planner.search.baselines import Priced, priced_plan
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import MADE_PLANS, ConfigError

@@ -28,8 +28,7 @@ from flows.run.planning import (
 )
 from flows.run.runs import cluster_of
 from flows.run.training import RunControl, run_training
-from planner.pricing.measured import MeasuredProfile
-from planner.pricing.profile_cache import store
+from planner.pricing.figures import MeasuredProfile, store
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.profiling.measurements import Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan

@@ -28,10 +28,10 @@ from flows.view.clocks import (
 )
 from planner.plan.steady_state import steady_state
 from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.figures import RanCall, drifted, keep_figures
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
 from planner.pricing.provenance import figures_source, not_measured
-from planner.pricing.run_history import RanCall, drifted, keep_figures
 from planner.report.text import plan_table
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.plan_log import RunPlan, plan_at
@@ -236,7 +236,7 @@ def planned_and_measured(
 
     lineage  of the iterations that went by the plan
     drifted  which calls, `iteration`, and which calls' memory, are off by more than the planner's limit
-             (planner/pricing/run_history.py)
+             (planner/pricing/figures.py)
 
     A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end. So
     the time that early ranks wait for the last one does not count. An iteration's seconds are the median from one

@@ -34,8 +34,7 @@ from planner.report.report import (
     reserve_sentences,
     told_limits,
 )
-from planner.report.text import format_devices, node_detail, node_devices, short_names
-from planner.report.timeline import steady_bars
+from planner.report.text import format_devices, node_detail, node_devices, short_names, steady_bars
 from planner.search.search import SearchResult
 from rlhf_tasks.spec import ExecutionPlan
 

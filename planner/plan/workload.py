@@ -162,6 +162,55 @@ def least_share(call: ModelFunctionCall, dp: int) -> int:
     return call.n_groups // (call.blocks * dp) * call.group_size
 
 
+_TOKEN_BYTES = {
+    "prompt_ids": 8,
+    "input_ids": 8,
+    "response_mask": 1,
+    "drawn_by": 8,
+    "greedy_input_ids": 8,
+    "greedy_response_mask": 1,
+    "chosen_ids": 4,  # half of a pair's tokens
+    "rejected_ids": 4,
+    "chosen_mask": 0.5,
+    "rejected_mask": 0.5,
+    "mismatched_ids": 8,
+    "mismatched_mask": 1,
+}
+"""Bytes per token of the keys that are not float32 per token (docs/architecture.md)."""
+
+_SAMPLE_BYTES = {
+    "scores": 4,
+    "stays": 1,
+    "truncated": 1,
+    "environment_rewards": 8,
+    "environment_fault": 1,  # a text, but of few samples
+    "number": 8,
+    "greedy_scores": 4,
+    "greedy_stays": 1,
+    "greedy_truncated": 1,
+    "final_values": 4,
+    "margin": 8,
+    "desirable": 1,
+    "ref_chosen_logps": 4,
+    "ref_rejected_logps": 4,
+    "ref_logps": 4,
+    "ref_mismatched_logps": 4,
+}
+"""Bytes per sample of the keys that have one row per sample."""
+
+COLUMN_BYTES = 4  # of `columns`, per prompt token: the prompt's text, and as much again for the other columns
+
+
+def key_bytes(key: str, workload: Workload) -> float:
+    """Mean bytes of a key per sample."""
+    if key in _SAMPLE_BYTES:
+        return _SAMPLE_BYTES[key]
+    if key in ("columns", "columns_of_number"):
+        return COLUMN_BYTES * workload.prompt_tokens
+    tokens = workload.prompt_tokens if key == "prompt_ids" else workload.mean_tokens
+    return _TOKEN_BYTES.get(key, 4) * tokens
+
+
 class RoleModel(Frozen):
     """The model behind a role.
 

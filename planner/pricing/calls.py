@@ -10,15 +10,28 @@ from typing import Any, NamedTuple
 
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.calibrate import with_measured_moves
-from planner.pricing.call_formulas import CallCost, Crossings, OnMesh, infer, train, unreduced
+from planner.pricing.analytic import with_measured_moves
+from planner.pricing.call_formulas import (
+    CallCost,
+    Crossings,
+    OnMesh,
+    generate_in_turns,
+    infer,
+    train,
+    unreduced,
+)
 from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.device_share import Sizes, sizes
 from planner.pricing.devices import DeviceProfile
-from planner.pricing.measured import MeasuredProfile, ProfileError, ProfileTables
-from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Slowest, Timing
-from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, factor_of
-from planner.pricing.turns import generate_in_turns
+from planner.pricing.figures import (
+    Factor,
+    MeasuredProfile,
+    ProfileError,
+    ProfileTables,
+    RanCall,
+    factor_elsewhere,
+    factor_of,
+)
+from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Sizes, Slowest, Timing, sizes
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.train.state_layout import CHUNK
@@ -51,7 +64,7 @@ class CostModel:
               are priced by `device`
     history   figures of earlier runs of the same calls. Under an assignment that ran, a call costs what it did then.
               Under any other assignment its price is multiplied by a factor: how far off the prices of the
-              assignments that ran were (planner/pricing/run_history.py)
+              assignments that ran were (planner/pricing/figures.py)
     Raises ValueError for a profile of a model that no role has or of a device that the cluster does not have, and
     when a strategy has more tp ranks than heads or more stages than layers.
     """

@@ -34,9 +34,9 @@ from planner.plan.graph import blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
 from planner.plan.workload import least_share
 from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.host_memory import copied_bytes
 from planner.pricing.plans import active_part, kept_samples_bytes, remedy
 from planner.pricing.problem import OptionsTakeTooLongError, Problem, ProblemError
+from planner.pricing.storage import copied_bytes
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 

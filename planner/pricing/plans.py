@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.plan.steady_state import SteadyState, steady_state
-from planner.plan.workload import Workload, fullest_share
+from planner.plan.workload import Workload, fullest_share, key_bytes
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
-from planner.pricing.host_memory import kept_on_hosts, lack_of_host_memory, offloaded
 from planner.pricing.resharding import Heads, HeldModel, reallocation, redistribution
+from planner.pricing.storage import kept_on_hosts, lack_of_host_memory, offloaded
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import (
     CallNode,
@@ -27,44 +27,6 @@ from rlhf_tasks.spec import (
     SyncNode,
     TransferNode,
 )
-
-_TOKEN_BYTES = {
-    "prompt_ids": 8,
-    "input_ids": 8,
-    "response_mask": 1,
-    "drawn_by": 8,
-    "greedy_input_ids": 8,
-    "greedy_response_mask": 1,
-    "chosen_ids": 4,  # half of a pair's tokens
-    "rejected_ids": 4,
-    "chosen_mask": 0.5,
-    "rejected_mask": 0.5,
-    "mismatched_ids": 8,
-    "mismatched_mask": 1,
-}
-"""Bytes per token of the keys that are not float32 per token (docs/architecture.md)."""
-
-_SAMPLE_BYTES = {
-    "scores": 4,
-    "stays": 1,
-    "truncated": 1,
-    "environment_rewards": 8,
-    "environment_fault": 1,  # a text, but of few samples
-    "number": 8,
-    "greedy_scores": 4,
-    "greedy_stays": 1,
-    "greedy_truncated": 1,
-    "final_values": 4,
-    "margin": 8,
-    "desirable": 1,
-    "ref_chosen_logps": 4,
-    "ref_rejected_logps": 4,
-    "ref_logps": 4,
-    "ref_mismatched_logps": 4,
-}
-"""Bytes per sample of the keys that have one row per sample."""
-
-COLUMN_BYTES = 4  # of `columns`, per prompt token: the prompt's text, and as much again for the other columns
 
 
 @dataclass(frozen=True)
@@ -91,7 +53,7 @@ class PlanPrice:
     moved_bytes  transfer, reallocation or sync -> bytes that it sends between devices
     peaks        device -> its peak memory, for the devices that the plan uses
     call_bytes   call or evaluation -> the most bytes that a device holds while it runs
-    hosts        host -> part -> bytes that the plan keeps in its memory (planner/pricing/host_memory.py)
+    hosts        host -> part -> bytes that the plan keeps in its memory (planner/pricing/storage.py)
     """
 
     duration_s: dict[str, float]
@@ -225,16 +187,6 @@ def transfer_size(keys: Collection[str], n_seqs: int, model: CostModel) -> tuple
     """(bytes, seconds besides the messages) of keys of so many samples."""
     size_bytes = n_seqs * sum(key_bytes(key, model.workload) for key in keys)
     return size_bytes, model.classes.transfer_overhead_s(n_seqs * len(keys))
-
-
-def key_bytes(key: str, workload: Workload) -> float:
-    """Mean bytes of a key per sample."""
-    if key in _SAMPLE_BYTES:
-        return _SAMPLE_BYTES[key]
-    if key in ("columns", "columns_of_number"):
-        return COLUMN_BYTES * workload.prompt_tokens
-    tokens = workload.prompt_tokens if key == "prompt_ids" else workload.mean_tokens
-    return _TOKEN_BYTES.get(key, 4) * tokens
 
 
 def kept_samples_bytes(

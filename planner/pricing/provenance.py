@@ -6,7 +6,7 @@ from typing import NamedTuple
 from planner.plan.workload import Workload, fullest_share
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import described
-from planner.pricing.measured import MeasuredProfile
+from planner.pricing.figures import MeasuredProfile
 from rlhf_tasks.parallel.layout.portions import PREFILL_TOKENS, slots_of
 from rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ModelFunctionCall

@@ -1,7 +1,7 @@
 """What it takes to move parameters or samples from one layout to another: one formula for each.
 
 Plans and the search are priced with the same functions: these are plain Python, which
-planner/search/compiled/resharding.py compiles.
+planner/search/compiled/evaluator.py compiles.
 
 Both formulas have three parts: the seconds in which the busiest device receives what it lacks, or in which the
 senders send all that is lacking if they share it evenly, whichever is longer; a latency for each message; and an

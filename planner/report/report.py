@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.figures import Factor
 from planner.pricing.plans import PlanPrice
 from planner.pricing.problem import Problem
 from planner.pricing.provenance import figures_source
-from planner.pricing.run_history import Factor
 from planner.report.alternatives import Alternative
 from planner.report.text import format_devices
 from planner.search.search import SearchResult
@@ -222,7 +222,7 @@ def told_limits(limits_s: Mapping[str, float]) -> str:
 def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
     """{call: {devices, dp, tp, pp, micro_batches, balance, offload, order}}: what a run's `plan:` accepts.
 
-    `order` is left out if planner/plan/node_order.py found the plan's order, because it finds the same again.
+    `order` is left out if planner/plan/order.py found the plan's order, because it finds the same again.
     """
     document = {}
     for call, (node, *_) in plan.calls.items():

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.deadline import Deadline
-from planner.plan.call_order import MOST_ORDERS, has_more_orders
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
+from planner.plan.order import MOST_ORDERS, has_more_orders
 from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
 from planner.pricing.problem import Problem
 from planner.search.annealing import Neighbours, PricedChoice, annealing, better, metropolis, polishing

@@ -7,7 +7,7 @@ import pytest
 import deployments
 from flows.commands.rehearsals import effective_share, rehearsable, rehearsed
 from flows.run.planning import hardware_of, problem_of
-from planner.pricing.cluster_file import read_cluster
+from planner.pricing.device_classes import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
 from rlhf_tasks.algorithms.configurations import load_config

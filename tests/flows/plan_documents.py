@@ -3,7 +3,7 @@
 from typing import Any
 
 from planner.plan.mesh import Cluster
-from planner.pricing.measured import MeasuredProfile
+from planner.pricing.figures import MeasuredProfile
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.planner.sampled import as_measured
 

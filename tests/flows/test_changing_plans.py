@@ -15,7 +15,7 @@ from flows.run.run_folder import new_run_folder
 from flows.run.summary import read_jsonl
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
-from planner.pricing.run_history import read_figures
+from planner.pricing.figures import read_figures
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import read_manifest
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, plan_digest

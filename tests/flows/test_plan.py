@@ -11,7 +11,7 @@ from prefect.exceptions import ParameterTypeError
 
 from blocks import StoredPlan
 from flows.plan import plan
-from planner.pricing.profile_cache import write_profiles
+from planner.pricing.figures import write_profiles
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config, manual_assignments
 from rlhf_tasks.algorithms.ppo import PPOConfig
 from tests.flows.plan_documents import KEYS, measured, ppo

@@ -14,7 +14,7 @@ from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
-from planner.pricing.measured import MeasuredProfile
+from planner.pricing.figures import MeasuredProfile
 from planner.pricing.problem import Problem
 from rlhf_tasks.algorithms.configurations import ASSIGNMENTS
 from rlhf_tasks.algorithms.registry import algorithm

@@ -3,7 +3,7 @@
 from planner.plan.mesh import Cluster
 from planner.pricing.analytic import computed_profile
 from planner.pricing.devices import preset
-from planner.pricing.measured import MeasuredProfile
+from planner.pricing.figures import MeasuredProfile
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling.measurements import Grid
 

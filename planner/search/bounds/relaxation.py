@@ -21,8 +21,8 @@ import numpy as np
 from planner.search.bounds.root_bound import data_order
 from planner.search.compiled.arrays import Arrays, Rows
 from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
+from planner.search.compiled.evaluator import least_reallocation_s, reallocation_s
 from planner.search.compiled.memory_peaks import memory_of
-from planner.search.compiled.resharding import least_reallocation_s, reallocation_s
 from planner.search.compiled.tables import Tables
 
 OPEN = -1

@@ -4,9 +4,8 @@ The levels of the tree are: the group of every call (all options on meshes of on
 strategy and a placement; and the micro-batches (planner/search/bounds/relaxation.py). Offloaded options are in no
 group: the bounds are the same for their resident twins (planner/search/compiled/arrays.py).
 
-A branch is cut if all its completions provably exceed the threshold (concurrency_bound.py, period_bound.py), or if
-they lack memory. The remaining complete choices are priced exactly, with every subset of calls replaced by their
-offloaded twins.
+A branch is cut if all its completions provably exceed the threshold (period_bound.py), or if they lack memory.
+The remaining complete choices are priced exactly, with every subset of calls replaced by their offloaded twins.
 
 Mirror images are both visited. Samples are on the last stage of a pipeline, so a plan and its image (devices numbered
 from the other end) may differ in cost.
@@ -20,8 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.bounds.concurrency_bound import SLACK, Cover, covering, covers
-from planner.search.bounds.period_bound import exceeds_period
+from planner.search.bounds.period_bound import SLACK, Cover, covering, covers, exceeds_period
 from planner.search.bounds.relaxation import (
     MEET,
     OPEN,

@@ -3,7 +3,7 @@
 The options of all calls are in one table: option j of call c is row start[c] + j. A template (planner.plan.template)
 holds the nodes of all plans with the same pattern, that is, with the same pairs of calls that have equal sides and
 equal placements. Its slots are numbered. It contains the onloads and offloads of all calls that have options with
-these; where a choice has none for a call, its slots are idle. Orders are those of planner.plan.call_order.
+these; where a choice has none for a call, its slots are idle. Orders are those of planner.plan.order.
 """
 
 import math
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.deadline import NO_DEADLINE, Deadline
-from planner.plan.call_order import OrderRule, levels, node_order, with_trailing
+from planner.plan.build import dealing
 from planner.plan.graph import FETCH as FETCHED
 from planner.plan.graph import DataflowGraph
-from planner.plan.node_insertion import dealing
+from planner.plan.order import OrderRule, levels, node_order, with_trailing
 from planner.plan.steady_state import waits
 from planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, with_transfers
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
@@ -289,7 +289,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
 
 
 def _dealt(call: ModelFunctionCall, s: ParallelStrategy) -> tuple[int, int, int]:
-    """planner.plan.node_insertion.where as numbers: (devices before the first head, distance of heads, number of
+    """planner.plan.build.where as numbers: (devices before the first head, distance of heads, number of
     blocks that are dealt separately). With the first device and dp they form a row of Arrays.sides."""
     blocks = (*dealing(call, s.dp, "count"), "1", "1")[1]
     return (s.pp - 1) * s.dp * s.tp, s.tp if s.dp > 1 else 1, int(blocks)

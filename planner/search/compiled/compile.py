@@ -20,9 +20,8 @@ from rlhf_tasks.spec import IN_FLIGHT
 
 LINKED = (
     "search.annealing",
-    *(f"search.bounds.{name}" for name in ("concurrency_bound", "period_bound", "relaxation", "root_bound")),
-    "search.bounds.tree_search",
-    *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks", "resharding")),
+    *(f"search.bounds.{name}" for name in ("period_bound", "relaxation", "root_bound", "tree_search")),
+    *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks")),
     "pricing.resharding",
 )
 """The planner's modules whose functions and constants are linked into compiled code."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.build import build_plan
-from planner.plan.call_order import call_orders
+from planner.plan.order import call_orders
 from planner.pricing.options import Option, all_options
 from planner.pricing.problem import Problem
 from planner.search.compiled.arrays import make_arrays
@@ -38,7 +38,7 @@ class Tables:
 
     calls    names of the calls, in the graph's order
     options  [calls] options of each call
-    orders   the orders of calls that are tried (planner.plan.call_order)
+    orders   the orders of calls that are tried (planner.plan.order)
     arrays   the same for compiled code, where planner.search.compiled.evaluator.value prices a choice
 
     Arguments: `deadline`, by which all of this must be made; `among`, call -> assignment, several times: calls then

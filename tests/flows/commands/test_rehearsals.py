@@ -11,8 +11,8 @@ from flows.cli import run_command
 from flows.commands.rehearsals import ITERATION_CPU_S, NODE_CPU_S, Rehearsable, priced, rehearsed
 from flows.run.planning import figures_of, hardware_of, problem_of
 from flows.run.prepare import make_plan
+from planner.pricing.figures import RanCall, keep_figures
 from planner.pricing.plans import price_plan
-from planner.pricing.run_history import RanCall, keep_figures
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.rehearsal.costs import Machines

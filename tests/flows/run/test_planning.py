@@ -7,7 +7,7 @@ import pytest
 from flows.cli import run_command
 from flows.run.planning import hardware_of, problem_of, typed, workload_of
 from planner.plan.mesh import Cluster
-from planner.pricing.profile_cache import cache_file, write_profiles
+from planner.pricing.figures import cache_file, write_profiles
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.algorithms.sft import SFTConfig

@@ -17,9 +17,8 @@ from flows.run.planning import hardware_of, problem_of, profile_folder
 from flows.run.prepare import make_plan
 from flows.run.run_identity import model_digests
 from planner.plan.build import PlanError
-from planner.pricing.data_sheets import Gpu
-from planner.pricing.devices import device_of, preset
-from planner.pricing.profile_cache import store
+from planner.pricing.devices import Gpu, device_of, preset
+from planner.pricing.figures import store
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from rlhf_tasks.checkpoint.plan_log import PLAN

@@ -9,8 +9,8 @@ from flows.run.planning import hardware_of, problem_of, profile_folder
 from flows.run.prepare import make_plan
 from flows.run.profiling import rlhf_profile
 from planner.pricing.calls import CostModel
+from planner.pricing.figures import read_profiles
 from planner.pricing.plans import price_plan
-from planner.pricing.profile_cache import read_profiles
 from rlhf_tasks.profiling.measurements import Grid
 from tests.tiny_runs import ppo_config
 

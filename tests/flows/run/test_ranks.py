@@ -5,8 +5,7 @@ import pytest
 from flows.run.planning import Ranks, decided, fastest, figures_of, profile_folder, rank_choices, rank_counts
 from planner.plan.build import PlanError
 from planner.plan.mesh import Cluster
-from planner.pricing.profile_cache import store
-from planner.pricing.run_history import RanCall, keep_figures
+from planner.pricing.figures import RanCall, keep_figures, store
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from rlhf_tasks.config.cluster import ClusterConfig

@@ -13,7 +13,7 @@ from flows.run.run_folder import new_run_folder
 from flows.run.summary import ENOUGH, planned
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
-from planner.pricing.run_history import read_figures
+from planner.pricing.figures import read_figures
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.checkpoint.plan_log import PLAN, RunPlan, log_change, logged_changes
 from rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan

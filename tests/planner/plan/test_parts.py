@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from planner.plan.build import PlanError, build_plan
-from planner.plan.call_order import call_orders, levels, node_order
 from planner.plan.graph import DataflowGraph, GraphError
 from planner.plan.mesh import Cluster
+from planner.plan.order import call_orders, levels, node_order
 from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem
 from planner.report.report import plan_document

@@ -3,9 +3,9 @@
 import pytest
 
 from planner.plan.build import PlanError, build_plan
-from planner.plan.call_order import call_orders
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
+from planner.plan.order import call_orders
 from rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,

@@ -7,9 +7,8 @@ from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.call_formulas import Crossings, OnMesh
 from planner.pricing.calls import CallCost
-from planner.pricing.device_share import sizes
 from planner.pricing.devices import PRESETS, DeviceLink, preset
-from planner.pricing.rooflines import Roofline
+from planner.pricing.rooflines import Roofline, sizes
 from rlhf_tasks.parallel.batch.micro_batch import split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.portions import LEAST_SHARED

@@ -9,9 +9,9 @@ from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster, meshes
 from planner.pricing.devices import preset
-from planner.pricing.host_memory import kept_on_hosts
 from planner.pricing.options import call_options, candidate_meshes, cut_points, micro_batch_counts
 from planner.pricing.problem import Problem, ProblemError
+from planner.pricing.storage import kept_on_hosts
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 
 ONE_HOST = Cluster(1, 8)

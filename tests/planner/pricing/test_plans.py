@@ -5,12 +5,12 @@ import pytest
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.plan.workload import EvaluationWork, Lengths
+from planner.plan.workload import EvaluationWork, Lengths, key_bytes
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import preset
 from planner.pricing.options import call_options
-from planner.pricing.plans import key_bytes, plan_memory, price_plan, shortfall
+from planner.pricing.plans import plan_memory, price_plan, shortfall
 from planner.search.baselines import symmetric
 from rlhf_tasks.parallel.layout.shape import parameters, trained_parameters
 from rlhf_tasks.parallel.layout.slices import Layout

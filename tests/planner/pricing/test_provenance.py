@@ -8,9 +8,8 @@ from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.analytic import computed_profile
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
-from planner.pricing.measured import ProfileTables
+from planner.pricing.figures import ProfileTables, RanCall
 from planner.pricing.provenance import STRETCH, asked_of, extrapolation, figures_source, not_measured
-from planner.pricing.run_history import RanCall
 from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.spec import CallNode
 

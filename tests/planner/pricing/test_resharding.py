@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from planner.plan.mesh import Cluster, meshes
-from planner.pricing.device_share import sizes
 from planner.pricing.resharding import Heads, HeldModel, Wires, reallocation, redistribution
+from planner.pricing.rooflines import sizes
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares

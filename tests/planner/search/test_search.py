@@ -7,9 +7,9 @@ from bench.random_problems import compared, enumerated, random_problem
 from planner import deadline
 from planner.deadline import NO_DEADLINE
 from planner.plan.build import PlanError
-from planner.plan.call_order import call_orders
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
+from planner.plan.order import call_orders
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner.plan.call_order import node_order
 from planner.plan.graph import DataflowGraph
+from planner.plan.order import node_order
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.fetch import fetch

@@ -11,7 +11,7 @@ import torch
 
 from planner.plan.workload import Lengths, Workload
 from planner.pricing.call_formulas import Crossings, OnMesh, generate
-from planner.pricing.device_share import sizes
+from planner.pricing.rooflines import sizes
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, NUMBER

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.pricing.device_share import sizes
-from planner.pricing.measured import MeasuredProfile, ProfileTables
+from planner.pricing.figures import MeasuredProfile, ProfileTables
+from planner.pricing.rooflines import sizes
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling

@@ -1,12 +1,15 @@
-"""The bound of a partial choice against the exact prices of choices that complete it."""
+"""The bounds of a partial choice against the exact prices of choices that complete it."""
 
 import numpy as np
 import pytest
+from numba import njit
 
+from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.search.bounds.period_bound import exceeds_period
-from planner.search.bounds.relaxation import OPEN, lacks, must_offload, relaxation
+from planner.search.bounds.period_bound import PartialChoice, cover_s, covering, covers, exceeds_period
+from planner.search.bounds.relaxation import OPEN, Relaxation, lacks, move_s, must_offload, relaxation
 from planner.search.compiled.tables import Tables
+from rlhf_tasks.algorithms.registry import in_parts
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 from tests.planner.partial import GROUP, KIND, OPTION, PLACEMENT, checked_after_training, partial_choices
 
@@ -83,3 +86,99 @@ def _holds(r, p, allowed):
     assert not exceeds_period(r, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9), allowed)
     seconds, loose = r.arrays.options.seconds[p.chosen], p.rows != p.chosen
     assert all(seconds[loose] <= allowed[loose] * (1 + 1e-9))
+
+
+def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bool) -> PartialChoice:
+    """A complete choice, or of the same only how large its meshes are and what its reallocations take at least."""
+    o = r.arrays.options
+    size, first = o["size"][rows], o.first[rows]
+    meet = size[:, None] + size > r.n_devices
+    if places:
+        meet = (first[:, None] < first + size) & (first < (first + size)[:, None])
+    ends = list(zip(rows[r.trainer], rows[r.reader], strict=True))
+    moved_s = np.array([move_s(r, k, a, b) for k, (a, b) in enumerate(ends)]) * (r.delay == 1) * r.alone
+    return PartialChoice(
+        seconds,
+        size.astype(np.int64),
+        meet & ~np.eye(len(rows), dtype=bool),
+        r.trainer,
+        r.reader,
+        moved_s > 0,
+        moved_s,
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("cluster", [Cluster(1, 4), Cluster(3, 2)], ids=str)
+def test_lies_below_every_plan(small_problem, cluster, staleness):
+    """Random choices of PPO, by sizes alone and by places; and with fewer facts it says no more."""
+    problem = small_problem(cluster)
+    if staleness:
+        problem = problem_ahead_by(staleness, small_problem(cluster, SAMPLE_AND_LEARN))
+    tables = Tables(problem)
+    r, known, random = relaxation(tables), covering(tables.problem.graph), np.random.default_rng(0)
+    tight = 0
+    for _ in range(300):
+        choice = np.array([random.integers(len(found)) for found in tables.options])
+        rows = choice + r.arrays.start[:-1]
+        seconds = r.arrays.options.seconds[rows]
+        time_s = tables.evaluate(choice.tolist()).time_s
+        placed, sized = (
+            cover_s(known, parts_of(r, rows, seconds, places=places), r.n_devices) for places in (True, False)
+        )
+        assert sized <= placed * (1 + 1e-9)
+        assert placed <= time_s * (1 + 1e-9)
+        tight += placed > 0.6 * time_s
+    assert tight > 150
+
+
+def test_generation_inference_and_training_of_the_actor_alternate(make_graph):
+    """So do the critic's two calls; its training may run beside everything else."""
+    graph = make_graph()
+    names = [call.name for call in graph.calls]
+    ahead = covering(graph).ahead
+    number = {name: i for i, name in enumerate(names)}
+    generate, train = number["actor_generate"], number["actor_train"]
+    assert (ahead[generate, train], ahead[train, generate]) == (0, 1)
+    assert ahead[number["critic_train"], number["critic_inference"]] == 1
+    assert ahead[number["critic_train"], generate] > 1
+
+
+def test_idle_devices_count_where_nothing_can_run(small_problem):
+    """Two calls that alternate, each on a half: the cluster is busy for the sum of their seconds."""
+    tables = Tables(small_problem(Cluster(1, 4), ("actor_generate", "actor_train")))
+    none = np.zeros(0, np.int64)
+    seconds, sizes = np.array([2.0, 3.0]), np.array([2, 2])
+    parts = PartialChoice(seconds, sizes, np.zeros((2, 2), bool), none, none, np.zeros(0, bool), np.zeros(0))
+    assert cover_s(covering(tables.problem.graph), parts, 4) == 5.0
+
+
+def test_only_calls_that_are_cut_may_run_while_what_they_read_is_made(make_graph):
+    """A part is scored while the next is generated. Training waits for all parts."""
+    graph = make_graph()
+    parts = DataflowGraph(in_parts(graph.calls, 2), graph.dataset_keys, name="parts")
+
+    def together(of: DataflowGraph) -> set[frozenset[str]]:
+        names = [call.name for call in of.calls]
+        return {frozenset(np.array(names)[row].tolist()) for row in covering(of).sets}
+
+    pair = frozenset(("actor_generate", "reward_inference"))
+    assert pair not in together(graph)
+    assert pair in together(parts)
+    assert not any({"actor_generate", "actor_train"} <= each for each in together(parts))
+
+
+@njit
+def covered(r, c, choice, meet, moves, threshold):
+    return covers(r, c, choice, meet, moves, threshold)
+
+
+@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
+@pytest.mark.parametrize("slower", [1, 100])
+def test_a_choice_has_the_room_that_its_partial_choices_need(small_problem, cluster, slower):
+    tables = Tables(small_problem(cluster, memory=0.5e9, links_slower=slower))
+    r, known, denied = relaxation(tables), covering(tables.problem.graph), 0
+    for p in partial_choices(tables, r, 150):
+        assert covered(r, known, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9))
+        denied += not covered(r, known, p.rows, p.meet, p.moves, 0.6 * p.time_s)
+    assert denied > 20

@@ -1,22 +1,39 @@
-"""Measured profiles: what ranks measured for one model on one kind of device, and the times read from it.
+"""Figures that were measured: profiles of ranks, calls of earlier runs, and the files of both in the output folder.
 
-Computed profiles (planner/pricing/analytic.py) have the same form and are read the same way.
+A measured profile has what ranks measured for one model on one kind of device. Computed profiles
+(planner/pricing/analytic.py) have the same form and are read the same way. Seconds between measured points are linear
+in tokens and in context, as the work is. Beyond the last point they continue with the last slope. Below the first
+point they are constant, because overhead dominates there. More tokens, bytes or parameters never take less time:
+measurements that say so are noise and are smoothed (`rising`).
 
-Seconds between measured points are linear in tokens and in context, as the work is. Beyond the last point they
-continue with the last slope. Below the first point they are constant, because overhead dominates there. More tokens,
-bytes or parameters never take less time: measurements that say so are noise and are smoothed (`rising`).
+A profile predicts a call from its parts; a run measures it as a whole. If the two differ by more than LIMIT, the
+run's figures are stored, and the cost model uses them (docs/adr/0006-measured-figures.md).
+
+Profiles are stored as one JSON file for each model shape and kind of device. A user did not ask for the files, so a
+broken one must not stop a command: it is put aside, with a warning that names it.
 """
 
+import hashlib
+import json
+import logging
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
+from math import exp, log
+from pathlib import Path
 from statistics import fmean
-from typing import Self, get_args
+from typing import Any, NamedTuple, Self, TypeVar, get_args
+from uuid import uuid4
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
-from planner.plan.workload import RoleModel
+from planner.plan.mesh import Cluster
+from planner.plan.workload import RoleModel, Workload
+from planner.pricing.device_classes import DeviceClasses
+from rlhf_tasks.config.files import read_document
 from rlhf_tasks.parallel.layout.shape import Head, ModelShape
 from rlhf_tasks.profiling.measurements import (
     LEAST_S,
@@ -29,7 +46,7 @@ from rlhf_tasks.profiling.measurements import (
     Timed,
     TimedExchange,
 )
-from rlhf_tasks.spec import Frozen
+from rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall
 
 
 class ProfileError(ValueError):
@@ -312,3 +329,216 @@ class ProfileTables:
                 "Measure it again with prefect-rlhf profile."
             )
         return table.at(context, tokens)
+
+
+T = TypeVar("T")
+ASIDE = ".refused"  # suffix of a file that was put aside
+
+
+def read_kept(path: Path, read: Callable[[Path], T], nothing: T) -> tuple[T, tuple[str, ...]]:
+    """(what `read` returns for a file, no warnings); if it raises ValueError, (`nothing`, the warning)."""
+    try:
+        return read(path), ()
+    except ValueError as error:
+        aside = path.with_name(f"{path.name}{ASIDE}")
+        # If the folder is not writable, the file stays and is skipped each time.
+        with suppress(OSError):
+            path.replace(aside)
+        where = f"It is put aside as {aside.name}, and" if aside.exists() else "It is passed over:"
+        return nothing, (f"{error} {where} plans go on without it.",)
+
+
+def write_kept(path: Path, content: bytes) -> None:
+    """Write a file atomically, even if other runs write it at the same time. Raises OSError."""
+    partial = path.with_name(f"{path.stem}.{uuid4().hex}.tmp")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+_PROFILES = TypeAdapter(tuple[MeasuredProfile, ...])
+
+
+def cache_file(folder: Path, device: str, cluster: Cluster, model: ModelShape, itemsize: int) -> Path:
+    """The path of a model's profile. Its name contains a hash of everything that the profile depends on.
+
+    itemsize  bytes of a parameter
+    """
+    subject = {"device": device, "cluster": str(cluster), "model": asdict(model), "itemsize": itemsize}
+    digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
+    return folder / f"{device}-{model.family}-{digest[:16]}.json"
+
+
+def store(profile: MeasuredProfile, folder: Path) -> Path:
+    """Write a profile to the cache atomically. Returns its path."""
+    cluster = Cluster(profile.n_hosts, profile.devices_per_host)
+    path = cache_file(folder, profile.device, cluster, profile.model, profile.itemsize)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_profiles([profile], path)
+    return path
+
+
+def cached(
+    folder: Path,
+    device: str,
+    cluster: Cluster,
+    models: Mapping[str, RoleModel],
+    itemsize: int,
+    threads: int = 0,
+) -> tuple[tuple[MeasuredProfile, ...], tuple[str, ...]]:
+    """The cached profiles of a run's models, one for each shape, and a warning for each file that was put aside or
+    left out.
+
+    A file is put aside when its profile is incomplete or is not the one that its name says. It is left out when its
+    ranks computed with another number of threads.
+    itemsize  bytes of a parameter
+    threads   of the run's ranks; 0: any
+    """
+    profiles: list[MeasuredProfile] = []
+    warnings: list[str] = []
+
+    def read(path: Path) -> tuple[MeasuredProfile, ...]:
+        found = read_profiles(path)
+        for profile in found:
+            if lacking := profile.lacking():
+                raise ProfileError(f"{path} has no figures for {lacking}.")
+            its_cluster = Cluster(profile.n_hosts, profile.devices_per_host)
+            named = cache_file(folder, profile.device, its_cluster, profile.model, profile.itemsize)
+            if named.name != path.name:
+                raise ProfileError(f"{path} has a profile of another model, device or cluster.")
+        return found
+
+    for shape in dict.fromkeys(model.shape for model in models.values()):
+        path = cache_file(folder, device, cluster, shape, itemsize)
+        if path.exists():
+            found, refused = read_kept(path, read, ())
+            warnings += refused
+            other = next((p.threads for p in found if threads and p.threads not in (0, threads)), 0)
+            if other:
+                warnings.append(
+                    f"{path} is not used: its ranks computed with {other} threads, those of this run have {threads}. "
+                    "Measure again with prefect-rlhf profile."
+                )
+            else:
+                profiles += found
+    return tuple(profiles), tuple(warnings)
+
+
+def write_profiles(profiles: Iterable[MeasuredProfile], path: Path) -> None:
+    """Write profiles as a JSON list, atomically."""
+    write_kept(path, json.dumps([p.model_dump(mode="json") for p in profiles]).encode())
+
+
+def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:
+    """The profiles in a file of `write_profiles`. Raises ProfileError, which names the file and what is wrong."""
+    return read_document(
+        path, _PROFILES, "no profile", ProfileError, "Measure again with prefect-rlhf profile."
+    )
+
+
+LIMIT = 0.25
+"""Measured seconds or bytes have drifted if they differ from the planned ones by more than this share of them."""
+
+
+class FiguresError(ValueError):
+    """A file of measured figures cannot be used; the message names it."""
+
+
+class RanCall(Frozen):
+    """A call as it ran.
+
+    seconds       median of its durations; of a call that is cut, the mean over its parts
+    active_bytes  memory beyond parameters on the fullest device, if it drifted; else None
+    """
+
+    call: str
+    assignment: CallAssignment
+    seconds: float = Field(ge=LEAST_S, le=MOST_S, allow_inf_nan=False)
+    active_bytes: float | None = Field(default=None, ge=0, le=MOST_BYTES, allow_inf_nan=False)
+
+
+class Factor(NamedTuple):
+    """Corrects a price: factors on a call's seconds and on its memory beyond parameters.
+
+    added_s  seconds added to a call whose price is 0 (Python rewards without a stated cost): no factor corrects that
+    """
+
+    seconds: float = 1.0
+    memory: float = 1.0
+    added_s: float = 0.0
+
+
+LEAST_PRICE_S = 1e-9
+"""A call with a price of fewer seconds counts as having no price."""
+
+logger = logging.getLogger(__name__)
+_FIGURES = TypeAdapter(tuple[RanCall, ...])
+
+
+def drifted(planned: float, measured: float) -> bool:
+    """Whether measured seconds or bytes differ from the planned ones by more than LIMIT."""
+    return abs(measured - planned) > LIMIT * planned
+
+
+def figures_file(
+    folder: Path,
+    devices: DeviceClasses,
+    models: Mapping[str, RoleModel],
+    workload: Workload,
+    calls: Iterable[ModelFunctionCall],
+) -> Path:
+    """The path of the figures of runs of some calls. Its name contains a hash of everything they depend on."""
+    subject = {
+        "devices": str(devices),
+        "models": {role: _described(model) for role, model in models.items()},
+        "workload": workload.model_dump(mode="json"),
+        "calls": [call.model_dump(mode="json") for call in calls],
+    }
+    digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
+    return folder / f"ran-{digest[:16]}.json"
+
+
+def _described(model: RoleModel) -> list[Any]:
+    adapters = [] if model.lora is None else [asdict(model.lora)]
+    return [asdict(model.shape), model.head, *adapters]
+
+
+def read_figures(path: Path) -> tuple[RanCall, ...]:
+    """The figures in a file; none if there is no file. Raises FiguresError."""
+    if not path.exists():
+        return ()
+    return read_document(path, _FIGURES, "no measured figures of runs", FiguresError)
+
+
+def keep_figures(path: Path, found: Sequence[RanCall]) -> None:
+    """Add figures to a file; they replace those of the same call under the same assignment. Raises OSError."""
+    before, warnings = read_kept(path, read_figures, ())
+    for warning in warnings:
+        logger.warning(warning)
+    kept = {(ran.call, ran.assignment): ran for ran in (*before, *found)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_kept(path, _FIGURES.dump_json(tuple(kept.values()), indent=1))
+
+
+def factor_of(ran: RanCall, seconds: float, active_bytes: float) -> Factor:
+    """The factor from a call's price (seconds; active_bytes of the fullest device) to what a run measured."""
+    memory = 1.0 if ran.active_bytes is None or active_bytes < 1 else ran.active_bytes / active_bytes
+    if seconds < LEAST_PRICE_S:
+        return Factor(memory=memory, added_s=ran.seconds)
+    return Factor(ran.seconds / seconds, memory)
+
+
+def factor_elsewhere(factors: Collection[Factor]) -> Factor:
+    """The factor for assignments that have not run, from the factors of those that have.
+
+    seconds  geometric mean: one call twice too slow and one twice too fast cancel out
+    added_s  mean
+    memory   largest, at least 1: a plan with too little memory fails, one with too much is only slower
+    """
+    if not factors:
+        return Factor()
+    seconds = exp(fmean(log(factor.seconds) for factor in factors))
+    added_s = fmean(factor.added_s for factor in factors)
+    return Factor(seconds, max(1.0, *(factor.memory for factor in factors)), added_s)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.pricing.device_share import sizes
+from planner.pricing.rooflines import sizes
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
