@@ -20,7 +20,7 @@ from bench.plan_runs import ppo_of, write_models
 from flows.commands.rehearsals import rehearsable, rehearsed
 from planner.pricing.provenance import figures_source
 from rlhf_tasks.algorithms.configurations import load_config
-from rlhf_tasks.rehearsal.costs import Machines
+from rlhf_tasks.rehearsal.assumptions import Machines
 
 WARM_UP = 2
 SIZES = (64, 16, 32)  # sequences of an iteration, tokens of a prompt and of a response

@@ -29,8 +29,7 @@ from rlhf_tasks.algorithms.configurations import ConfigError, load_config
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.rehearsal import rehearsal
-from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
-from rlhf_tasks.rehearsal.faults import InjectedFault, read_faults, scheduled
+from rlhf_tasks.rehearsal.assumptions import Costs, InjectedFault, Machines, Noise, read_faults, scheduled
 from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, Rehearsed
 from rlhf_tasks.rehearsal.story import NEAR, OWN, RUNNING, CommitMade
 from rlhf_tasks.spec import ExecutionPlan

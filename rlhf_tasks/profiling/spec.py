@@ -8,9 +8,8 @@ from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, Frozen, ModelFunctionCall, RolePlacements
 from rlhf_tasks.system.durable import ByteCount
 
-IDLE_NODES = (
-    8  # nodes without work at the plan's end: the gaps between them are the cost of dispatching a node
-)
+IDLE_NODES = 8
+"""Nodes without work at the plan's end: the gaps between them are the cost of dispatching a node."""
 
 
 BUDGET_S = 150.0  # seconds of the works of all models under all tp degrees; few points may take longer

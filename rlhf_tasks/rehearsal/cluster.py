@@ -6,12 +6,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from rlhf_tasks.protocol.progress import Pace, Timeouts
-from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
-from rlhf_tasks.rehearsal.disk import Disk
-from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault
+from rlhf_tasks.rehearsal.assumptions import Costs, HostFault, Machines, Noise, RankFault, SlowFault
 from rlhf_tasks.rehearsal.ranks import Process, SimulatedLink, Waiting
 from rlhf_tasks.rehearsal.story import WaitLog
-from rlhf_tasks.rehearsal.virtual_time import VirtualTime
+from rlhf_tasks.rehearsal.time_and_disk import Disk, VirtualTime
 from rlhf_tasks.spec import (
     ExecutionPlan,
     NodeKey,
@@ -104,8 +102,8 @@ class SimulatedCluster:
         """Whether every rank has a process that can go on."""
         return all(p is not None and not p.stopped and not p.hangs for p in self.processes)
 
-    def call_later(self, seconds: float, act: Callable[..., None], *given: Any) -> None:
-        self._loop.call_later(seconds, act, *given)
+    def call_later(self, seconds: float, act: Callable[..., None], *facts: Any) -> None:
+        self._loop.call_later(seconds, act, *facts)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Have something done beside everything else."""
@@ -114,17 +112,17 @@ class SimulatedCluster:
         task.add_done_callback(self._work.discard)
         return task
 
-    def post(self, act: Callable[..., None], *given: Any) -> None:
+    def post(self, act: Callable[..., None], *facts: Any) -> None:
         """Send a message. Messages arrive in the order in which they are sent, and at once: `Costs` has what calls
         take with their messages."""
         if not self._mail:
             self._loop.call_soon(self._deliver)
-        self._mail.append((act, given))
+        self._mail.append((act, facts))
 
     def _deliver(self) -> None:
         mail, self._mail = self._mail, []
-        for act, given in mail:
-            act(*given)
+        for act, facts in mail:
+            act(*facts)
 
     def _tick(self) -> None:
         self._loop.call_later(TICK_S, self._tick)

@@ -23,13 +23,11 @@ from rlhf_tasks.protocol.messages import (
     RunSpec,
 )
 from rlhf_tasks.protocol.progress import Pace
+from rlhf_tasks.rehearsal.assumptions import ControllerFault, Costs, InjectedFault, Machines, Noise, SlowFault
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster
-from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
-from rlhf_tasks.rehearsal.disk import CommitsOnDisk, SimulatedSnapshots
-from rlhf_tasks.rehearsal.faults import ControllerFault, InjectedFault, SlowFault
 from rlhf_tasks.rehearsal.ranks import Process, SimulatedRankMissing
 from rlhf_tasks.rehearsal.story import OWN, Story, WaitLog, Window
-from rlhf_tasks.rehearsal.virtual_time import VirtualTime
+from rlhf_tasks.rehearsal.time_and_disk import CommitsOnDisk, SimulatedSnapshots, VirtualTime
 
 REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
 FEWEST, MOST = 4, 40  # iterations of a window
@@ -79,9 +77,9 @@ class Rehearsed:
         return [fault.sentence for fault in self.story.faults if fault.cause == OWN]
 
 
-def rehearse(asked: RehearsalRequest) -> Rehearsed:
+def rehearse(request: RehearsalRequest) -> Rehearsed:
     """Rehearse a run. Takes seconds to minutes, whatever the hours."""
-    return carried_out(Rehearsal(asked))
+    return carried_out(Rehearsal(request))
 
 
 def carried_out(rehearsal: "Rehearsal") -> Rehearsed:
@@ -147,22 +145,22 @@ class Rehearsal:
 
     def __init__(
         self,
-        asked: RehearsalRequest,
+        request: RehearsalRequest,
         attempt: Callable[[Surroundings, RunSpec, Callable[[Any], None]], Attempt] = Attempt,
         process: Callable[[SimulatedCluster, int], Process] = Process,
         commits: CommitsOnDisk | None = None,
     ) -> None:
         self.loop = loop = VirtualTime()
-        self._asked = asked
+        self._request = request
         self._make_attempt = attempt
         self._story, self._watch = Story(), WaitLog()
-        plan, limits = asked.spec.plan, asked.spec.limits
+        plan, limits = request.spec.plan, request.spec.limits
         self.cluster = SimulatedCluster(
             loop,
             plan,
-            asked.costs,
-            asked.machines,
-            asked.noise,
+            request.costs,
+            request.machines,
+            request.noise,
             self._watch,
             Pace(limits.io_floor_s, limits.io_least_bytes_per_s),
             lambda idle: self._story.idle(idle, loop.time()),
@@ -173,12 +171,12 @@ class Rehearsal:
         self.attempt: Attempt | None = None
         self._starting: asyncio.Task[None] | None = None  # what starts the attempt
         self._snapshots: SimulatedSnapshots | None = None
-        self._rebuilds = asked.spec.rebuilds
+        self._rebuilds = request.spec.rebuilds
         self._over: asyncio.Future[tuple[str, bool]] = loop.create_future()
-        self._faults = list(asked.faults)
+        self._faults = list(request.faults)
         self._timer: asyncio.TimerHandle | None = None
         self._rehearsed = 0
-        self._quiet = QuietTimes(self._story, window_of(asked), asked.costs.cycle)
+        self._quiet = QuietTimes(self._story, window_of(request), request.costs.cycle)
 
     @property
     def _now_s(self) -> float:
@@ -188,14 +186,14 @@ class Rehearsal:
     async def run(self) -> Rehearsed:
         """From the run's beginning to its end."""
         self._set_timer()
-        self.begin(self._asked.spec)
+        self.begin(self._request.spec)
         ended, finished = await self._over
         story, snapshots = self._story, self._snapshots
         story.at(self.loop.time())
         if snapshots is not None and snapshots.writing_since_s is not None:
             self._commit_took(self.loop.time() - snapshots.writing_since_s)
-        kept = self.cluster.most_kept_bytes
-        return Rehearsed(story, self._watch, self._now_s, ended, finished, self._rehearsed, kept)
+        copies = self.cluster.most_kept_bytes
+        return Rehearsed(story, self._watch, self._now_s, ended, finished, self._rehearsed, copies)
 
     # --- the flow -----------------------------------------------------------------------------------------
 
@@ -212,20 +210,20 @@ class Rehearsal:
             self._end(f"the run gave up: {error}", False)
 
     def _make_snapshots(self, spec: RunSpec) -> SimulatedSnapshots:
-        asked, costs = self._asked, self._asked.costs
+        request, costs = self._request, self._request.costs
         self._snapshots = SimulatedSnapshots(
             self.loop,
             self._commits,
             self.cluster.disks[0],
             costs.commit_bytes,
             costs.n_files,
-            asked.keep_last,
+            request.keep_last,
             self._commit_took,
         )
         return self._snapshots
 
     def _commit_took(self, seconds: float) -> None:
-        self._watch.used("commit", seconds, self._asked.spec.limits.io_floor_s)
+        self._watch.used("commit", seconds, self._request.spec.limits.io_floor_s)
 
     def hear(self, attempt: Attempt, event: Any) -> None:
         """An event for the flow."""
@@ -269,13 +267,13 @@ class Rehearsal:
         """Wait for the next fault, or for the end of the hours."""
         if self._timer is not None:
             self._timer.cancel()
-        end_s = 3600 * self._asked.hours
+        end_s = 3600 * self._request.hours
         at_s = min(self._faults[0].at_s, end_s) if self._faults else end_s
         self._timer = self.loop.call_later(max(0.0, at_s - self._now_s), self._due)
 
     def _due(self) -> None:
-        if not self._faults or self._faults[0].at_s >= 3600 * self._asked.hours:
-            self._end(f"{self._asked.hours:g} hours are over", True)
+        if not self._faults or self._faults[0].at_s >= 3600 * self._request.hours:
+            self._end(f"{self._request.hours:g} hours are over", True)
             return
         self.strike(self._faults.pop(0))
         self._set_timer()
@@ -318,14 +316,14 @@ class Rehearsal:
         await asyncio.gather(starting, return_exceptions=True)
         await old.close()
         self._rebuilds += 1
-        if self._rebuilds > self._asked.spec.limits.max_restarts:
+        if self._rebuilds > self._request.spec.limits.max_restarts:
             self._end(f"the run gave up: its controller was lost, after {self._rebuilds - 1} restarts", False)
             return
-        await asyncio.sleep(self._asked.machines.attempt_s)
+        await asyncio.sleep(self._request.machines.attempt_s)
         update = {
             "attempt": old.spec.attempt + 1,
             "rebuilds": self._rebuilds,
-            "iterations": self._asked.spec.iterations - self._story.leapt_iterations,
+            "iterations": self._request.spec.iterations - self._story.leapt_iterations,
         }
         self.begin(old.spec.model_copy(update=update))
 
@@ -334,12 +332,12 @@ class Rehearsal:
     def _look_for_quiet(self) -> None:
         """At a commit: count what follows instead of rehearsing it, where all is as it was for a while."""
         attempt = self.attempt
-        if not self._asked.leaps or attempt is None or attempt.ledger.committed_step is None:
+        if not self._request.leaps or attempt is None or attempt.ledger.committed_step is None:
             return
         window = self._quiet.window(attempt.ledger.committed_step, self.loop.time())
         if window is None or self._story.slow:
             return
-        until_s = 3600 * self._asked.hours
+        until_s = 3600 * self._request.hours
         if self._faults:
             until_s = min(until_s, self._faults[0].at_s)
         left = attempt.ledger.last_iteration + 1 - attempt.ledger.committed_step
@@ -351,9 +349,9 @@ class Rehearsal:
         self._set_timer()
 
 
-def window_of(asked: RehearsalRequest) -> int:
+def window_of(request: RehearsalRequest) -> int:
     """Iterations of a window: as many as are rehearsed in seconds."""
-    nodes = sum(len(node.devices) for node in asked.spec.plan.nodes)
+    nodes = sum(len(node.devices) for node in request.spec.plan.nodes)
     return min(MOST, max(FEWEST, REHEARSED // nodes))
 
 

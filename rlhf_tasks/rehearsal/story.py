@@ -12,7 +12,7 @@ OWN = "a limit of the run itself"
 """The cause of a fault without any injected one: the run has ended a generation by itself."""
 
 
-class KeptIteration(NamedTuple):
+class RanIteration(NamedTuple):
     """When an iteration had run, and the seconds spent until then."""
 
     iteration: int
@@ -67,7 +67,7 @@ class Story:
         # The kind of a slow time that is over, and the last iteration that it delays.
         self._late: tuple[str, int] | None = None
         self._cause = ""
-        self._ran: list[KeptIteration] = [KeptIteration(-1, {})]
+        self._ran: list[RanIteration] = [RanIteration(-1, {})]
         self._ran_s: dict[int, float] = {}
 
     def at(self, now_s: float) -> None:
@@ -130,16 +130,16 @@ class Story:
         """An iteration that ran, or did in part, will be repeated: its seconds are lost."""
         while len(self._ran) > 1 and self._ran[-1].iteration >= iteration:
             self._ran.pop()
-        kept = self._ran[-1].seconds
+        spent = self._ran[-1].seconds
         for state in (RUNNING, WAITING):
-            lost_s = self.seconds[state] - kept.get(state, 0.0)
+            lost_s = self.seconds[state] - spent.get(state, 0.0)
             self.seconds[f"repeating: {self._cause}"] += lost_s
             self.seconds[state] -= lost_s
 
     def has_committed(self, iteration: int) -> None:
         """An iteration is committed."""
         self.committed = iteration + 1 + self.leapt_iterations
-        self._ran = [kept for kept in self._ran if kept.iteration >= iteration] or self._ran[-1:]
+        self._ran = [one for one in self._ran if one.iteration >= iteration] or self._ran[-1:]
 
     def commit_written(self, step: int, now_s: float) -> None:
         """A commit is written."""
@@ -150,7 +150,7 @@ class Story:
 
     def _mark(self, iteration: int) -> None:
         self._ran.append(
-            KeptIteration(iteration, {state: self.seconds[state] for state in (RUNNING, WAITING)})
+            RanIteration(iteration, {state: self.seconds[state] for state in (RUNNING, WAITING)})
         )
 
     # --- quiet times ------------------------------------------------------------------------------------
@@ -161,10 +161,10 @@ class Story:
         for state, spent_s in window.spent.items():
             self.seconds[state] += times * spent_s
         self._ran = [
-            KeptIteration(
-                kept.iteration, {s: kept.seconds[s] + times * window.spent.get(s, 0.0) for s in kept.seconds}
+            RanIteration(
+                one.iteration, {s: one.seconds[s] + times * window.spent.get(s, 0.0) for s in one.seconds}
             )
-            for kept in self._ran
+            for one in self._ran
         ]
         self.commits += [
             CommitMade(step + n * window.iterations, at_s + n * window.seconds, lag_s)
@@ -238,5 +238,5 @@ class WaitLog:
     @property
     def near(self) -> dict[str, Wait]:
         """The kinds with a wait that came within a factor of two of its deadline, the nearest first."""
-        found = {what: wait for what, wait in self.waits.items() if wait.near}
-        return dict(sorted(found.items(), key=lambda item: -item[1].share))
+        near = {what: wait for what, wait in self.waits.items() if wait.near}
+        return dict(sorted(near.items(), key=lambda item: -item[1].share))

@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.pipelines import load_pipeline, stages_of
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import Scores, TrainingConfig
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.rehearsal.costs import Machines
+from rlhf_tasks.rehearsal.assumptions import Machines
 from rlhf_tasks.spec import CallAssignment
 
 EXAMPLES = Path(deployments.__file__).with_name("examples")

@@ -15,7 +15,7 @@ from planner.pricing.figures import RanCall, keep_figures
 from planner.pricing.plans import price_plan
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.rehearsal.costs import Machines
+from rlhf_tasks.rehearsal.assumptions import Machines
 from rlhf_tasks.spec import CallNode
 from tests.flows.plan_documents import ppo
 

@@ -25,12 +25,11 @@ from rlhf_tasks.protocol.messages import (
     NotEntered,
     RunSpec,
 )
+from rlhf_tasks.rehearsal.assumptions import ControllerFault, Costs, Machines, Noise, RankFault
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster
-from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
-from rlhf_tasks.rehearsal.disk import CommitsOnDisk
-from rlhf_tasks.rehearsal.faults import ControllerFault, RankFault
 from rlhf_tasks.rehearsal.ranks import Process, SimulatedLink
 from rlhf_tasks.rehearsal.rehearsal import Rehearsal, RehearsalRequest, carried_out
+from rlhf_tasks.rehearsal.time_and_disk import CommitsOnDisk
 from rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,

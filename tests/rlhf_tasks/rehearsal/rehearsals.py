@@ -1,7 +1,7 @@
 """Rehearsals of small plans, for tests."""
 
 from rlhf_tasks.protocol.messages import RunSpec
-from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
+from rlhf_tasks.rehearsal.assumptions import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, rehearse
 from rlhf_tasks.spec import SaveNode, SaveSamplesNode
 from tests.rlhf_tasks.protocol.plans import small_plan

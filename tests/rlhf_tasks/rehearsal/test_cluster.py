@@ -4,11 +4,10 @@ import pytest
 
 from rlhf_tasks.protocol.messages import GenerationSpec, Reset, Restore
 from rlhf_tasks.protocol.progress import Pace
+from rlhf_tasks.rehearsal.assumptions import HostFault, Machines, Noise, RankFault, SlowFault
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster
-from rlhf_tasks.rehearsal.costs import Machines, Noise
-from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault
 from rlhf_tasks.rehearsal.story import WaitLog
-from rlhf_tasks.rehearsal.virtual_time import VirtualTime
+from rlhf_tasks.rehearsal.time_and_disk import VirtualTime
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import SECONDS, costs_of
 

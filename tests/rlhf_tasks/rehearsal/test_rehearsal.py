@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from planner.plan.steady_state import steady_state
-from rlhf_tasks.rehearsal.costs import Machines
-from rlhf_tasks.rehearsal.faults import ControllerFault, HostFault, RankFault, SlowFault
+from rlhf_tasks.rehearsal.assumptions import ControllerFault, HostFault, Machines, RankFault, SlowFault
 from rlhf_tasks.rehearsal.story import OWN, RUNNING, STARTING, WAITING
 from tests.rlhf_tasks.protocol.plans import ahead_plan, random_plan, small_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import ITERATION_S, SECONDS, rehearsed
