@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "18-20": Fault(
         "Prefect server down, its database locked or damaged",
-        "training goes on",
+        "training continues",
         "tests/flows/cluster/test_server.py tests/flows/commands/test_local_run.py "
         "tests/flows/view/test_prefect_api.py",
         "killed or data_base or dies_for_good or failure or busy",
@@ -129,7 +129,7 @@ FAULTS = {
     ),
     "27": Fault("pickle beside a commit", "never opened", CHECKPOINT, "pickle"),
     "28": Fault(
-        "every commit corrupt, or all gone", "stops, nothing begins anew", CHECKPOINT, "no_commit or lost"
+        "every commit corrupt, or all gone", "stops, nothing starts again", CHECKPOINT, "no_commit or lost"
     ),
     "29": Fault(
         "another model or configuration at resume", "refused with the difference", IDENTITY, "model or change"

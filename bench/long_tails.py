@@ -52,7 +52,7 @@ def write_model(folder: Path, with_end: bool) -> None:
     """A Llama of 5M parameters whose tokens are of two kinds, by whether their id is odd.
 
     Dim 0 of the hidden states says the kind, dim 1 is constant. A token is followed by one of its kind. with_end: the
-    end token has the probability SHORT behind odd ids and LONG behind even ones; else it does not come.
+    end token has the probability SHORT after odd ids and LONG after even ones; else it does not come.
     """
     config = LlamaConfig(
         vocab_size=VOCAB,

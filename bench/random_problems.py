@@ -1,4 +1,4 @@
-"""Is the plan search nowhere behind another mode? On small random problems, against all modes and, where the choices
+"""Is the plan search nowhere after another mode? On small random problems, against all modes and, where the choices
 are few enough, against the best of all of them.
 
     python -m bench.random_problems [--problems 200] [--first 0] [--limit 2]
@@ -6,8 +6,8 @@ are few enough, against the best of all of them.
 Problem number n is the same everywhere: GRPO or PPO, with parts, rounds and staleness, on two to four devices of one
 or two hosts, with fast and slow links, one role or several, ample and scarce memory. The search has the limit, each
 other mode half of it, as in the comparison that `prefect-rlhf plan` prints. The bench prints a row for each kind of
-problem: how often the search was behind, by how much at most, how often it proved its plan, how often the limit came
-before all options were priced, and its seconds. It ends with 1 if the search was behind anywhere.
+problem: how often the search was after, by how much at most, how often it proved its plan, how often the limit came
+before all options were priced, and its seconds. It ends with 1 if the search was after anywhere.
 """
 
 import math
@@ -182,12 +182,12 @@ def compared(problem: Problem, limit_s: float) -> Compared:
 
 def rows(every: list[Compared]) -> Iterator[str]:
     """The table: a row for each kind, then all together."""
-    yield f"{'problems':40} {'number':>6} {'behind':>6} {'at most':>8} {'proved':>6} {'late':>4} {'seconds':>8}"
+    yield f"{'problems':40} {'number':>6} {'after':>6} {'at most':>8} {'proved':>6} {'late':>4} {'seconds':>8}"
     kinds = sorted({one.kind for one in every})
     for kind in [*kinds, "all"]:
         own = [one for one in every if kind in (one.kind, "all")]
         yield (
-            f"{kind:40} {len(own):6} {sum(one.behind > 0 for one in own):6} {max(one.behind for one in own):8.1%} "
+            f"{kind:40} {len(own):6} {sum(one.after > 0 for one in own):6} {max(one.after for one in own):8.1%} "
             f"{sum(one.is_proven for one in own):6} {sum(one.is_late for one in own):4} "
             f"{sum(one.seconds for one in own):8.1f}"
         )

@@ -8,7 +8,7 @@ The models are Llamas with random weights, which answer every prompt at full len
 
     planned   undisturbed, always run: seconds and bytes of each call, planned and measured
     again     the same once more
-    killed    SIGKILL to rank 0 when it has trained in the third iteration; the run replaces it and goes on
+    killed    SIGKILL to rank 0 when it has trained in the third iteration; the run replaces it and continues
     offload   the optimizers' state is kept in host memory
 
 The last commits of the others are compared with that of `planned`, byte by byte; `unlike` lists the metrics of the

@@ -1,6 +1,6 @@
 """Flow `rlhf-pipeline`: the stages of a configuration one after another; without one, the demo.
 
-A stage is a subflow that is run once, and goes on where it was interrupted. The demo's stages are a pipeline
+A stage is a subflow that is run once, and continues where it was interrupted. The demo's stages are a pipeline
 (deployments/demo/pipeline.yaml), with two steps between them that are no runs and that only the demo has: preference
 pairs are made from scored samples, and the reward model's scores are normalised for PPO.
 """

@@ -178,7 +178,7 @@ class _Tracker:
         self._next_try_s = time.monotonic() + self._pause_s
         if first:
             self._say(
-                f"{self._name} has failed, the run goes on: {fault}. It is tried again later; what it has printed "
+                f"{self._name} has failed, the run continues: {fault}. It is tried again later; what it has printed "
                 f"is in {self._folder / TRACKERS / self._name}.log"
             )
         self._pause_s *= 2
@@ -244,7 +244,7 @@ def _served(messages: Iterator[Mapping[str, Any]]) -> Iterator[int]:
     tracker, folder = begin["tracker"], Path(begin["folder"])
     state = folder / TRACKERS / f"{tracker}.json"
     run = TrackedRun(folder.name, folder, begin["config"])
-    # None yet, or a damaged one: the store begins anew.
+    # None yet, or a damaged one: the store starts again.
     with suppress(ConfigError), reading(state, "no state of a tracker", remedy="Remove it."):
         known = read_json(state)
         run.id, run.done = str(known["id"]), int(known["done"])
@@ -355,7 +355,7 @@ class WandB:
 
 
 class MLflow:
-    """MLflow: MLFLOW_TRACKING_URI, by default the data base `mlflow.db` beside the run folders, and there the folder
+    """MLflow: MLFLOW_TRACKING_URI, by default the database `mlflow.db` beside the run folders, and there the folder
     `mlflow` for what it keeps as files."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -364,7 +364,7 @@ class MLflow:
 
         told = os.environ.get("MLFLOW_TRACKING_URI")
         uri = told or f"sqlite:///{run.folder.parent / 'mlflow.db'}"
-        # A server knows where its files lie; a data base alone would put them into the working directory.
+        # A server knows where its files lie; a database alone would put them into the working directory.
         self._files = None if told else (run.folder.parent / "mlflow").absolute().as_uri()
         self._client, self._metric = MlflowClient(uri), Metric
         if run.id:

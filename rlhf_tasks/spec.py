@@ -65,8 +65,8 @@ class ModelFunctionCall(Frozen):
     lead        iterations by which it runs ahead: in iteration t it works on the samples of iteration t + lead
                 (docs/adr/0017-staleness-is-a-lag.md)
     segment_tokens  of a generate call: it draws so many tokens of each sequence, again and again, until a batch has
-                ended. What has not goes on in the next iteration (docs/adr/0020-segments.md); None: each sequence is
-                drawn to its end
+                ended. The others continue in the next iteration (docs/adr/0020-segments.md); None: each sequence
+                is drawn to its end
     runs_model  False where the call runs only Python rewards, on the heads of the role's mesh
     """
 

@@ -158,7 +158,7 @@ def test_the_algorithm_trains_loses_a_rank_and_is_resumed_to_the_same_bits(insta
     changes = ("name=ended", "runtime.max_restarts=0")
     status, said = run(installed, user, "ended", "--config", "planned.yaml", *changes, **killed)
     assert status == 1, said
-    assert f"To go on: prefect-rlhf run weighted-regression --resume {folders['ended']}" in said
+    assert f"To continue: prefect-rlhf run weighted-regression --resume {folders['ended']}" in said
     status, said = run(installed, user, "resumed", "--resume", str(folders["ended"]))
     assert status == 0, said
     assert generations_of(folders["ended"])[ITERATIONS - 1] == (2, 0), "it began anew"

@@ -213,7 +213,7 @@ class OwnServer:
                     return
                 if again == RESTARTS:
                     logger.warning(
-                        "the Prefect server has died %d times; the run goes on without it", again + 1
+                        "the Prefect server has died %d times; the run continues without it", again + 1
                     )
                     return
                 logger.warning("the Prefect server has died (status %d); it is started again", status)
@@ -239,7 +239,7 @@ class OwnServer:
         answers, _, _ = select.select([process.stdout], [], [], START_DEADLINE_S)
         if not answers:
             raise ServerError(
-                f"The Prefect server has told no address within {START_DEADLINE_S:.0f} s. Its log: "
+                f"The Prefect server has printed no address within {START_DEADLINE_S:.0f} s. Its log: "
                 f"{self._home / 'server.log'}"
             )
         address, _, said = process.stdout.readline().decode().strip().partition(" ")

@@ -1,7 +1,7 @@
 """Ends a run on Ctrl-C or SIGTERM: within `END_S`, whatever the run is doing, and with no process left.
 
 Prefect's SIGTERM handler raises its exception wherever the main thread happens to be. There a callback of the event
-loop, one of Prefect's own tasks or a serializer may swallow it, and the run goes on. So a separate thread reads
+loop, one of Prefect's own tasks or a serializer may swallow it, and the run continues. So a separate thread reads
 signals from Python's wake-up descriptor, to which the interpreter writes them whichever handler is installed. It
 cancels the run, and kills what has not ended in time.
 
@@ -90,7 +90,7 @@ def terminable() -> Iterator[None]:
 def patient(seconds: Callable[[], float]) -> Iterator[None]:
     """Inside, SIGTERM takes effect only after some seconds, in which the run may end by itself.
 
-    seconds  asked again and again after the signal: from it until it takes effect. At most 30 s less `END_S`, after
+    seconds  called repeatedly after the signal: the delay until it takes effect. At most 30 s less `END_S`, after
              which a worker of Prefect's kills the process
 
     Does nothing outside the main thread.

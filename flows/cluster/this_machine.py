@@ -112,8 +112,8 @@ def _described(named: tuple[tuple[str, str], ...]) -> tuple[Gpu, ...]:
         fault, found = f"it took longer than {DRIVER_S:g} s", []
     if not found:
         raise ConfigError(
-            f"CUDA's driver does not describe this machine's GPUs: {fault or 'it shows none'}. Mend it, correct "
-            f"{VISIBLE}, or leave that empty to run on CPUs."
+            f"CUDA's driver does not describe this machine's GPUs: {fault or 'it shows none'}. Repair the "
+            f"driver, correct {VISIBLE}, or leave that empty to run on CPUs."
         )
     return tuple(Gpu(**{**one, "capability": tuple(one["capability"])}) for one in found)
 

@@ -92,7 +92,7 @@ def pause(run: Path, /, *, release: Annotated[bool, Parameter("--release", negat
         run,
         "release" if release else "pause",
         f"pauses when the iterations in flight are committed; its devices are {devices}. "
-        f"To go on: prefect-rlhf resume {run}",
+        f"To continue: prefect-rlhf resume {run}",
     )
 
 
@@ -104,7 +104,7 @@ def resume(run: Path, /) -> None:
     run
         The run's folder.
     """
-    _order(run, "resume", "goes on")
+    _order(run, "resume", "continues")
 
 
 def stop(run: Path, /) -> None:

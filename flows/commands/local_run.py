@@ -100,7 +100,7 @@ def profile_here(config: RunConfig, out: Path | None) -> None:
 
 
 def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any:
-    stopped = f"\nstopped. To go on: {again}"
+    stopped = f"\nstopped. To continue: {again}"
     began_s = time.time()
     try:
         with terminable(), ending_in_time() as watch:
@@ -121,10 +121,10 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
             raise KeyboardInterrupt from None
         raise SystemExit(TERMINATED) from None
     except CancelledRun:
-        console.print(f"cancelled. To go on: {again}", highlight=False, soft_wrap=True)
+        console.print(f"cancelled. To continue: {again}", highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
     except (Abort, Pause) as ended:
-        console.print(f"ended: {ended}. To go on: {again}", highlight=False, soft_wrap=True)
+        console.print(f"ended: {ended}. To continue: {again}", highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
     except ServerError as failure:
         _tell_end(str(failure), again)
@@ -161,7 +161,9 @@ def _without_prefect(error: Exception, folder: Path, again: str, began_s: float)
 
 def _tell_end(cause: str, again: str) -> None:
     """Print why a run has ended, as the first line, and how to resume it."""
-    console.print(f"[bold red]failed:[/] {escape(cause)}\nTo go on: {again}", highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold red]failed:[/] {escape(cause)}\nTo continue: {again}", highlight=False, soft_wrap=True
+    )
 
 
 def _keep_traceback(error: Exception, folder: Path) -> None:

@@ -266,7 +266,7 @@ def spent(rehearsed: Rehearsed, costs: Costs) -> list[Spent]:
     # Iterations overlap while they wait for commits, so that running takes less than all of their planned seconds.
     beside_s = seconds.pop(RUNNING, 0.0) - planned_s
     rows = [("committed iterations, as planned", planned_s)]
-    rows.append(("calls beside the plan: noise, slow hosts, shared cores, not committed, overlap", beside_s))
+    rows.append(("calls, beyond the plan: noise, slow hosts, shared cores, not committed, overlap", beside_s))
     rows += sorted(seconds.items(), key=lambda item: -item[1])
     return [Spent(cause, taken_s, taken_s / total) for cause, taken_s in rows if taken_s]
 

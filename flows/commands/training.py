@@ -48,7 +48,7 @@ def run(
     ----------
     algorithm
         ppo, grpo, dpo, sft, reward-model, rollout, evaluate, or another algorithm (docs/algorithms.md); or
-        pipeline, whose stages are such runs: the same command again goes on with it.
+        pipeline, whose stages are such runs: the same command again continues it.
     overrides
         `key.sub=value`, the value being YAML; with --resume only `cluster.*` and `runtime.*`, unless changes are
         accepted.
@@ -63,7 +63,7 @@ def run(
     if algorithm == PIPELINE:
         if config is None or resume is not None or accept_changes:
             raise ConfigError(
-                "A pipeline goes on where it ended: give --config FILE, and nothing else, again."
+                "A pipeline continues where it ended: give --config FILE, and nothing else, again."
             )
         _run_pipeline(load_pipeline(config, overrides), config)
         return
@@ -84,7 +84,7 @@ def run(
         folder, settings = open_run(load_config(config, overrides))
     if folder is None:
         refuse_used_name(settings)
-    # Taken from the first look to the end: of two that resume a run at once, one goes on.
+    # Taken from the first look to the end: of two that resume a run at once, one continues.
     with taken(folder) if folder is not None else nullcontext():
         _run_in(algorithm, settings, config, folder, accept_changes)
 

@@ -1,4 +1,4 @@
-"""What a run is ordered to do: pause, go on, stop, end. Whoever orders last is obeyed.
+"""What a run is ordered to do: pause, continue, stop, end. Whoever orders last is obeyed.
 
 Orders come from the run folder (`prefect-rlhf pause` and its kin leave a file there) and from the states of the flow
 run and of those that it is part of, which the UI, `prefect` and Prefect's API set. The flow process looks at both
@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 class Order(Enum):
     """What a run is to do. All but END take effect at the next commit."""
 
-    GO_ON = "go on"
+    CONTINUE = "continue"
     PAUSE = "pause, with its devices kept: models stay loaded, ranks are idle"
-    RELEASE = "pause, with its devices released: the ranks end; to go on it starts new ones"
+    RELEASE = "pause, with its devices released: the ranks end; resuming starts new ones"
     STOP = "end there as at its last iteration, with model and summary"
     LEAVE = "end there, and leave it to Prefect to start the flow run again"
     CANCEL = "end there as cancelled, without model and summary"
@@ -62,7 +62,7 @@ ENDINGS = (Order.STOP, Order.LEAVE, Order.CANCEL, Order.END)
 COMMANDS = {
     "pause": Order.PAUSE,
     "release": Order.RELEASE,
-    "resume": Order.GO_ON,
+    "resume": Order.CONTINUE,
     "stop": Order.STOP,
     "cancel": Order.CANCEL,
 }
@@ -80,7 +80,7 @@ class Orders:
     """
 
     def __init__(self, say: Callable[[str], None] = logger.info) -> None:
-        self.wanted = Order.GO_ON
+        self.wanted = Order.CONTINUE
         self.why = ""
         self.held: int | None = None
         self.left: UUID | None = None
@@ -187,7 +187,7 @@ class StateWatch:
             if self._flow is not None:
                 await client.read_flow(
                     self._flow
-                )  # not found where the data base is a new one: no news of the run
+                )  # not found where the database is a new one: no news of the run
                 self._orders.give(Order.END, "its flow run was deleted")
             return
         self._flow = runs[self._own].flow_id
@@ -197,7 +197,7 @@ class StateWatch:
             before = self._seen.get(run.id)
             self._seen[run.id] = state
             order = order_of(run)
-            if order is Order.GO_ON and (before is None or not is_pause(before)):
+            if order is Order.CONTINUE and (before is None or not is_pause(before)):
                 continue  # it has begun: nobody has resumed it
             if order is not None:
                 self._orders.give(order, f"flow run {run.name!r} is {state.name}")
@@ -214,7 +214,7 @@ class StateWatch:
             state = paused_state(run, step, self._orders.wanted)
             if (shown.type, shown.name, shown.message) == (state.type, state.name, state.message):
                 return
-        elif self._orders.wanted in (Order.GO_ON, Order.STOP) and (is_pause(shown) or is_resumed(run)):
+        elif self._orders.wanted in (Order.CONTINUE, Order.STOP) and (is_pause(shown) or is_resumed(run)):
             state = Running(message=f"Resumed: {self._orders.why}")
         else:
             return
@@ -251,7 +251,7 @@ def order_of(run: FlowRun) -> Order | None:
 
     Suspended, as the UI's Pause sets it, means that Prefect schedules the flow run again when it is resumed: its
     process leaves. So does a pause which has given the deployment's slot to others, and a flow run that is scheduled
-    again already. Without a deployment nobody starts the flow run again: its process stays, and goes on.
+    again already. Without a deployment nobody starts the flow run again: its process stays, and continues.
     """
     state = run.state
     assert state is not None
@@ -262,11 +262,11 @@ def order_of(run: FlowRun) -> Order | None:
     if state.type is StateType.CANCELLING:
         return Order.CANCEL
     if is_resumed(run):
-        return Order.GO_ON
+        return Order.CONTINUE
     if state.type in (StateType.SCHEDULED, StateType.PENDING):
         return Order.LEAVE
     if state.type is StateType.RUNNING and not is_pause(state):
-        return Order.GO_ON
+        return Order.CONTINUE
     return Order.END if state.type in FINAL else None
 
 
@@ -276,7 +276,7 @@ def is_pause(state: State) -> bool:
 
 
 def is_resumed(run: FlowRun) -> bool:
-    """Whether a suspended flow run was resumed that only its own process can go on with."""
+    """Whether a suspended flow run was resumed that only its own process can continue."""
     assert run.state is not None
     return run.deployment_id is None and run.state.type in (StateType.SCHEDULED, StateType.PENDING)
 
@@ -335,7 +335,7 @@ def holds_slot(state: State) -> bool:
 
 
 class Interrupted(Abort):
-    """A signal has ended the run. Prefect's engine takes `state` for the flow run's, and writes none of its own.
+    """A signal has ended the run. Prefect's engine shows `state` as the flow run's, and writes none of its own.
 
     number      of the signal
     flow_run_id  the flow run that was told to end; those that it is part of end with it

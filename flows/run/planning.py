@@ -140,7 +140,7 @@ def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, worklo
 
 
 def _threads(config: RunConfig, hardware: Hardware) -> int:
-    """Threads of each rank; 0 where they are not for us to say, or do not matter."""
+    """Threads of each rank; 0 where others decide that, or where it does not matter."""
     here = config.cluster.address is None and hardware.cluster.n_devices == config.cluster.n_devices
     slots = hardware.classes.profile(0).name == CPU_SLOT
     return threads_of_ranks(config.cluster.n_devices) if here and slots else 0

@@ -171,7 +171,7 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
 
 
 def _exports_what_loads(config: RunConfig) -> tuple[RunConfig, str | None]:
-    """The configuration, which exports a whole model where its adapters would belong to no whole one; then a warning.
+    """The configuration; where its adapters would lie on an adapter, set to export the whole model, with a warning.
 
     peft and transformers take no adapter whose base is an adapter itself.
     """
@@ -267,7 +267,7 @@ def _devices_assumed(config: RunConfig, problem: Problem) -> str:
     if config.planning.device is not None:
         return ""
     name = problem.model.classes.profile(0).name
-    return f" Devices are taken for this machine's, {name}: planning.device names others."
+    return f" The plan assumes this machine's devices, {name}; planning.device names others."
 
 
 def _evaluation(role: str, at_start: bool) -> str:

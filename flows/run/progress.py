@@ -218,7 +218,7 @@ class RunView:
             try:
                 await self._show_news()
             except Exception:
-                logger.exception("what Prefect shows of the run has failed; training goes on")
+                logger.exception("what Prefect shows of the run has failed; training continues")
         while self._events.due and self.api.outage_s < GIVE_UP_S:
             with suppress(Away):
                 await asyncio.sleep(min(self.api.wait_s, 1.0))
@@ -280,7 +280,7 @@ class RunView:
         try:
             page = await asyncio.wait_for(asyncio.to_thread(draw), DRAWN_S)
         except Exception:
-            logger.exception("a page of the run cannot be drawn; training goes on")
+            logger.exception("a page of the run cannot be drawn; training continues")
             self.api.skipped += 1
             return
         if page is not None:

@@ -73,7 +73,7 @@ async def carry_out(
 
     algorithm  the type of configuration that the flow carries out
 
-    Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can mend,
+    Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can correct,
     RunFailed for what happened on the way, and Prefect's signals where the flow run is suspended or was ended.
     """
     refuse_unguarded_script()
@@ -211,8 +211,8 @@ async def _end(
     await view.api.show(lambda: artifacts.show_planned_and_measured(compared))
     if missing := view.api.missing():
         view.say(
-            f"Prefect does not show all of the run, which went on without its server for {missing['away_s']} s: "
-            f"what is not there stands in {folder / SUMMARY}"
+            f"Prefect does not show all of the run, which continued without the server for {missing['away_s']} s: "
+            f"{folder / SUMMARY} has the rest"
         )
     view.finished()
     return summary
@@ -266,7 +266,7 @@ class Restarts:
 
 class Attempts:
     """The attempts of a run, one after the other: where a controller or a scheduler is lost, and where devices were
-    released, the next one goes on from the last commit.
+    released, the next one continues from the last commit.
 
     Attempts that end without a commit are counted together with rebuilds.
 
@@ -286,7 +286,7 @@ class Attempts:
         self._view, self._orders, self._restarts = view, orders, restarts
 
     async def run(self, rebuilds: int) -> Order:
-        """Until the run has reached its last iteration (GO_ON, or STOP before that), or ends for another order.
+        """Until the run has reached its last iteration (CONTINUE, or STOP before that), or ends for another order.
 
         rebuilds  how many there were since the last commit, before this process
         """
@@ -306,7 +306,7 @@ class Attempts:
                 continue
             if result.order is Order.RELEASE:
                 order = await self._orders.released()
-                if order is Order.GO_ON or (order is Order.STOP and not newest_step(self._folder)):
+                if order is Order.CONTINUE or (order is Order.STOP and not newest_step(self._folder)):
                     rebuilds, again = 0, False
                     self._restarts.count(rebuilds, "")
                     continue
@@ -410,7 +410,7 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
         commit, _ = commit_to_export(folder, prepared.config)
         assert commit is not None, "a finished run has a commit"
         model, role = folder / "model", "actor" if "actor" in trained else trained[0]
-        if _exported_step(folder) != commit.step:  # a run that was stopped may have gone on
+        if _exported_step(folder) != commit.step:  # a run that was stopped may have continued
             shutil.rmtree(model, ignore_errors=True)
             reach(Point.EXPORT)
             _export(commit.folder, prepared, role, model)

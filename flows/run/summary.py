@@ -41,7 +41,7 @@ from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
 
 PACKAGES = ("prefect-rlhf", "torch", "transformers", "prefect", "distributed")
 ENOUGH = 3
-"""Iterations under a plan, the first among them, before its figures are gone by."""
+"""Iterations under a plan, including the first, before its figures count."""
 
 JournalRow = Mapping[str, Any]
 
@@ -181,7 +181,7 @@ class Planned:
     peak_flops_per_s  of all devices of the cluster together
     source         where the figures come from: a profile or a preset, and measured figures of runs
     note           why what is measured may be far from it, and what to do; "" where something was measured
-    figures        the file for what this run finds
+    figures        the file for what is measured in this run
     """
 
     price: PlanPrice

@@ -2,7 +2,7 @@
 
 The loop enters an iteration as soon as the controller says that it may be entered (docs/protocol.md, delivery): it
 tells the controller, which delivers, and the iteration's view (flows/view/iterations.py).
-Whatever Prefect does or does not do meanwhile, the ranks go on.
+Whatever Prefect does or does not do meanwhile, the ranks continue.
 """
 
 import asyncio
@@ -54,11 +54,11 @@ ANSWER_S = 60.0  # its event loop waits for nobody, but the interpreter is held 
 
 
 class RunFailed(RuntimeError):
-    """The run has ended without its last commit. The message has the cause, and where to go on from."""
+    """The run has ended without its last commit. The message has the cause, and where to continue from."""
 
 
 class ControllerLost(RunFailed):
-    """The attempt has ended with its controller, or its scheduler: another one can go on from the last commit.
+    """The attempt has ended with its controller, or its scheduler: another one can continue from the last commit.
 
     rebuilds  attempts and rebuilds since the last commit, before this loss
     """
@@ -74,13 +74,13 @@ class TrainingResult:
 
     committed_step  number of committed iterations
     faults          the causes of the rebuilds
-    order           GO_ON: the last iteration is committed; else the order for which the attempt ended at a commit
+    order           CONTINUE: the last iteration is committed; else the order for which the attempt ended at a commit
     again           it ended at a commit for another attempt to begin there (`RunControl.end_at_commit`)
     """
 
     committed_step: int
     faults: tuple[str, ...]
-    order: Order = Order.GO_ON
+    order: Order = Order.CONTINUE
     again: bool = False
 
 
@@ -128,7 +128,7 @@ async def run_training(
     api             the door to Prefect that the hooks use too
     on_event        called at once with each of the controller's events, whatever the other hooks wait for
     dispatch_ahead  False: an iteration is entered only when the one before is committed, which needs snapshot_every=1
-    orders          what the run is to do; default: go on to its last iteration
+    orders          what the run is to do; default: continue to its last iteration
     Raises ValueError where it could never end, RunFailed with the cause, ControllerLost, and
     `prefect.exceptions.Abort` where it is ordered to END.
     Cancelling the caller ends the run: the cluster is free again within seconds.
@@ -170,12 +170,12 @@ class Hooks:
     on_event: OnEvent | None = None
 
     def hear(self, event: Any) -> None:
-        """Hand an event to whoever shows it; what goes wrong there is logged, and training goes on."""
+        """Hand an event to whoever shows it; what goes wrong there is logged, and training continues."""
         if self.on_event is not None:
             try:
                 self.on_event(event)
             except Exception:
-                logger.exception("what is shown of %s has failed; training goes on", event.kind)
+                logger.exception("%s cannot be shown; training continues", event.kind)
 
 
 class Training:
@@ -223,9 +223,7 @@ class Training:
             cancelled = order is Order.CANCEL
             _, late = await asyncio.wait([hooks], timeout=CANCELLED_S if cancelled else HOOKS_S)
             if late:
-                logger.warning(
-                    "the hooks take too long; of what they were to be told, %d are left out", news.qsize()
-                )
+                logger.warning("the hooks take too long; %d events do not reach them", news.qsize())
             if not (cancelled or self._again):  # closing it has a shorter limit, and the devices wait
                 await self._view.complete()
         except CommClosedError:
@@ -249,7 +247,7 @@ class Training:
         following = asyncio.create_task(self._follow(comm, writer, news, control))
         try:
             await asyncio.wait({obeying, following}, return_when=asyncio.FIRST_COMPLETED)
-            return (following.result(), Order.GO_ON) if following.done() else obeying.result()
+            return (following.result(), Order.CONTINUE) if following.done() else obeying.result()
         finally:
             obeying.cancel()
             following.cancel()
@@ -257,14 +255,14 @@ class Training:
 
     async def _obey(self, writer: Writer, control: RunControl) -> tuple[int, Order]:
         """Pass the orders on; ends at the commit, with its step and the order, at which the attempt is to end."""
-        orders, passed_on = self._orders, Order.GO_ON
+        orders, passed_on = self._orders, Order.CONTINUE
         while True:
             order = orders.wanted
             if order is Order.END:
                 raise Abort(orders.why)
             if order is not passed_on:
                 passed_on = order
-                if order is Order.GO_ON:
+                if order is Order.CONTINUE:
                     orders.hold(None)
                     writer.put(Resume())
                     if control.ends_at_commit:
@@ -347,13 +345,13 @@ class Training:
                 try:
                     await self._hooks.on_commit(committed, control)
                 except Exception:
-                    logger.exception("a hook failed at %s; training goes on", committed.kind)
+                    logger.exception("a hook failed at %s; training continues", committed.kind)
 
 
 def _ending(end: GaveUp) -> str:
-    """Why an attempt has ended, the traceback of the user's code where that is the cause, and where to go on from."""
+    """Why an attempt has ended, with the traceback of the user's code if that is the cause, and where to continue."""
     step = end.committed_step
-    where = "" if step is None else f"{step} iterations are committed; resume to go on from there."
+    where = "" if step is None else f"{step} iterations are committed; resume to continue from there."
     if end.traceback:
-        return f"{end.reason}\n{end.traceback.rstrip()}\nMend that. {where}".rstrip()
+        return f"{end.reason}\n{end.traceback.rstrip()}\nCorrect that. {where}".rstrip()
     return f"{end.reason} {where}".rstrip()

@@ -171,7 +171,7 @@ class PrefectApi:
             self._away_since = time.monotonic()
             self._pause_s = PAUSE_S
             logger.warning(
-                "run %s goes on without the Prefect server, until it answers again: %s", self._run, reason
+                "run %s continues without the Prefect server, until it answers again: %s", self._run, reason
             )
         self._next_try = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -187,8 +187,8 @@ def _heeding(wishes: Ints, early: Ints, late: Ints) -> Ints:
 def with_trailing(template: PlanTemplate, places: Ints) -> Ints:
     """The places of all slots, [orders, slots] int64, from those of the slots that move, [orders, slots that move].
 
-    A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step; a
-    sync, and behind it its save, the later of its two calls; the offload of a trained role follows these. Nothing
+    A release or offload directly follows the last reader; a save, and after it an evaluation, its train_step; a
+    sync, and after it its save, the later of its two calls; the offload of a trained role follows these. Nothing
     else comes between. No two places of an order are equal.
     """
     column = {name: i for i, name in enumerate(template.moving)}
@@ -287,7 +287,7 @@ def _list_schedule(problem: OrderProblem) -> list[str]:
 
 
 def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
-    """Neighbouring orders: one node moved ahead of an earlier one, or one of `late` moved behind a later one; then a
+    """Neighbouring orders: one node moved ahead of an earlier one, or one of `late` moved after a later one; then a
     long node moved ahead of an earlier long one, together with those of its predecessors that stand between."""
     groups = problem.work.groups
     for i, node in enumerate(order):

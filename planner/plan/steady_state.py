@@ -85,7 +85,7 @@ def copy_of(onload: str) -> str:
 
 
 def with_copies(order: Iterable[str], onloads: Collection[str]) -> list[str]:
-    """An order of nodes, with the copy of each onload inserted directly behind the onload."""
+    """An order of nodes, with the copy of each onload inserted directly after the onload."""
     return [each for name in order for each in ((name, copy_of(name)) if name in onloads else (name,))]
 
 

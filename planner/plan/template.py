@@ -264,7 +264,7 @@ def _add_saves(template: PlanTemplate, graph: DataflowGraph) -> None:
             template.across[trainer.name].add(f"save_{role}")
         if (
             trainer is not None and role in graph.evaluated
-        ):  # behind the save, whose files are written meanwhile
+        ):  # after the save, whose files are written meanwhile
             template.add(
                 Slot(f"evaluate_{role}", "evaluate", trainer.name, trainer.name), after={trainer.name}
             )

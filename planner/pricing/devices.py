@@ -291,7 +291,7 @@ _EFFICIENCIES = (
     "communicator_bytes: 688 MB on four A100s with NVLink (github.com/NVIDIA/nccl/issues/964); an estimate on PCIe, "
     "where NCCL has fewer channels",
     "context_bytes: .96 GB on an H200 (bench/results/gpu.md); fragmentation: an estimate, for a process of one "
-    "run; one that ran several models by turns left 11.5% of the allocator's memory unused",
+    "run; one that ran several models in turn left 11.5% of the allocator's memory unused",
 )
 _STATED = (
     "peaks: NVIDIA data sheets (dense bf16, memory); NVLink per direction; one NIC per GPU as in DGX systems",

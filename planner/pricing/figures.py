@@ -345,7 +345,7 @@ def read_kept(path: Path, read: Callable[[Path], T], nothing: T) -> tuple[T, tup
         with suppress(OSError):
             path.replace(aside)
         where = f"It is put aside as {aside.name}, and" if aside.exists() else "It is passed over:"
-        return nothing, (f"{error} {where} plans go on without it.",)
+        return nothing, (f"{error} {where} plans continue without it.",)
 
 
 def write_kept(path: Path, content: bytes) -> None:

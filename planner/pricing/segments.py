@@ -1,4 +1,4 @@
-"""What an iteration draws where generation goes on in segments (docs/adr/0020-segments.md): the schedule of
+"""What an iteration draws where generation continues in segments (docs/adr/0020-segments.md): the schedule of
 rlhf_tasks.algorithms.shared.sampling.segments is carried out on lengths that are drawn at random."""
 
 from functools import lru_cache
@@ -30,7 +30,7 @@ class Round(NamedTuple):
 class Drawn(NamedTuple):
     """What an iteration draws in the steady state, per sequence of its batch.
 
-    reads        sequences that are read before they are drawn: one of each new group, and all that go on
+    reads        sequences that are read before they are drawn: one of each new group, and all that continue
     read_tokens  mean tokens of these
     again        sequences that draw in later rounds; each is read again, unless it has kept its slot
     again_tokens mean tokens of these; 0 where there are none

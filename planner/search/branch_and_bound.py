@@ -101,7 +101,7 @@ def branching(
     A threshold that a search proves becomes the lower bound. The next threshold is halfway between it and the best
     plan's time; when they are close, just below that time. If a search takes too long, the next threshold is halfway
     between the lower bound and the abandoned one, after another annealing. Where calls are cut into parts, bounds say
-    little: then the random walk of mode mcmc goes on before (WALK), so that mcmc with half the time limit is hardly
+    little: then the random walk of mode mcmc continues before (WALK), so that mcmc with half the time limit is hardly
     ahead. If a search finds a better plan, annealing polishes the plan, and the same search continues with a lower
     threshold: branches that were cut stay cut.
     """

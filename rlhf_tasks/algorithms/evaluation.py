@@ -63,7 +63,7 @@ class Evaluation:
 
         Equal on all ranks of the engine's placement, over which it is collective.
 
-        at_start  before the first iteration, which is then the one that is named
+        at_start  whether it is the evaluation before the first iteration, whose number is `iteration`
         """
         found: dict[str, float] = {}
         if self._answers is not None:

@@ -131,7 +131,7 @@ def read_examples(
 def _finished(
     begun: list[tuple[PlacedRow, Reading[Any], list[Conversation]]], tokenizer: Tokenizer, bad: BadRow
 ) -> Iterator[tuple[PlacedRow, Any]]:
-    """The examples of rows that have asked for texts."""
+    """The examples of rows whose conversations must be rendered first."""
     texts: Iterator[str] | None = None
     for place, (each, reading, asked) in enumerate(begun):
         if texts is None:
@@ -209,7 +209,7 @@ def _refuse_empty(rows: TokenFile, config: RunConfig) -> None:
     """Raises DataError for a source without a row."""
     for source, count in zip(config.data.sources, chain(rows.sources, repeat(0)), strict=False):
         if not count:
-            raise DataError(f"{source.path}: has no row that can be used. Mend or remove that source.")
+            raise DataError(f"{source.path}: has no row that can be used. Correct or remove that source.")
 
 
 def _refuse_one_label(rows: TokenFile, config: RunConfig) -> None:
@@ -247,12 +247,12 @@ class _Skipped:
             where, why = self.rows[0]
             raise DataError(
                 f"{where}: {why} {self.malformed} of the {seen} rows are malformed: more than "
-                f"{MOST_MALFORMED_SHARE:.0%} are not skipped. Mend the data."
+                f"{MOST_MALFORMED_SHARE:.0%} are not skipped. Correct the data."
             )
 
 
 def _refuse_silent_template(data: DataSet, tokenizer: Tokenizer) -> None:
-    """Raises DataError where the chat template does not open the assistant's turn behind a prompt, though it writes
+    """Raises DataError where the chat template does not open the assistant's turn after a prompt, though it writes
     something there before an answer: the model would have to write that itself."""
     placed = next(data.rows(_ignored), None)
     prompt = None if placed is None else placed.row.get("prompt")
@@ -296,7 +296,7 @@ def endless(config: RunConfig, tokenizer: Tokenizer) -> str:
         return ""
     stop = tokenizer.decode([tokenizer.eos_id], special_tokens=True)
     return (
-        f"nothing will stop the model: behind an answer its chat template writes {shown(end)}, and no end token "
+        f"nothing will stop the model: after an answer its chat template writes {shown(end)}, and no end token "
         f"({shown(stop)}). Write that token there in the template, or name the one that is there in eos_token_id of "
         f"{Path(config.models.tokenizer, 'generation_config.json')}."
     )
@@ -312,7 +312,7 @@ def _returned(reading: Reading[T], texts: list[str]) -> T:
         reading.send(texts)
     except StopIteration as end:
         return end.value
-    raise AssertionError("a reader has asked twice")
+    raise AssertionError("a reader renders its conversations in one request")
 
 
 @contextmanager
@@ -329,7 +329,7 @@ class _Limit(NamedTuple):
 
     allowed  by data.max_prompt_tokens
     context  of the role whose model has the shortest one, its model in `folder`; every role reads whole sequences
-    answer   the most tokens that are generated behind a row
+    answer   the most tokens that are generated after a row
     """
 
     allowed: int

@@ -28,7 +28,7 @@ class PipelineConfig(Settings):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=200,
-        description="Name of the folder with the stages' run folders. The same name again goes on there.",
+        description="Name of the folder with the stages' run folders. The same name again continues there.",
     )
     output_dir: str = Field(default="runs", description="Folder of that folder; all hosts must share it.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the stages that give none.")

@@ -272,7 +272,8 @@ class Judges(RunConfig):
         default=1,
         gt=0,
         le=256,
-        description="Processes of Python rewards per rank; they share out rewards, and answers judged one by one.",
+        description="Processes of Python rewards on each rank. They share the rewards, and the answers that are "
+        "judged one by one.",
     )
     reward_memory_bytes: int = Field(
         default=4 * 2**30,
@@ -330,16 +331,16 @@ class TrainingConfig(Judges):
     )
     gradient_checkpointing: Recompute = Field(
         default="none",
-        description="Activations that a layer's backward pass computes again, for less memory: none; selective (what "
-        "is cheap: saves half of the memory, costs little time); full (all: costs a forward pass). false means none, "
-        "true full.",
+        description="Activations that the backward pass computes again, to save memory: none; selective (what is "
+        "cheap: saves half of the memory, costs little time); full (all: costs a forward pass). false "
+        "means none, true full.",
     )
     micro_batch_tokens: int | None = Field(
         default=None,
         gt=0,
         le=MOST_TOKENS,
-        description="Most tokens of a micro-batch in training and inference, or as many as the longest sample has: a "
-        "rank's batch is cut into more than micro_batches where it takes more; default: no limit.",
+        description="Most tokens of a micro-batch in training and inference; a longer sample is one of its own. A "
+        "rank's batch is cut into as many as that takes, at least micro_batches. Default: no limit.",
     )
     evaluation: EvaluationConfig | None = Field(
         default=None,
@@ -521,7 +522,8 @@ class Scores(Samples, Judges):
         default=1,
         gt=0,
         le=32,
-        description="Parts of the batch: one is scored while the next is generated, on other devices.",
+        description="Equal parts into which the batch is cut: one is scored while the next is generated, on other "
+        "devices.",
     )
     reward_model: RewardModelScore = Field(
         default=RewardModelScore(), description="How the reward model's score enters the sum."

@@ -152,16 +152,16 @@ class ManualAssignment(Settings):
         default=1,
         gt=0,
         le=MOST_SEQS,
-        description="Micro-batches per dp rank and (mini-)batch. Of a generation, as many sequences as one of them "
-        "has are decoded at a time, which takes less memory.",
+        description="Micro-batches per dp rank and (mini-)batch. A generation decodes the sequences of one at a time,"
+        " which takes less memory.",
     )
     balance: Literal["count", "tokens"] = Field(
         default="count", description="What dp ranks get equal shares of: samples (count) or tokens."
     )
     offload: bool = Field(
         default=False,
-        description="Whether host memory keeps a frozen model while it is not needed; of a train_step: the "
-        "optimizer's state, which then passes through the devices in every step, and the model while it is idle.",
+        description="Keep a frozen model in host memory while it is not needed; of a train_step: the optimizer's "
+        "state, which then passes through the devices in every step, and the model while it is idle.",
     )
     order: int | None = Field(
         default=None,

@@ -42,7 +42,8 @@ class RewardConfig(Settings):
     )
     per: Literal["sequence", "step", "token"] = Field(
         default="sequence",
-        description="It gives an answer a number, or a list: [token, number] of each step, or each token's number.",
+        description="What it gives for an answer. sequence: a number; step: a list of [token, number], one for each "
+        "step; token: a list with a number for each token.",
     )
     concurrency: int = Field(
         default=64,

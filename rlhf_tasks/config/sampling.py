@@ -24,8 +24,9 @@ class SamplingConfig(Settings):
     segment_tokens: int | None = Field(
         default=None,
         gt=0,
-        description="Tokens of each response that are drawn before ended ones are counted, until they make a batch; "
-        "the others go on in the next iteration, with its weights; default: each response is drawn to its end.",
+        description="Draw responses in segments of so many tokens, until enough have ended to fill the batch; the "
+        "others continue in the next iteration, with its weights. Default: each response is drawn to its "
+        "end.",
     )
     temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is kept; 1 keeps all.")
@@ -36,8 +37,7 @@ class SamplingConfig(Settings):
         default=0,
         ge=0,
         le=MOST_TOKENS,
-        description="Tokens of a response that come before any that may end it: of these many, none is an end token, "
-        "and a stop string does not end it.",
+        description="Least tokens of a response: before these, no end token is drawn, and no stop string ends it.",
     )
     stop: tuple[int | str, ...] = Field(
         default=(),

@@ -147,7 +147,7 @@ class _Json:
                     break
                 if mark != ",":
                     raise ValueError(
-                        f"behind row {number} stands {shown(mark)}, neither a comma nor the list's end"
+                        f"after row {number} stands {shown(mark)}, neither a comma nor the list's end"
                     )
             if scan.next():
                 raise ValueError("more text follows the list")
@@ -171,13 +171,13 @@ class _Scan:
                 return self._text[self._at : self._at + 1]
 
     def take(self) -> str:
-        """The same, and go on behind it."""
+        """The same, and continue after it."""
         mark = self.next()
         self._at += 1
         return mark
 
     def value(self, where: str) -> bytes:
-        """The text of the next value, and go on behind it. Raises ValueError where it is none or too long."""
+        """The text of the next value, and continue after it. Raises ValueError where it is none or too long."""
         self.next()
         while True:
             try:

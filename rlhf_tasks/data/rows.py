@@ -427,8 +427,8 @@ def parted(prompt: Any, answers: Sequence[Any]) -> tuple[Messages, list[Messages
     first = [turn[0] for turn in answered if turn]
     if len(first) > 1 and not _all_equal(first) and any(m["role"] in ("system", "user") for m in first):
         raise DataError(
-            f"has different prompts: chosen goes on with {_shown(first[0])}, rejected with {_shown(first[1])}. Give "
-            "both the same conversation up to the answers."
+            f"has different prompts: chosen continues with {_shown(first[0])}, rejected with {_shown(first[1])}. "
+            "Give both the same conversation up to the answers."
         )
     return before, answered
 

@@ -350,7 +350,7 @@ def place_of(sample: int, weights: Sequence[float]) -> tuple[int, int]:
 
 @cache
 def _shares(weights: tuple[float, ...]) -> list[Fraction]:
-    """Of each source but the last: its part of what it and the sources behind it have together."""
+    """Of each source but the last: its part of what it and the sources after it have together."""
     exact = [Fraction(weight) for weight in weights]
     left = list(accumulate(reversed(exact)))[::-1]
     return [own / both for own, both in zip(exact[:-1], left, strict=False)]

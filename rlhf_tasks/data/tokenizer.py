@@ -141,7 +141,7 @@ class Tokenizer:
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of a text; with `special_tokens`, behind those that the tokenizer puts before a text (BOS),
-        unless it begins with them already. None are put behind it: a prompt has no end.
+        unless it begins with them already. None are put after it: a prompt has no end.
 
         Raises TokenizerError where it has no token for a part of the text.
         """
@@ -160,7 +160,7 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=not special_tokens)
 
     def texts(self) -> list[bytes]:
-        """The text of each token id behind other text, in UTF-8; special tokens have none.
+        """The text of each token id after other text, in UTF-8; special tokens have none.
 
         A token may be a part of a character only: then these are its bytes.
         """
@@ -268,7 +268,7 @@ _ASKED, _SAID, _NEXT = (
 
 
 class Observations:
-    """The tokens of observations behind a turn that the model has drawn.
+    """The tokens of observations after a turn that the model has drawn.
 
     Behind a prompt that is text, an observation is this text alone. Behind a conversation it is the user's turn in
     the model's chat template, with all that the template writes from the end of the assistant's text on, up to where
@@ -295,7 +295,7 @@ class Observations:
         return ids[1:] if ids[:1] == [last] else ids
 
     def _written(self) -> tuple[str, str]:
-        """What the template writes before and behind a user's turn that follows the assistant's text."""
+        """What the template writes before and after a user's turn that follows the assistant's text."""
         if self._around is None:
             asked: Sequence[dict[str, str]] = [
                 {"role": "user", "content": _ASKED},
@@ -306,8 +306,8 @@ class Observations:
             before, found, after = text.partition(_SAID)[2].partition(_NEXT)
             if not found:
                 raise TokenizerError(
-                    "the chat template does not write a user's turn behind the assistant's, so an environment cannot "
-                    "answer. Mend the template, or give prompts as text."
+                    "the chat template does not write a user's turn after the assistant's, so an environment cannot "
+                    "answer. Correct the template, or give prompts as text."
                 )
             self._around = (before, after)
         return self._around

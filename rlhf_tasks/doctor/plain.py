@@ -24,7 +24,7 @@ class Case:
     answers     a folder for what plain transformers computes (`write_answers`)
     dtype       of weights and activations, a name in torch
     sequences   token ids; also the prompts of greedy generation
-    new_tokens  tokens to generate behind each
+    new_tokens  tokens to generate after each
     """
 
     model: str
@@ -86,7 +86,7 @@ def plain_logits(model: Any, sequences: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def greedy(model: Any, sequence: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens behind a sequence [new_tokens], and the logits that say so [new_tokens, vocabulary].
+    """The likeliest tokens after a sequence [new_tokens], and the logits that say so [new_tokens, vocabulary].
 
     Every step computes the whole sequence: there is no cache that could be at fault.
     """

@@ -233,7 +233,7 @@ class Account:
                 self.cadence.wrote((rank, key.iteration, key.node), now)
 
     def overdue(self, now: float) -> Cause | None:
-        """The first node of this generation that is past its deadline, or rank that does not go on writing."""
+        """The first node of this generation that is past its deadline, or rank that does not continue writing."""
         for progress in self._incomplete.values():
             late = progress.overdue(now) if progress.generation == self.sequencer.generation else None
             if late is not None:
@@ -272,7 +272,7 @@ class Account:
             self._commit_headway.moved(DISK, total_bytes, now)
 
     def commit_overdue(self, now: float) -> str | None:
-        """Why the commit that is being written is given up; None where it goes on or there is none."""
+        """Why the commit that is being written is given up; None where it continues or there is none."""
         if self._commit_headway is None or not self._commit_headway.overdue(now):
             return None
         return f"step {self.commits.writing} is not committed: the controller has written {self._pace}"

@@ -230,7 +230,7 @@ class IterationProgress:
 
 
 class PartsInWriting:
-    """Which parts of snapshots each rank has to write, and whether it goes on with them.
+    """Which parts of snapshots each rank has to write, and whether it continues with them.
 
     A rank writes one part after the other and waits for nobody. So each is judged by its own bytes.
     """
@@ -257,7 +257,7 @@ class PartsInWriting:
             self._headway[rank].advance(now)
 
     def overdue(self, now: float) -> Cause | None:
-        """The first rank that has parts to write and does not go on."""
+        """The first rank that has parts to write and does not continue."""
         for rank, parts in self._parts.items():
             if parts and self._headway[rank].overdue(now):
                 iteration, node = next(iter(parts))

@@ -126,7 +126,7 @@ class Rebuild:
             return None
         late = tuple(r for r, s in self.states.items() if s is not RankState.RESTORED)
         if late and self._restoring.overdue(now):
-            return Cause(f"do not go on with restoring: all ranks have read {self.pace}", late)
+            return Cause(f"make no progress in restoring: all ranks have read {self.pace}", late)
         return None
 
     def _set(self, rank: int, state: RankState) -> None:

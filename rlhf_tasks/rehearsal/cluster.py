@@ -99,7 +99,7 @@ class SimulatedCluster:
 
     @property
     def well(self) -> bool:
-        """Whether every rank has a process that can go on."""
+        """Whether every rank has a process that can continue."""
         return all(p is not None and not p.stopped and not p.hangs for p in self.processes)
 
     def call_later(self, seconds: float, act: Callable[..., None], *facts: Any) -> None:

@@ -192,7 +192,7 @@ class Process:
         self.carry_out(self.inbox.finished(result))
 
     def end(self, key: NodeKey, stimulus: Callable[[], list[Any]]) -> None:
-        """A job ends, unless it has ended or the process cannot go on."""
+        """A job ends, unless it has ended or the process cannot continue."""
         if self.job == key and self.alive and not self.stopped and not self.hangs:
             self.job, self.meeting = None, None
             self.carry_out(stimulus())
@@ -220,7 +220,7 @@ class Process:
     # --- parts of snapshots -----------------------------------------------------------------------------
 
     def _save(self, key: NodeKey, node: SaveNode | SaveSamplesNode) -> None:
-        """Keep a copy of the rank's part, and write it behind those before it."""
+        """Keep a copy of the rank's part, and write it after those before it."""
         size_bytes = self.cluster.part_bytes(node, self.rank)
         part = Waiting(key, node.role, size_bytes, self.cluster.now, self.details(key, node))
         self.cluster.copied(self, part)

@@ -38,7 +38,7 @@ class RehearsalRequest:
     """What is rehearsed.
 
     spec    the run's first attempt, as its flow would describe it
-    hours   the most that it may go on
+    hours   the most that it may last
     faults  in the order in which they strike
     leaps   whether quiet times are counted and not rehearsed
     """

@@ -86,7 +86,7 @@ class Story:
             self._become(WAITING if idle else RUNNING, now_s)
 
     def ready(self, now_s: float, well: bool) -> None:
-        """Iterations may be entered. well: every rank can go on; otherwise what has struck will show yet."""
+        """Iterations may be entered. well: every rank can continue; otherwise what has struck will show yet."""
         if self._state not in (RUNNING, WAITING) and not self._state.startswith("noticing"):
             self._late = None
             if well:

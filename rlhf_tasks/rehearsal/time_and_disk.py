@@ -51,7 +51,7 @@ class VirtualTime(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """As the base class's. Cancelling the future leaves the work going on, as a thread does."""
+        """As the base class's. Cancelling the future leaves the work running, as a thread does."""
         future: asyncio.Future[Any] = self.create_future()
         task = self.create_task(self._work(executor, func, args, future))
         self._working.add(task)

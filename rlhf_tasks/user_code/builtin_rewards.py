@@ -68,7 +68,7 @@ def numeric_answer(
 ) -> list[float]:
     r"""1 where the answer's number equals the right one, else 0.
 
-    The number is the last one, or, where the answer has \boxed{...}, "####", "answer is" or "Answer:", the one behind
+    The number is the last one, or, where the answer has \boxed{...}, "####", "answer is" or "Answer:", the one after
     the last of these. It is read whole (1,200, -3/4, \frac{3}{4}, 1.5e3, 10^3, 50%, $5, 5 km): a formula that is
     no number, such as 2\sqrt{3}, is never right.
     tolerance  relative difference that is allowed
@@ -362,7 +362,7 @@ _OTHER_NUMBER = re.compile(
     "tenth)s?|score|halves|and|or|to|times|plus|minus|over|out|squared|cubed|factorial|pi|sqrt|root|divided|"
     "multiplied|choose|mod|more|less|not"
 )
-"""Words behind a number that make it another one, or one of several."""
+"""Words after a number that make it another one, or one of several."""
 _WORD = re.compile(r"\S+")
 _PERCENT = ("percent", "per cent", "%")
 _REPLACED = [
@@ -402,9 +402,9 @@ class Number(NamedTuple):
 
 
 def number_in(text: str) -> Number | None:
-    """The number behind the last mark of an answer, else its last one; None where there is none.
+    """The number after the last mark of an answer, else its last one; None where there is none.
 
-    What follows may be a unit, or behind `answer is` and `Answer:` a sentence.
+    What follows may be a unit, or after `answer is` and `Answer:` a sentence.
     """
     at, mark = max((text.rfind(mark), mark) for mark in MARKS)
     if at < 0:
@@ -454,8 +454,8 @@ def _plain(text: str) -> str:
 def _formula(line: str, start: int = 0, anywhere: bool = False) -> tuple[str | None, int]:
     """(the next formula of a line that has a digit, where it ends); None where the line has none from `start` on.
 
-    anywhere  it may stand behind other words; else the line begins with it
-    Punctuation behind a word ends its formula.
+    anywhere  it may stand after other words; else the line begins with it
+    Punctuation after a word ends its formula.
     """
     words: list[str] = []
     end = start

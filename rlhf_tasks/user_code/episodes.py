@@ -104,7 +104,7 @@ class Environments:
     async def _answer(self, episode: Episode) -> Answer | FailedAnswer:
         """The answer to an episode's last turn.
 
-        An environment that is not here, as after its process was lost, is begun anew and given all turns again.
+        An environment that is not here, as after its process was lost, is started again and given all turns again.
         """
         called = ""
 

@@ -66,7 +66,7 @@ def raised(what: str, error: BaseException, file: str, place: int | None = None)
 
 def late_message(who: str, timeout_s: float, where: str, key: str) -> str:
     """The message about the user's code that has not ended within `timeout_s` seconds, which `key` sets."""
-    return f"{who} gave no answer in {timeout_s:g} s{where}. Mend it or raise {key}."
+    return f"{who} gave no answer in {timeout_s:g} s{where}. Correct it or raise {key}."
 
 
 def users_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

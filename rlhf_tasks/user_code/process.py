@@ -131,7 +131,7 @@ class UserProcess:
                 where, frames = running.stack()
                 raise self._lost(
                     f"{self.who} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes allows "
-                    f"{terms.most_bytes / 1e9:.1f} GB. Mend it or raise reward_memory_bytes.",
+                    f"{terms.most_bytes / 1e9:.1f} GB. Correct it or raise reward_memory_bytes.",
                     frames,
                 ) from None
         raise fault or self._ended(running)

@@ -83,7 +83,7 @@ def attempts_of(folder: Path) -> set[int]:
 
 
 def assert_gone_on(run, folder: Path, undisturbed: Path) -> None:
-    """It went on in its folder, to the bits of the undisturbed run."""
+    """It continued in its folder, to the bits of the undisturbed run."""
     run.wait("Completed")
     assert [path.name for path in folder.parent.glob("ppo-*")] == [folder.name]
     assert_same_run(folder, undisturbed)

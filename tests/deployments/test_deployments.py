@@ -43,7 +43,7 @@ def test_every_deployment_names_a_flow_that_is_there():
 
 
 def test_every_deployed_run_is_started_again_when_its_process_is_killed():
-    """A plan alone has nothing to go on from; rollouts may be deployed by others."""
+    """A plan alone has nothing to continue from; rollouts may be deployed by others."""
     import importlib
 
     deployed_flows = set()

@@ -82,14 +82,14 @@ def endings(monkeypatch):
     return SimpleNamespace(coming=coming, rebuilds=rebuilds)
 
 
-def ended(order=Order.GO_ON):
+def ended(order=Order.CONTINUE):
     return TrainingResult(ITERATIONS, (), order)
 
 
 def test_lost_controllers_count_together_with_rebuilds_until_there_is_a_commit(attempts, endings):
     endings.coming += [ControllerLost("it is gone", 1), ControllerLost("it is gone", 0), ended()]
     run = attempts.make({"devices_per_host": 2})
-    assert asyncio.run(run.run(0)) is Order.GO_ON
+    assert asyncio.run(run.run(0)) is Order.CONTINUE
     assert endings.rebuilds == [0, 2, 1], "the second attempt had a commit"
     assert attempts.told == ["it is gone: a new attempt begins at the last commit"] * 2
 
@@ -149,7 +149,7 @@ class KilledError(Exception):
     """As if the process had been killed here."""
 
 
-@pytest.mark.parametrize(("then", "ends"), [(Order.GO_ON, Order.GO_ON), (Order.CANCEL, Order.CANCEL)])
+@pytest.mark.parametrize(("then", "ends"), [(Order.CONTINUE, Order.CONTINUE), (Order.CANCEL, Order.CANCEL)])
 def test_a_run_whose_devices_are_released_waits_for_another_order(attempts, endings, then, ends):
     orders = Orders()
     run = attempts.make({"devices_per_host": 2}, orders)
@@ -164,7 +164,7 @@ def test_a_run_whose_devices_are_released_waits_for_another_order(attempts, endi
         return await running
 
     assert asyncio.run(order_later()) is ends
-    assert len(endings.rebuilds) == (2 if then is Order.GO_ON else 1)
+    assert len(endings.rebuilds) == (2 if then is Order.CONTINUE else 1)
 
 
 # --- real clusters --------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_run_on_a_cluster_of_its_own_goes_on_by_itself_without(attempts, fakes
             await asyncio.to_thread(strike, fakes[0])
 
     run = attempts.make({"devices_per_host": 2}, on_commit=on_commit)
-    assert asyncio.run(in_a_flow(run)) is Order.GO_ON
+    assert asyncio.run(in_a_flow(run)) is Order.CONTINUE
     assert len(fakes) == 2
     assert sorted(set(attempts.committed)) == list(range(ITERATIONS))
     assert last_roles(tmp_path) == states_after(ITERATIONS)
@@ -272,12 +272,12 @@ def test_a_run_on_a_cluster_found_by_address_waits_for_it_to_come_back(
         return await running
 
     def replace(first, again, port):
-        """In one go: a run that waits for its cluster blocks the event loop, so nothing could go on in between."""
+        """In one go: a run that waits for its cluster blocks the event loop, so nothing could happen in between."""
         first.close()
         again.enter_context(dask_cluster(tmp_path, port))
 
     with ExitStack() as again, ExitStack() as first:
         address = first.enter_context(dask_cluster(tmp_path))
-        assert asyncio.run(run_on(address, first, again)) is Order.GO_ON
+        assert asyncio.run(run_on(address, first, again)) is Order.CONTINUE
     assert len(fakes) == 2
     assert last_roles(tmp_path) == states_after(ITERATIONS)

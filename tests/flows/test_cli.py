@@ -272,7 +272,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (LONG, "File name too long"),
     ),
     "of a model": (("run", "ppo", "--config", "FILE", f"models.actor={LONG}"), (LONG, "File name too long")),
-    "of a run to go on with": (("run", "ppo", "--resume", LONG), (LONG, "File name too long")),
+    "of a run to continue with": (("run", "ppo", "--resume", LONG), (LONG, "File name too long")),
     "of a folder of runs": (
         ("run", "ppo", "--config", "FILE", f"output_dir={LONG}"),
         ("output_dir=", "too long"),
@@ -280,7 +280,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "of the ui's run": (("ui", LONG), (LONG, "File name too long")),
     "of the run of an export": (("export", LONG, "out"), (LONG, "File name too long")),
     "of a run to pause": (("pause", LONG), (LONG, "File name too long")),
-    "of a run to go on": (("resume", LONG), (LONG, "File name too long")),
+    "of a run to continue": (("resume", LONG), (LONG, "File name too long")),
     "of a run to stop": (("stop", LONG), (LONG, "File name too long")),
     "of a run to cancel": (("cancel", LONG), (LONG, "File name too long")),
     "of a demo": (("demo", "--folder", LONG), (LONG, "File name too long")),

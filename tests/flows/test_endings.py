@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-ENDED_S = 60.0  # on a starved machine; a run that goes on would take five minutes
+ENDED_S = 60.0  # on a starved machine; a run that continues would take five minutes
 
 
 @contextmanager

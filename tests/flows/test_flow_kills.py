@@ -1,4 +1,4 @@
-"""A flow process that is killed at any failpoint of its own costs nothing: its run goes on to the same bits."""
+"""A flow process that is killed at any failpoint of its own costs nothing: its run continues to the same bits."""
 
 import json
 import signal

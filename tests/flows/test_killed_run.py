@@ -1,4 +1,4 @@
-"""A run of which every process was killed goes on by its command, to the very bits of an undisturbed run."""
+"""A run of which every process was killed continues by its command, to the very bits of an undisturbed run."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def finish(log: Path, command: list[str]) -> None:
 
 
 def killed_and_resumed(base: Path, begin: Callable[[Path, str], tuple[list[str], Path]]) -> tuple[Path, Path]:
-    """(folder, undisturbed folder) of a run that was killed midway and has gone on to its end: the same bits."""
+    """(folder, undisturbed folder) of a run that was killed midway and has continued to its end: the same bits."""
     command, undisturbed = begin(base, "undisturbed")
     finish(base / "undisturbed.log", command)
     command, folder = begin(base, "killed")

@@ -228,7 +228,7 @@ def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypa
     attempts = len(list((folder / "score" / "attempts").iterdir()))
     third = run(document)
     assert third["stages"]["score"]["scores"] == found
-    assert len(list((folder / "score" / "attempts").iterdir())) == attempts + 1, "it went on in its folder"
+    assert len(list((folder / "score" / "attempts").iterdir())) == attempts + 1, "it continued in its folder"
     assert (folder / "sft" / "summary.json").stat().st_mtime_ns == made[folder / "sft" / "summary.json"]
 
 

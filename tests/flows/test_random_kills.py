@@ -1,4 +1,4 @@
-"""Any process of a run, killed at any moment: it goes on, by itself or resumed, to the bits of an undisturbed run.
+"""Any process of a run, killed at any moment: it continues, by itself or resumed, to the bits of an undisturbed run.
 
 Five kills a run, in ten runs of other seeds: server, flow process (with its scheduler), worker (ranks and
 controller), reward helper. `-s` prints what was killed when.

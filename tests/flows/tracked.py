@@ -60,7 +60,7 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def in_mlflow(folder: Path) -> Points:
-    """MLflow's data base beside the run folders: every point of the one run that it must have."""
+    """MLflow's database beside the run folders: every point of the one run that it must have."""
     client = MlflowClient(f"sqlite:///{folder.parent / 'mlflow.db'}")
     run = only_mlflow_run(client)
     return [

@@ -31,7 +31,7 @@ class TwoHosts(NamedTuple):
     switch: str
 
     def cut_off_second(self) -> None:
-        """Nothing goes to or from the second host any more; its processes go on."""
+        """Nothing goes to or from the second host any more; its processes continue."""
         _ip("-n", self.switch, "link", "set", "second", "down")
 
     def join_second(self) -> None:

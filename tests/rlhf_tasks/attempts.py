@@ -1,4 +1,4 @@
-"""Attempts of a run on a cluster, by a flow without Prefect: begun, and gone on with when processes were killed."""
+"""Attempts of a run on a cluster, by a flow without Prefect: begun, and continued when processes were killed."""
 
 import asyncio
 import time

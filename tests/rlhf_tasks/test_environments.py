@@ -93,7 +93,7 @@ def lines(path):
 
 
 def responses(run, batch):
-    """Of each sample the text behind its prompt, and as many marks: x where a token was drawn."""
+    """Of each sample the text after its prompt, and as many marks: x where a token was drawn."""
     found = []
     for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True):
         start = int(mask.int().argmax())
@@ -192,7 +192,7 @@ def test_an_environments_seed_is_a_function_of_the_runs_the_iteration_and_the_sa
 def test_the_budget_and_the_number_of_turns_truncate(run):
     short = drawn(run(sampling={"max_completion_length": 10}))
     most = max(mask.sum().item() for mask in short["response_mask"].split())
-    assert most == 8, "behind the observation of three tokens none is left"
+    assert most == 8, "after the observation of three tokens none is left"
     assert short["truncated"].values.any()
     once = drawn(run(environment={**PLAYED, "max_turns": 1}))
     assert torch.equal(once["truncated"].values, short["truncated"].values)

@@ -144,7 +144,7 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
     ids=str,
 )
 def test_so_it_is_where_stages_draw_segments(ranks, tmp_path, generation):
-    """Each stage finds out from the tokens alone which sequences go on. Few end in a segment, so an iteration has
+    """Each stage finds out from the tokens alone which sequences continue. Few end in a segment, so an iteration has
     several; stop strings and top-k have a state too."""
     sampling = {"max_completion_length": 12, "segment_tokens": 3, "stop": [*range(32, 48), "tt"]}
     sampling |= {"top_k": 40}

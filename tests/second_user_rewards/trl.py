@@ -37,7 +37,7 @@ async def slow(prompts, completions, **kwargs):
 
 
 def by_progress(completions, trainer_state, **kwargs):
-    """Changes while the training goes on."""
+    """Changes while the training continues."""
     return [trainer_state.global_step / trainer_state.max_steps for _ in completions]
 
 

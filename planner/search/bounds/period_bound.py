@@ -21,7 +21,7 @@ brings x the version of the previous iteration runs directly before x, and occup
 Between two calls that are cut into parts, data make no cycle: a part of the one runs while the next part of the other
 does.
 
-Weightings of 0, 1/2 and 1 are listed beforehand. For each, the sets with a total above 1 are noted: the weighting is
+Weightings of 0, 1/2 and 1 are listed first. For each, the sets with a total above 1 are noted: the weighting is
 valid only if none of these sets is possible.
 If both calls of a reallocation weigh 1, the reallocation may weigh 1 too, unless another call with a weight can run
 at the same time.

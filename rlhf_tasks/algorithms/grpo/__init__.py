@@ -73,22 +73,27 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
         description="Factor of the KL divergence from the reference (k3, in the loss); 0: no reference model.",
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        default="group", description="Whose standard deviation divides a score less its group's mean."
+        default="group",
+        description="The standard deviation by which a score less its group's mean is divided: that of the group, of "
+        "the batch, or none.",
     )
     filter_groups: bool = Field(
         default=False,
-        description="Groups of equal scores (before overlong_penalty) leave the batch: loss and denominators.",
+        description="Drop groups whose scores (before overlong_penalty) are all equal, from the loss and its "
+        "denominators.",
     )
     max_rounds: int = Field(
         default=1,
         gt=0,
         le=16,
-        description="Most rounds of batch_size samples until enough groups differ to fill the batch (filter_groups).",
+        description="With filter_groups: rounds of batch_size samples, at most, until enough groups differ to fill "
+        "the batch.",
     )
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = Field(
         default="grpo",
-        description="Mean over each response, then over responses (grpo); over all tokens (dapo); sum over tokens by "
-        "the most possible (dr_grpo); over all tokens, with a bounded weight instead of a clipped ratio (cispo).",
+        description="grpo: mean over each response, then over responses; dapo: mean over all tokens; dr_grpo: sum "
+        "over all tokens / (responses * max_completion_length); cispo: mean over all tokens, with a "
+        "bounded weight instead of a clipped ratio.",
     )
     importance_sampling_level: Literal["token", "sequence"] = Field(
         default="token", description="Policy ratio per token, or the geometric mean over a response (GSPO)."

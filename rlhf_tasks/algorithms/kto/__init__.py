@@ -39,7 +39,7 @@ class KTOConfig(PreferenceConfig):
     undesirable_weight: float = Field(default=1.0, ge=0, description="Factor of undesirable answers' loss.")
 
     def mismatched(self, sample: int) -> int:
-        """The sample whose answer is set behind the prompt of this one: the one before it in its mini-batch; for the
+        """The sample whose answer is set after the prompt of this one: the one before it in its mini-batch; for the
         first, the last."""
         size = self.batch_size // self.num_mini_batches
         first = sample - sample % size
@@ -63,7 +63,7 @@ class KTOConfig(PreferenceConfig):
 
 
 def _from(given: int, length: int) -> list[bool]:
-    """A mask that is True behind the first `given` tokens."""
+    """A mask that is True after the first tokens."""
     return [place >= given for place in range(length)]
 
 

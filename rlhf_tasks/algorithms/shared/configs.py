@@ -16,8 +16,8 @@ MOST_STALENESS = 16
 
 
 class PolicyConfig(Scores, MovesReference):
-    """What all of them share: they must sample at random, and know from which tokens. They may sample ahead of their
-    training (docs/adr/0017-staleness-is-a-lag.md)."""
+    """What policies share: they sample at random, and record among which tokens. They may sample ahead of training
+    (docs/adr/0017-staleness-is-a-lag.md)."""
 
     groups: ClassVar[Groups] = {"Staleness": ("staleness", "importance_cap")}
     pairs: ClassVar[tuple[Pair, ...]] = (
@@ -53,8 +53,8 @@ class PolicyConfig(Scores, MovesReference):
         default=0,
         ge=0,
         le=MOST_STALENESS,
-        description="Iterations by which sampling runs ahead: responses are drawn with the weights of so many "
-        "iterations before, while those before them are learned from.",
+        description="Iterations by which sampling runs ahead of training: responses are drawn with the weights of so "
+        "many iterations before.",
     )
     importance_cap: float | None = Field(
         default=2.0,
@@ -136,15 +136,15 @@ class CriticFreeConfig(PolicyConfig):
         description="Factor of the KL divergence from the reference; 0: no reference model.",
     )
     epsilon: float = Field(
-        default=0.2, gt=0, lt=1, description="The policy ratio counts down to 1 - epsilon."
+        default=0.2, gt=0, lt=1, description="Lower bound of the policy ratio: 1 - epsilon."
     )
     epsilon_high: float | None = Field(
-        default=None, gt=0, description="The policy ratio counts up to 1 + epsilon_high; default: epsilon."
+        default=None, gt=0, description="Upper bound of the policy ratio: 1 + epsilon_high; default: epsilon."
     )
     num_iterations: int = Field(default=1, gt=0, le=1000, description="Passes over an iteration's batch.")
     mask_truncated_completions: bool = Field(
         default=False,
-        description="Learn nothing from responses without end token; their scores still compare.",
+        description="Learn nothing from responses without end token; their scores still count in their group.",
     )
 
     @property

@@ -214,7 +214,7 @@ def _consecutive(
     """The indices of `alone` in at most so many runs whose fullest has the fewest tokens; in as many more as it takes
     until none has more than `most_tokens`.
 
-    alone, behind  tokens that are computed for what is first in its run; and behind its predecessor
+    alone, behind  tokens that are computed for what is first in its run; and after its predecessor
     """
 
     def filled(most: int) -> list[list[int]]:

@@ -37,7 +37,7 @@ def join_world(store: Store, rank: int, world_size: int, timeout_s: float, devic
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Of torch's attention kernels only cuDNN's may give other bits when it is called again. A run that is killed
-        # and goes on must draw the tokens that it would have drawn.
+        # and continues must draw the tokens that it would have drawn.
         torch.backends.cuda.enable_cudnn_sdp(False)
     # Ranks find each other's groups by a number that each process counts. torch does not reset it after a failed
     # join, so this process would wait for peers that count from 0.

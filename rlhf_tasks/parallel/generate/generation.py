@@ -57,7 +57,7 @@ def generate(
     """Sample one response per prompt. All ranks of a replica (one dp rank) call it together.
 
     batch             this dp rank's samples, with the key `prompt_ids`; no prompt may be empty, the batch may be.
-                      Where responses go on, `prompt_ids` ends with what was drawn of them, and there are the keys
+                      Where responses continue, `prompt_ids` ends with what was drawn of them, and there are the keys
                       BEFORE and BEGUN of slots.py
     seed, iteration, purpose  together with sample id and position, they determine the random number of each token
     groups_in_flight  groups into which the batch is cut; None: one per pipeline stage

@@ -80,7 +80,7 @@ class SamplingParams:
     max_new_tokens  a response of this many tokens is truncated
     stop_ids        tokens that end a response; the stop id belongs to the response
     stop_strings    strings that end a response with the token that completes one; the token belongs to the response
-                    whole, with what it may hold behind the string
+                    whole, with what it may hold after the string
 
     Raises ValueError naming the field that is out of range.
     """

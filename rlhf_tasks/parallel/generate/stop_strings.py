@@ -54,7 +54,7 @@ def follow(table: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tenso
 
 
 def states_behind(table: Tensor, texts: Sequence[Tensor]) -> Tensor:
-    """The states behind some texts, all followed at the same time: [n] int64.
+    """The states after some texts, all followed at the same time: [n] int64.
 
     table  as from `StopStrings.to`
     texts  the tokens of each, [L] int64; L may be 0

@@ -31,7 +31,7 @@ StagePlace = Literal["layer", "first", "last", "ends"]
 
 
 class FileTensor(NamedTuple):
-    """A tensor in files that holds a parameter, or several, one behind the other on the parameters' dim 0.
+    """A tensor in files that holds a parameter, or several, one after the other on the parameters' dim 0.
 
     shape       of the whole tensor in files
     start       the first row of this parameter

@@ -54,7 +54,7 @@ class Experts(nn.Module):
     activation  of the gate
     grouped     the products of all experts are one kernel (`can_group`)
     rows        if they are not: an expert's product has a multiple of so many rows if it has more of them; those
-                behind are zeros
+                after are zeros
     """
 
     def __init__(

@@ -169,7 +169,7 @@ def stored_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval) -> Tens
 
 
 def _part(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
-    """Some rows of a parameter that a tensor in files holds, alone or with others behind each other."""
+    """Some rows of a parameter that a tensor in files holds, alone or with others after each other."""
     start, transposed = (0, False) if spec.packed is None else (spec.packed.start, spec.packed.transposed)
     wanted = [slice(start, start + spec.shape[0]), *(slice(None) for _ in spec.shape[1:])]
     first = start if spec.dim == 0 else 0

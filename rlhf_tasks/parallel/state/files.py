@@ -4,7 +4,7 @@ A file holds the rank's `StateShard`s: ranges of its flattened slices of master 
 written by one dp rank only. Nothing is pickled. `StateTransfer` says which part a rank of
 another layout reads from which file.
 
-Three things go on at once while a file is written: a piece is hashed and handed to the system, and the pieces before
+Three things happen at once while a file is written: a piece is hashed and handed to the system, and the pieces before
 it are synced and read back. So a hash, and the check that the disk has what was written, cost little beside the
 writing itself.
 """
@@ -228,12 +228,12 @@ class StateTransfer:
 
 
 def assemble(
-    new: StateLayout, device: int, shard: StateShard, parts: Iterable[tuple[Rectangle, Tensor]], whence: str
+    new: StateLayout, device: int, shard: StateShard, parts: Iterable[tuple[Rectangle, Tensor]], source: str
 ) -> StateShard:
     """A shard with a new tensor, assembled from its parts.
 
     parts   (rectangle, tensor [rows, columns]), together all elements of the shard
-    whence  the source of the parts, for the error message
+    source  the source of the parts, for the error message
     Raises ValueError when parts are missing.
     """
     target = new.columns(shard.name, device)
@@ -243,7 +243,7 @@ def assemble(
         lacking -= math.prod(part.shape)
     if lacking:
         raise ValueError(
-            f"{whence} lacks {lacking} of {values.numel()} elements of {shard.kind} of {shard.name}"
+            f"{source} lacks {lacking} of {values.numel()} elements of {shard.kind} of {shard.name}"
         )
     return shard._replace(tensor=values)
 

@@ -143,7 +143,7 @@ class Gradients:
         return hook
 
     def _opened(self, filling: _Filling) -> Tensor:
-        """The tensor in which a bucket's gradients are collected; the gap behind them is 0."""
+        """The tensor in which a bucket's gradients are collected; the gap after them is 0."""
         if filling.values is None:
             values = filling.values = self._share.new_empty(filling.bucket.size)
             values[filling.bucket.pieces[-1].stop - filling.bucket.start :] = 0

@@ -45,7 +45,7 @@ class BufferRange(NamedTuple):
 class Bucket(NamedTuple):
     """Elements start .. stop - 1 of the flat buffer, of which each dp rank keeps the state of an equal share.
 
-    pieces   the slices in it; behind the last one may be a gap
+    pieces   the slices in it; after the last one may be a gap
     share    where a dp rank's share begins and ends in the flat tensors of its state
     decayed  weight decay applies: the parameters have more than one dim
     whole    some of their rows are on several ranks of a replica, over which their gradients are summed first

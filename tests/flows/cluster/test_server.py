@@ -322,7 +322,7 @@ def test_a_server_that_tells_no_address_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr("flows.cluster.server.START_DEADLINE_S", 0.1)
     with subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE) as silent:
         try:
-            with pytest.raises(ServerError, match="has told no address within"):
+            with pytest.raises(ServerError, match="has printed no address within"):
                 OwnServer(tmp_path)._address(silent)
         finally:
             silent.kill()

@@ -125,7 +125,7 @@ def test_a_command_whose_signal_was_swallowed_ends_and_says_how_to_go_on():
     with python(COMMAND, PREFECT_API_URL="http://127.0.0.1:9/api") as command:
         out, errors = command.communicate(timeout=500)
     assert command.returncode == 128 + signal.SIGTERM, errors
-    assert "To go on: prefect-rlhf run ppo --resume mine" in out
+    assert "To continue: prefect-rlhf run ppo --resume mine" in out
 
 
 WHILE_ITS_SERVER_STARTS = """
@@ -162,7 +162,7 @@ def test_a_command_whose_server_is_starting_cleans_up_and_says_how_to_go_on(numb
         out, errors = command.communicate(timeout=300)
     assert command.returncode == 128 + number, errors
     assert "the server is gone" in out
-    assert out.endswith("stopped. To go on: prefect-rlhf run ppo --resume mine\n")
+    assert out.endswith("stopped. To continue: prefect-rlhf run ppo --resume mine\n")
 
 
 @pytest.mark.parametrize("place", ["a run", "the demo"])
@@ -246,7 +246,7 @@ def test_a_wait_that_blocks_the_loop_is_left_when_its_task_was_told_to_end():
         leave_if_cancelled()
         asyncio.current_task().cancel()
         leave_if_cancelled()
-        pytest.fail("it went on")
+        pytest.fail("it continued")
 
     leave_if_cancelled()  # there is no task here
     with pytest.raises(asyncio.CancelledError):

@@ -62,21 +62,21 @@ def test_a_full_disk_is_the_first_thing_said_whatever_error_tells_of_it(end_of, 
         cause, again, whole = end_of(error)
         assert cause.startswith(f"failed: No space left on device: {tmp_path} ")
         assert "are free" in cause
-        assert again == "To go on: prefect-rlhf run ppo --resume x"
+        assert again == "To continue: prefect-rlhf run ppo --resume x"
         assert whole == f"The whole error: {tmp_path / 'error.log'}"
 
 
 def test_an_error_that_nobody_has_foreseen_is_one_line_and_whole_in_a_file(end_of, tmp_path):
     assert end_of(KeyError("what")) == [
         "failed: KeyError: 'what'",
-        "To go on: prefect-rlhf run ppo --resume x",
+        "To continue: prefect-rlhf run ppo --resume x",
         f"The whole error: {tmp_path / 'error.log'}",
     ]
     assert "Traceback" in (tmp_path / "error.log").read_text()
 
 
 def test_a_run_that_prefect_has_lost_is_complete_where_its_summary_is(end_of, tmp_path, capsys):
-    """Our own server has come back with an empty data base: the engine cannot report the flow run's end."""
+    """Our own server has come back with an empty database: the engine cannot report the flow run's end."""
     error = ObjectNotFound(KeyError("flow run"))
     failed, _ = end_of(error)
     assert failed == "failed: Prefect's server does not know the flow run any more."
@@ -148,7 +148,7 @@ def test_a_server_that_dies_for_good_costs_a_run_neither_its_end_nor_its_summary
         assert left.value.code == 1
         said = capsys.readouterr().out
         assert "failed: Prefect's server does not answer (Failed to reach API" in said
-        assert "To go on: the same command" in said
+        assert "To continue: the same command" in said
         assert "Traceback" not in said
         assert session._watched(tmp_path, "the same command", run) == {"iterations": 3}
     assert "the run is complete" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`prefect-rlhf pause`, `resume` and `stop` on a run that goes on: it ends with the bits of an undisturbed one."""
+"""`prefect-rlhf pause`, `resume` and `stop` on a run that continues: it ends with the bits of an undisturbed one."""
 
 import json
 

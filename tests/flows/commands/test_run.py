@@ -1,4 +1,4 @@
-"""`prefect-rlhf run` before anything is started: its folder, and which run it goes on with."""
+"""`prefect-rlhf run` before anything is started: its folder, and which run it continues with."""
 
 import asyncio
 import sys
@@ -121,7 +121,7 @@ def test_ctrl_c_before_there_is_a_run_folder_names_none_and_leaves_none(call, tm
     with pytest.raises(SystemExit) as ended:
         call("run", "ppo", "--config", "FILE")
     assert ended.value.code == 130
-    assert "go on" not in "".join(capsys.readouterr())
+    assert "continue" not in "".join(capsys.readouterr())
     assert not (tmp_path / "runs").exists()
 
 

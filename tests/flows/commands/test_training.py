@@ -1,4 +1,4 @@
-"""`prefect-rlhf run` as a process: whenever it is told to end, nothing is left behind, and going on ends the run."""
+"""`prefect-rlhf run` as a process: whenever it is told to end, nothing is left behind, and it can be resumed."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def begin(folder: Path, **settings) -> tuple[list[str], Path]:
 
 
 def go_on(run_folder: Path, log: Path, *more: str, environment=None) -> dict:
-    """The summary of a run that was gone on with, to its end."""
+    """The summary of a run that was continued, to its end."""
     with MarkedCommand(
         log, "run", "ppo", "--resume", str(run_folder), *more, environment=environment
     ) as again:
@@ -40,10 +40,10 @@ def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
         run.wait_until(lambda: (newest_step(folder) or 0) >= 1)
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(ENDED_S) == 130, run.output
-        assert f"To go on: prefect-rlhf run ppo --resume {folder}" in run.output
+        assert f"To continue: prefect-rlhf run ppo --resume {folder}" in run.output
         assert "Traceback" not in run.output
         run.assert_gone()
-    # The run that goes on is the one written down; fewer iterations make the test short.
+    # The run that continues is the one written down; fewer iterations make the test short.
     done = newest_step(folder)
     assert 1 <= done < 40
     fewer = (f"total_iterations={done + 1}", "--accept-changes")
@@ -77,7 +77,7 @@ def test_a_run_that_is_told_to_end_while(prefect, tmp_path, moment, number):
             assert (folder / "model" / "README.md").exists()
             return
         assert status in (128 + number, -number), run.output
-        assert f"To go on: prefect-rlhf run ppo --resume {folder}" in run.output
+        assert f"To continue: prefect-rlhf run ppo --resume {folder}" in run.output
         assert "Traceback" not in run.output
     assert go_on(folder, tmp_path / "again", environment=environment)["iterations"] == ITERATIONS
 

@@ -65,7 +65,7 @@ def test_a_reward_that_fails_in_the_second_iteration_ends_the_run_at_the_first_c
     assert "rebuilds" not in told
     step = newest_step(run.folder)
     assert step in (0, 1)
-    assert f"Mend that. {step} iterations are committed; resume to go on from there." in told
+    assert f"Correct that. {step} iterations are committed; resume to continue from there." in told
     rows = (
         [json.loads(line) for line in (run.folder / "lineage.jsonl").read_text().splitlines()] if step else []
     )

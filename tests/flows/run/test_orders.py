@@ -28,12 +28,12 @@ from tests.rlhf_tasks.settings import with_limits
 @pytest.mark.parametrize(
     ("given", "counts"),
     [
-        ([Order.PAUSE, Order.GO_ON], Order.GO_ON),
+        ([Order.PAUSE, Order.CONTINUE], Order.CONTINUE),
         ([Order.PAUSE, Order.RELEASE], Order.RELEASE),
         ([Order.STOP, Order.PAUSE], Order.STOP),
         ([Order.STOP, Order.CANCEL], Order.CANCEL),
         ([Order.CANCEL, Order.STOP], Order.CANCEL),
-        ([Order.LEAVE, Order.GO_ON], Order.LEAVE),
+        ([Order.LEAVE, Order.CONTINUE], Order.LEAVE),
         ([Order.CANCEL, Order.END], Order.END),
     ],
 )
@@ -66,11 +66,11 @@ def with_slot(state: State) -> State:
 @pytest.mark.parametrize(
     ("state", "alone", "deployed"),
     [
-        (Running(), Order.GO_ON, Order.GO_ON),
+        (Running(), Order.CONTINUE, Order.CONTINUE),
         (Paused(), Order.PAUSE, Order.PAUSE),
         (with_slot(Paused()), Order.PAUSE, Order.LEAVE),
         (Suspended(), Order.RELEASE, Order.LEAVE),
-        (Scheduled(name="Resuming"), Order.GO_ON, Order.LEAVE),
+        (Scheduled(name="Resuming"), Order.CONTINUE, Order.LEAVE),
         (Cancelling(), Order.CANCEL, Order.CANCEL),
         *(
             (State(type=final), Order.END, Order.END)
@@ -295,7 +295,7 @@ def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluste
     run = Watched(cluster, tmp_path)
     result, step = asyncio.run(with_orders(run, disturb, source == "api of a pipeline"))
     assert 2 <= step <= result.committed_step - 4
-    assert (result.faults, result.order) == ((), Order.GO_ON)
+    assert (result.faults, result.order) == ((), Order.CONTINUE)
     assert run.committed == list(range(result.committed_step))
     assert last()["roles"] == states_after(result.committed_step)
 

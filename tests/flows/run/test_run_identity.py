@@ -1,4 +1,4 @@
-"""A run goes on as its last commit left it: what has changed is refused with the difference, unless it is wanted."""
+"""A run continues as its last commit left it: a change is refused with the difference, unless it is accepted."""
 
 import json
 import shutil

@@ -98,7 +98,7 @@ def test_a_pause_that_was_ordered_before_the_first_look_counts(watch):
     assert server.wrote == ["Paused"]
     server.set(server.own, Running())
     look()
-    assert orders.wanted is Order.GO_ON
+    assert orders.wanted is Order.CONTINUE
 
 
 def test_a_stage_that_begins_in_a_paused_pipeline_pauses_until_that_is_resumed(watch):
@@ -109,10 +109,10 @@ def test_a_stage_that_begins_in_a_paused_pipeline_pauses_until_that_is_resumed(w
     assert (orders.wanted, server.wrote) == (Order.PAUSE, [])
     server.set(server.pipeline, Running())
     look()
-    assert orders.wanted is Order.GO_ON
+    assert orders.wanted is Order.CONTINUE
 
 
-@pytest.mark.parametrize(("deployed", "then"), [(False, Order.GO_ON), (True, Order.LEAVE)])
+@pytest.mark.parametrize(("deployed", "then"), [(False, Order.CONTINUE), (True, Order.LEAVE)])
 def test_a_suspended_run_that_is_resumed_before_its_commit_goes_on_where_nobody_else_starts_it(
     watch, deployed, then
 ):
@@ -143,7 +143,7 @@ def test_a_flow_run_that_a_new_data_base_does_not_know_says_nothing(watch):
     del server.runs[server.own]
     server.data_base_is_new = True
     look()
-    assert orders.wanted is Order.GO_ON
+    assert orders.wanted is Order.CONTINUE
     server.data_base_is_new = False
     look()
     assert orders.wanted is Order.END
@@ -153,12 +153,12 @@ def test_a_flow_run_that_was_never_seen_says_nothing(watch):
     server, orders, look = watch()
     del server.runs[server.own]
     look()
-    assert orders.wanted is Order.GO_ON
+    assert orders.wanted is Order.CONTINUE
 
 
 @pytest.mark.parametrize("started_again", [False, True])
 def test_a_flow_run_that_was_started_again_is_not_suspended(watch, started_again):
-    """Resume was pressed before the commit: the state is that of the process which goes on with the run."""
+    """Resume was pressed before the commit: the state is that of the process which continues with the run."""
     server, orders, look = watch(deployed=True)
     look()
     server.set(server.own, Suspended())

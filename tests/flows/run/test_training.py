@@ -202,7 +202,7 @@ def test_an_attempt_ends_at_a_commit_and_the_next_one_goes_on_there_by_another_p
     options = {"iterations": 8, "config": {"sleep_s": 0.05}}
     (tmp_path / "changed").mkdir(), (tmp_path / "plain").mkdir()
     first, before = train(cluster, tmp_path / "changed", on_commit=on_commit, **options)
-    assert (first.again, first.order, first.faults) == (True, Order.GO_ON, ())
+    assert (first.again, first.order, first.faults) == (True, Order.CONTINUE, ())
     assert 2 <= first.committed_step < 8
     result, after = train(cluster, tmp_path / "changed", on_commit=on_commit, plan=swapped_plan(), **options)
     assert (result.again, result.committed_step, result.faults) == (False, 8, ())

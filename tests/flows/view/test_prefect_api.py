@@ -77,7 +77,7 @@ def test_a_failure_is_said_once_and_leaves_the_server_alone_for_a_while(work, ca
         asyncio.run(scene())
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition(",")[0] for line in said] == [
-        "run mine goes on without the Prefect server",
+        "run mine continues without the Prefect server",
         "the Prefect server answers again",
     ]
 
@@ -210,7 +210,7 @@ def test_a_server_that_is_away_is_named_once_and_gets_the_events_when_it_is_back
             commits = CommitEvents(run, api)
             for iteration in range(3):
                 tell(commits, iteration)
-        assert [f"run {run} goes on without" in record.getMessage() for record in caplog.records] == [True]
+        assert [f"run {run} continues without" in record.getMessage() for record in caplog.records] == [True]
         monkeypatch.setattr(prefect_api, "ANSWER_S", 60.0)
         commits._api = PrefectApi(run)  # a door remembers its server's address
         tell(commits, 3)

@@ -98,7 +98,7 @@ def test_a_broken_terminal_does_not_end_the_training(caplog):
         raise BrokenPipeError("nobody reads")
 
     Hooks(on_event=broken).hear(Finished(step=3))
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text
 
 
 def test_a_console_prints_markup_but_no_orders_of_others():

@@ -126,7 +126,7 @@ def test_in_the_replay_nothing_is_read_before_it_is_made_nor_drawn_by_another_ve
 def test_the_steady_state_of_a_pipeline_by_enumeration(staleness, drawn):
     """Generation, scoring and training on devices of their own: the slowest, or the cycle of all over its delay.
 
-    With more than one iteration ahead it is no shorter: the transfer of what was drawn stands behind the generation
+    With more than one iteration ahead it is no shorter: the transfer of what was drawn stands after the generation
     of the iteration before.
     """
     plan = plan_of(graph_of(staleness), APART)

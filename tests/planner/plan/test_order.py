@@ -152,7 +152,7 @@ def test_the_order_is_topological():
 
 
 def test_a_small_node_that_feeds_others_goes_before_a_long_one_on_its_device():
-    """`send` (devices 0, 1) feeds `other` on device 1; put behind `long`, it would serialise them."""
+    """`send` (devices 0, 1) feeds `other` on device 1; put after `long`, it would serialise them."""
     sending = OrderProblem(
         after={
             "make": frozenset(),
@@ -179,7 +179,7 @@ def test_a_small_node_that_feeds_others_goes_before_a_long_one_on_its_device():
 
 
 def test_a_node_goes_ahead_with_all_that_it_waits_for():
-    """Two sends (devices 0, 1) feed `other` on device 1; either of them behind `long` serialises the two, so that
+    """Two sends (devices 0, 1) feed `other` on device 1; either of them after `long` serialises the two, so that
     moving one alone gains nothing."""
     after = {"make": (), "long": ("make",), "send": ("make",), "tell": ("make",), "other": ("send", "tell")}
     devices = {"make": {0}, "long": {0}, "send": {0, 1}, "tell": {0, 1}, "other": {1}}

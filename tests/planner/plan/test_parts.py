@@ -93,7 +93,7 @@ def test_each_part_waits_for_its_own_samples_and_training_for_all(plan_of):
 
 
 def test_scoring_of_a_part_stands_before_the_next_part_is_generated(plan_of):
-    """The transfer too: the device that generates sends before it goes on."""
+    """The transfer too: the device that generates sends before it continues."""
     names = [node.name for node in plan_of(4).nodes]
     for part in range(3):
         following = names.index(f"actor_generate_{part + 1}")

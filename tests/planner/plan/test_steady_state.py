@@ -76,7 +76,7 @@ def test_at_most_two_iterations_are_in_flight():
 
 
 def test_the_order_on_a_shared_device_counts():
-    """`send` occupies both devices; behind the long node it makes the other device wait."""
+    """`send` occupies both devices; after the long node it makes the other device wait."""
     late = {"long": ((0,), (), ()), "send": ((0, 1), (), ()), "other": ((1,), ("send",), ("other",))}
     early = {name: late[name] for name in ("send", "long", "other")}
     seconds = {"long": 5.0, "send": 1.0, "other": 5.0}

@@ -23,7 +23,7 @@ def generation(make_graph, ppo_cost, assign):
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("dp", [4, 8])
 def test_a_response_of_three_turns_costs_three_generations_and_the_environments(generation, group_size, dp):
-    """120 tokens behind a prompt of 128: 40 behind 128, behind 168, behind 208; the last two share no context."""
+    """120 tokens after a prompt of 128: 40 after 128, after 168, after 208; the last two share no context."""
     found = generation(group_size, dp, new_tokens=Lengths.fixed(120), turns=3, environment_s=7.0)
     turns = [
         generation(1 if begun else group_size, dp, prompt_tokens=128 + begun, new_tokens=Lengths.fixed(40))

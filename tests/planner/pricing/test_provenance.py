@@ -1,4 +1,4 @@
-"""What is said of the figures behind a price, and of those beyond what was measured."""
+"""What is said of the figures after a price, and of those beyond what was measured."""
 
 import pytest
 

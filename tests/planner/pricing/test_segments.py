@@ -33,7 +33,7 @@ def test_responses_of_two_segments_are_drawn_in_two_rounds_or_read_again():
 
 
 def test_of_sequences_of_several_lengths_as_many_columns_are_read_as_the_longest_near_them_has():
-    """Responses of two segments: in each round half of the sequences have a segment behind them, or not yet any."""
+    """Responses of two segments: in each round half of the sequences have a segment after them, or not yet any."""
     (apart,) = drawn(4, ((32, 1.0),), 16, 8, 1).rounds
     (together,) = drawn(20, ((32, 1.0),), 16, 8, 1).rounds
     assert apart.context == pytest.approx((4 + 20) / 2 + 17 / 2)

@@ -435,7 +435,7 @@ def test_why_answers_cannot_be_told_apart_is_said(
         (
             pair_example,
             {"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "x"}, ANSWER]},
-            "has different prompts: chosen goes on with 'hi' (user), rejected with 'x' (user).",
+            "has different prompts: chosen continues with 'hi' (user), rejected with 'x' (user).",
         ),
         (
             completion_example,
@@ -780,7 +780,7 @@ def test_a_template_that_ends_no_answer_is_warned_of(
     said = endless(found, Tokenizer.from_folder(tmp_path / "model"))
     if warned:
         assert said.startswith(
-            "nothing will stop the model: behind an answer its chat template writes '<|end|>', and"
+            "nothing will stop the model: after an answer its chat template writes '<|end|>', and"
         )
         assert "('<eos>')" in said
     else:

@@ -118,7 +118,7 @@ def test_ppo_returns_what_is_still_to_come_at_each_token(start: Any):
 
 
 def test_a_reward_counts_from_its_token_back_and_not_after_it():
-    """Two responses of three and two tokens behind prompts of one; discounted by 1/2, by hand."""
+    """Two responses of three and two tokens after prompts of one; discounted by 1/2, by hand."""
     mask = torch.tensor([False, True, True, True, False, True, True])
     rewards = torch.tensor([0.0, 1.0, 0.0, 4.0, 0.0, 0.0, 2.0])
     kl = torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])

@@ -382,7 +382,7 @@ def test_a_damaged_last_line_that_no_commit_counts_on_is_cut(tmp_path):
 
 
 def test_a_journal_is_read_once_in_an_attempt(tmp_path, monkeypatch):
-    """A long one would cost more with each commit; and the hash goes on through a commit that failed."""
+    """A long one would cost more with each commit; and the hash continues through a commit that failed."""
     snapshots, spec = started(tmp_path, steps=1)
     monkeypatch.setattr("rlhf_tasks.checkpoint.journals._hashed", None)
     step_2 = order(spec, 2)

@@ -109,7 +109,7 @@ def save(folder, role: Role, whole) -> None:
     writer = SnapshotWriter(generation(folder, rank), told.append)
     writer.save("actor", role, 3)
     for shard in role.master.shard_state():
-        shard.tensor.zero_()  # training goes on while the copy is being written
+        shard.tensor.zero_()  # training continues while the copy is being written
     role.state["kl_coef"] = 0.0
     writer.close()
     (part,) = told

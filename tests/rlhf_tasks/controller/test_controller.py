@@ -117,7 +117,7 @@ def test_what_keeps_a_run_from_starting_is_told_in_its_own_words(serve, monkeypa
     with caplog.at_level(logging.ERROR):
         (told,) = serve(scene)
     assert told == GaveUp(reason=str(error))
-    assert not caplog.records, "a traceback for what a user can mend"
+    assert not caplog.records, "a traceback for what a user can correct"
 
 
 async def never(**_):

@@ -1,4 +1,4 @@
-"""A process that is killed at any failpoint costs a run nothing: it goes on to the bits of an undisturbed one.
+"""A process that is killed at any failpoint costs a run nothing: it continues to the bits of an undisturbed one.
 
 The product's executor and snapshots on two ranks, with all six calls, reallocations, redistributions and offloading.
 """

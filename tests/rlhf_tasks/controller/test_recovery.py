@@ -1,4 +1,4 @@
-"""Whatever dies, a run of PPO goes on from its last commit to the very bits of an undisturbed run.
+"""Whatever dies, a run of PPO continues from its last commit to the very bits of an undisturbed run.
 
 The product's own executor and snapshots on a real cluster of four ranks: all six calls, on meshes and strategies of
 their own, so that there are reallocations, redistributions and overlapping iterations to be interrupted. Only
@@ -105,7 +105,7 @@ def test_a_killed_rank_is_named_and_the_run_ends_in_the_same_bits(cluster, job, 
     assert fault.iteration in aborted
     assert fault.meanwhile is None or fault.meanwhile[0] in aborted
     assert committed(events) == list(range(ITERATIONS))
-    assert min(aborted) >= 1, "it did not go on from a snapshot, it began anew"
+    assert min(aborted) >= 1, "it did not continue from a snapshot, it began anew"
     lived = {i: (1, 0 if i < min(aborted) else 1) for i in range(ITERATIONS)}
     assert generations_of(folder) == lived
     assert_same_run(folder, undisturbed)

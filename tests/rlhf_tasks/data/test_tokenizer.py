@@ -69,7 +69,7 @@ def tokenizer_with(template: str, folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["behind an end of turn", "behind a turn that was cut"])
+@pytest.mark.parametrize("ends", [True, False], ids=["after an end of turn", "after a turn that was cut"])
 def test_behind_a_conversation_it_is_the_users_next_turn(tmp_path: Path, ends: bool):
     tokenizer = tokenizer_with(TURNS, tmp_path)
     (asked,) = tokenizer.render([(ASKED, True)])
@@ -87,5 +87,5 @@ def test_behind_text_it_is_this_text_alone(tmp_path: Path):
 
 def test_a_template_that_leaves_out_a_users_later_turn_is_refused(tmp_path: Path):
     tokenizer = tokenizer_with("{{ messages[0].content }}{{ messages[1].content if messages[1:] }}", tmp_path)
-    with pytest.raises(TokenizerError, match="does not write a user's turn behind the assistant's"):
+    with pytest.raises(TokenizerError, match="does not write a user's turn after the assistant's"):
         Observations(tokenizer).ids("lower", ASKED, 9)

@@ -148,7 +148,7 @@ def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once(
 
 @pytest.mark.parametrize("deep", [DEEP, 16])
 def test_steps_that_take_longer_with_more_context_do_not_count_in_the_prefill(deep):
-    """Here a layer's prefill takes as long as a step behind a prompt, and a step's seconds are its context."""
+    """Here a layer's prefill takes as long as a step after a prompt, and a step's seconds are its context."""
     prompt, found = 16, {}
     for name, layers in (("shallow", SHALLOW), ("drawing", deep)):
         for steps in (FEW_STEPS, MORE_STEPS):

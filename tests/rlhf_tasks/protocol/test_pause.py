@@ -67,7 +67,7 @@ def test_with_fewer_snapshots_the_next_iteration_entered_ends_in_one(delivered, 
     assert told[-1] == Held(step=last + 1)
     books.resume(0)
     after = [request.in_snapshot for send in books.enter(last + 1, 0, 0) for request in send.requests]
-    assert set(after) == {last + 1 in (2, 5)}, "the schedule goes on"
+    assert set(after) == {last + 1 in (2, 5)}, "the schedule continues"
 
 
 def test_a_stop_ends_a_pause_and_a_run_that_is_held_is_finished_by_it():

@@ -220,7 +220,7 @@ def _told(nodes: Mapping[str, Mapping[int, NodeResult]]) -> dict[str, dict]:
 
 
 def test_where_a_stored_plan_has_no_onload_parameters_stay(tmp_path):
-    """A run that began when train_steps offloaded the optimizer alone goes on by its plan."""
+    """A run that began when train_steps offloaded the optimizer alone continues by its plan."""
     config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, TRAINED)
     moved = {node.name for node in plan.nodes if isinstance(node, OnloadNode | OffloadNode)}
     kept = [

@@ -227,7 +227,7 @@ def test_answers_come_in_the_order_of_the_samples_whichever_is_first(start, tmp_
     assert log.read_text().split("\n")[3] == "0 a", "the first sample was answered last"
     found = process.answers(episodes("a", "end", samples=(0, 2)))
     assert found == [Answer(f"end:2:{100 + n}", n / 2, True) for n in (0, 2)]
-    assert process.answers(episodes("b"))[0] == Answer("b:1:100", 0.0, False), "a new batch begins anew"
+    assert process.answers(episodes("b"))[0] == Answer("b:1:100", 0.0, False), "a new batch starts again"
 
 
 def test_a_process_that_is_killed_from_outside_is_given_all_turns_again(start, tmp_path):
@@ -293,7 +293,7 @@ def test_an_environment_that_never_answers_is_named_with_the_line_where_it_is(st
     line = CODE[: CODE.index("time.sleep" if name == "Failing" else "asyncio.sleep(1000)")].count("\n") + 1
     assert str(caught.value) == (
         f"environment {tmp_path}/rooms.py:{name}: step gave no answer in 3 s at {tmp_path}/rooms.py:{line}. "
-        "Mend it or raise reward_timeout_s."
+        "Correct it or raise reward_timeout_s."
     )
     assert caught.value.place == 1
 

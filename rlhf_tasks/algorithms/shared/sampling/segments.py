@@ -1,4 +1,4 @@
-"""Generation in segments: what has not ended when a batch is full goes on in the next iteration
+"""Generation in segments: what has not ended when a batch is full continues in the next iteration
 (docs/adr/0020-segments.md).
 
 There are places for the groups of two batches. A place is free, or has the samples of a group, some of which may have

@@ -1,6 +1,6 @@
 """Responses of several turns: the policy draws one, an environment answers, and so on until it says that it is over.
 
-The turns of a dp rank's sequences are drawn together: all draw, all are answered at once, and those that go on are
+The turns of a dp rank's sequences are drawn together: all draw, all are answered at once, and those that continue are
 drawn from again, their contexts filled anew. What comes of a sequence depends on nothing but (seed, iteration, sample
 id, weights, row): neither on the sequences beside it nor on the order in which environments answer. Only the head
 talks to environments; what the others of its replica draw from next, they get by a broadcast.
@@ -38,9 +38,9 @@ def draw(
 ) -> SampleBatch | None:
     """Responses to `prompt_ids`, as `generate` returns them; of several turns where the run has an environment.
 
-    Then `max_new_tokens` counts all that is behind the prompt, observations too. `response_mask` is False on
+    Then `max_new_tokens` counts all that is after the prompt, observations too. `response_mask` is False on
     observations, and `old_logprobs` are 0 there. `truncated` says that the environment had not ended the episode. A
-    response ends with a token that was drawn: an observation behind which no token or no turn is left is not part of
+    response ends with a token that was drawn: an observation after which no token or no turn is left is not part of
     it. There is one key more: `environment_rewards` [1] float64, the sum of the environment's rewards.
     Collective over the replica. Raises RewardError, naming the sample, where the environment fails. With
     `on_reward_error: skip` such a response ends with the turn that has no answer, and says why under a further key,
@@ -121,7 +121,7 @@ class _Sequence:
         self._given(torch.tensor(ids, dtype=torch.int64))
 
     def draw(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Add the tokens drawn behind the context, as many as there is room for. Returns them.
+        """Add the tokens drawn after the context, as many as there is room for. Returns them.
 
         data  of the context and these tokens, by the keys of `generate`
         """

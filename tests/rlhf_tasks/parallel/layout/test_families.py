@@ -31,7 +31,7 @@ def save(folder: Path, family: str, **changes: Any) -> dict[str, tuple[int, ...]
         ("vaultgemma", {}),
         ("seed_oss", {"attention_bias": True, "mlp_bias": True}),
         ("arcee", {}),  # without gates
-        ("exaone4", {}),  # norms behind the blocks, and on the heads
+        ("exaone4", {}),  # norms after the blocks, and on the heads
     ],
 )
 def test_an_untested_family_of_llamas_kind_is_read_from_its_weights(tmp_path, family, changes):

@@ -241,7 +241,7 @@ def test_rows_pass_the_head_alone():
 
 
 def samples_of_prompts() -> list[Tensor]:
-    """Three samples of a prompt, one of another, two of a third. Windows of 4 and 13 begin in prompts and behind."""
+    """Three samples of a prompt, one of another, two of a third. Windows of 4 and 13 begin in prompts and after."""
     (*prompts,) = tokens(11, 9, 14)
     answers = iter(tokens(3, 1, 9, 4, 12, 2, vocab=17))
     return [torch.cat([prompts[number], next(answers)]) for number in (0, 0, 0, 1, 2, 2)]
@@ -264,7 +264,7 @@ def samples_of_prompts() -> list[Tensor]:
     ("head", "recompute"),
     [
         *(("lm", recompute) for recompute in get_args(Recompute)),
-        ("scalar", "none"),  # the heads lie behind what is recomputed
+        ("scalar", "none"),  # the heads lie after what is recomputed
         *(pytest.param("scalar", again, marks=pytest.mark.slow) for again in get_args(Recompute)[1:]),
     ],
 )
@@ -486,7 +486,7 @@ SPLITS: list[tuple[ParallelStrategy, Head, tuple[str, ...]]] = [
     (BOTH, "scalar", ("mixtral",)),
 ]
 """How other families are split, and of which continuous integration runs that: of each the split of both kinds, which
-has all that either has; a value head differs behind the last layer, which families do not. The default suite runs
+has all that either has; a value head differs after the last layer, which families do not. The default suite runs
 those of Gemma 2, Mixtral and GPT-2."""
 BY_DEFAULT = ("gemma2", "mixtral", "gpt2")
 
