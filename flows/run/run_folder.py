@@ -52,7 +52,7 @@ from rlhf_tasks.system.reading import read_json
 CONFIG = "config.json"
 FORMAT, NUMBER, OLDER = "format", 2, "as of commit 747d428a"
 """The file with the number of a run folder's format, the number of this one, and which version reads the one before,
-whose folders have no such file. It grows where a run of before cannot go on: with the names in configurations, and
+whose folders have no such file. It grows where an earlier run cannot continue: with the names in configurations, and
 with what a commit holds."""
 SUMMARY = "summary.json"
 LOCK, HOLDER = ".lock", ".lock-holder"  # the latter has the id of the process that has the former

@@ -107,7 +107,7 @@ class _Part:
     episode at a time, all its turns, until it is lost over one.
 
     With `on_reward_error: skip` the answer of an episode in which the environment fails is a FailedAnswer, and the
-    others go on.
+    others continue.
     """
 
     def __init__(self, config: Scores, blocks: Mapping[str, str]) -> None:

@@ -303,7 +303,7 @@ def _finite(values: bytes, dtype: str) -> bool:
 def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> None:
     """Check all weights of a folder against all parameters of a model.
 
-    Raises ConfigError for what `weight_files` refuses, and for a tensor that the model has not: without it, the model
+    Raises ConfigError for what `weight_files` refuses, and for a tensor that the model does not have: without it, it
     would be another one.
     """
     held = weight_files(folder, specs, needs_head)

@@ -407,7 +407,7 @@ class Stage(nn.Module):
         """The linear modules whose weights files hold as one tensor, that of the module `path`."""
         specs = [spec for spec in self.layout.parameters if spec.name.startswith(f"{path}.")]
         if not specs:
-            raise ValueError(f"{path} is a linear module that the weights have not.")
+            raise ValueError(f"{path} is a linear module that the weights lack.")
         parts = dict.fromkeys(spec.module for spec in specs)
         return PackedColumns({name: self._column_parallel(whole, f"{path}.{name}") for name in parts})
 
