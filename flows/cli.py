@@ -79,10 +79,10 @@ def main() -> None:
 
 
 def direct_to_loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep requests to this machine from the proxies that `environment` names.
+    """The variables that keep requests to this machine away from the proxies in `environment`.
 
-    The Prefect server of a run listens on loopback, where no proxy can reach it. All that this process starts
-    inherits them. Of the two spellings the lower case counts, for those who read both.
+    The Prefect server of a run listens on loopback, where no proxy can reach it. All child processes inherit them. A
+    program that reads both spellings prefers the lower case.
     """
     stated = environment.get("no_proxy", environment.get("NO_PROXY", ""))
     hosts = [host.strip() for host in stated.split(",") if host.strip()]
@@ -93,8 +93,8 @@ def direct_to_loopback(environment: Mapping[str, str]) -> dict[str, str]:
 def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit status. A user's mistake is printed as one sentence.
 
-    Mistakes of the user are `ConfigError` and its subclasses, and what the operating system refuses, which names a
-    path of the user's. Any other error, such as a library's ValueError, is ours and keeps its traceback.
+    A user's mistake is a `ConfigError` or one of its subclasses, or an OSError, which names a path of the user's. Any
+    other error, such as a library's ValueError, is ours and keeps its traceback.
     """
     from rlhf_tasks.algorithms.configurations import ConfigError
     from rlhf_tasks.system.reading import refused_by_system
@@ -117,7 +117,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _is_unread() -> bool:
-    """Whether whoever read our output has ended, as `| head` does. Then nothing more is written."""
+    """Whether the reader of our output has ended, as `| head` does. Then nothing more is written."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     gone = any(event & select.POLLERR for _, event in poll.poll(0))

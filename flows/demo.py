@@ -1,7 +1,7 @@
 """The demo's task: reasoning-gym's `spell_backward`, its data sets, its byte tokenizer and its tiny Llama.
 
-All sets of words are disjoint. The demonstrations are sloppy on purpose, like human ones: in some, the answer's last
-two letters are swapped. The verifier (deployments/demo/reward.py) is always right. Reinforcement learning closes that
+All sets of words are disjoint. The demonstrations are sloppy on purpose, like human ones: some have the answer's last
+two letters swapped. The verifier (deployments/demo/reward.py) is always right. Reinforcement learning closes that
 gap.
 """
 
@@ -66,7 +66,7 @@ def data_is_there(folder: Path) -> bool:
 
 
 def refuse_without_task(folder: Path) -> None:
-    """Raises ConfigError when a demo's data are still to be made and reasoning-gym is not installed."""
+    """Raises ConfigError when a demo's data do not exist yet and reasoning-gym is not installed."""
     if not data_is_there(folder) and find_spec("reasoning_gym") is None:
         raise ConfigError("the demo's task comes from reasoning-gym. Run: pip install 'prefect-rlhf[demo]'")
 

@@ -1,8 +1,8 @@
 """Flow `rlhf-pipeline`: the stages of a configuration one after another; without one, the demo.
 
-A stage is a subflow that is run once, and continues where it was interrupted. The demo's stages are a pipeline
-(deployments/demo/pipeline.yaml), with two steps between them that are no runs and that only the demo has: preference
-pairs are made from scored samples, and the reward model's scores are normalised for PPO.
+A stage is a subflow. It runs once, and continues where it was interrupted. The demo's stages are a pipeline
+(deployments/demo/pipeline.yaml), with two steps between them that are not runs and exist only in the demo: one makes
+preference pairs from scored samples, the other normalises the reward model's scores for PPO.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ async def rlhf_pipeline(
 
 
 async def pipeline_as_flow(config: PipelineConfig, checked: CheckedStages) -> dict[str, Any]:
-    """A flow run of a pipeline whose stages the caller has checked; gives the summary."""
+    """Run a pipeline, whose stages the caller has checked, in a flow run of its own. Returns the summary."""
 
     async def run(config: PipelineConfig) -> dict[str, Any]:
         async with cancelled_by_signals(lambda: "between two stages"):
@@ -95,7 +95,7 @@ async def pipeline_as_flow(config: PipelineConfig, checked: CheckedStages) -> di
 
 
 async def carry_out_pipeline(config: PipelineConfig, checked: CheckedStages | None = None) -> dict[str, Any]:
-    """Run the stages of a pipeline that are not finished; gives the summary, which its folder has too.
+    """Run the unfinished stages of a pipeline. Returns the summary, which is also in the pipeline's folder.
 
     checked  of `check_stages`, where the stages were checked before
     Called inside a flow. Raises ConfigError, as `stages_of` and `check_stages` do, before anything starts.
@@ -127,7 +127,7 @@ async def carry_out_pipeline(config: PipelineConfig, checked: CheckedStages | No
 
 
 class PipelineStages:
-    """The stages of a pipeline. A context manager: the cluster that they share is started by the first that runs.
+    """The stages of a pipeline. A context manager: the first stage that runs starts the cluster that all share.
 
     configs  name -> configuration, as `stages_of` gives them
     checked  of `check_stages`: what is prepared there is not prepared again
@@ -144,7 +144,7 @@ class PipelineStages:
         self._open.__exit__(*error)
 
     async def run(self, name: str) -> dict[str, Any]:
-        """The summary of a stage, which is run unless it is finished. Raises ConfigError as `prepare_stage` does."""
+        """Run a stage unless it is finished. Returns its summary. Raises ConfigError as `prepare_stage` does."""
         config = self._configs[name]
         prepared = self._checked.prepared.get(name) or prepare_stage(config, self._checked.ranks)
         if (summary := summary_of(config)) is not None:
@@ -165,7 +165,7 @@ class PipelineStages:
 
 
 async def show_pipeline(name: str, folder: Path, stages: Sequence[str], heading: str = "") -> None:
-    """Show in the UI what a pipeline has come to: the scores of its evaluations, and a row for each stage.
+    """Show a pipeline's results in the UI: the scores of its evaluations, and a row for each stage.
 
     folder   of the stages' run folders
     heading  in place of the scores
@@ -193,7 +193,8 @@ async def show_pipeline(name: str, folder: Path, stages: Sequence[str], heading:
 
 
 def stage_figures(kind: str, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a pipeline's summary says of a stage: type, iterations, seconds, the model, and scores or last metrics."""
+    """The figures of a stage in a pipeline's summary: type, iterations, seconds, the model, and scores or last
+    metrics."""
     keys = ("iterations", "seconds", "model", "model_step", "scores")
     figures = {"type": kind, **{key: summary[key] for key in keys if key in summary}}
     return figures if "scores" in summary else {**figures, "metrics": summary["metrics"]}

@@ -41,7 +41,7 @@ _SECRETS = (
     "bearer",
     "credentials",
 )
-"""Ends of names of arguments whose literal values are warned of. Where a value goes does not depend on its name."""
+"""An argument whose name ends so, and has a literal value, causes a warning. Its name has no other effect."""
 INSTEAD = "or name an environment variable: {env: VARIABLE}"
 COMPLETION_TOKENS = 16
 

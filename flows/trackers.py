@@ -1,16 +1,16 @@
 """The trackers of a run: TensorBoard, W&B, MLflow. Each has a process of its own, which may fail or be late.
 
 Nothing waits for them. A tracker is told how many iterations are committed, and reads the rows of `metrics.jsonl`
-itself: what it has not come to stays there, and no queue grows. One that fails or hangs is named in one line, ended,
-and begun again after a while; it then takes up what it lacks.
+itself: rows that it has not read yet stay there, and no queue grows. A tracker that fails or hangs is reported in one
+line, ended, and started again after a while; it then logs the rows that it lacks.
 
-Messages come on the process's standard input, answers leave on its original standard output, each one line of JSON.
-The first message says which store and run; each later one how many iterations are committed, the last also whether
-the run has `finished`. The answer to each is how many iterations the store has, or what went wrong, after which the
-process ends.
+The process reads messages from its standard input and writes answers to its original standard output, each one line
+of JSON. The first message names the store and the run. Each later one says how many iterations are committed, the
+last also whether the run has `finished`. The answer to each is how many iterations the store has, or what went wrong,
+after which the process ends.
 
-A store is opened with what its process wrote down before: the tracker's own run, and how many iterations it has. So a
-run that is resumed continues the same tracker run.
+A process writes down the tracker's own run and how many iterations the store has. The next process opens the store
+with that, so a resumed run continues the same tracker run.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class Trackers:
         self._all = [_Tracker(name, folder, document, say) for name in config.report_to]
 
     async def tell(self, committed: int) -> None:
-        """So many iterations are committed. Waits for no tracker."""
+        """Tell all trackers how many iterations are committed. Waits for no tracker."""
         for tracker in self._all:
             try:
                 await tracker.tell(committed)
@@ -144,7 +144,7 @@ class _Tracker:
         self._send({"tracker": self._name, "folder": str(self._folder), "config": self._config})
 
     def _send(self, message: dict[str, object]) -> None:
-        """Send a message, or leave it out where the tracker has not read the ones before: a later one says more."""
+        """Send a message, or leave it out if the tracker has not read earlier ones: a later message replaces it."""
         if self._process is None:
             return
         pipe = self._process.stdin
@@ -178,7 +178,7 @@ class _Tracker:
         self._next_try_s = time.monotonic() + self._pause_s
         if first:
             self._say(
-                f"{self._name} has failed, the run continues: {fault}. It is tried again later; what it has printed "
+                f"{self._name} has failed, the run continues: {fault}. It is tried again later; its output "
                 f"is in {self._folder / TRACKERS / self._name}.log"
             )
         self._pause_s *= 2
@@ -203,7 +203,7 @@ class TrackedRun:
     folder  the run folder
     config  the run's configuration, JSON-able
     id      the tracker's own name of the run; "" before it has one
-    done    so many iterations are in the store: their steps are 1 to `done`
+    done    number of iterations in the store: their steps are 1 to `done`
     """
 
     name: str
@@ -221,7 +221,7 @@ class Store(Protocol):
         ...
 
     def flush(self) -> None:
-        """Have kept what was logged."""
+        """Return when everything logged is stored."""
         ...
 
     def close(self, finished: bool) -> None:
@@ -230,7 +230,7 @@ class Store(Protocol):
 
 
 def serve() -> None:
-    """The process's own life, until it is told how the run has ended."""
+    """Serve one store, until a message says how the run has ended."""
     messages = Requests()
     try:
         for done in _served(iter(messages)):
@@ -284,7 +284,7 @@ class _JournalRows:
         self._path, self._read_bytes = path, 0
 
     def before(self, iteration: int) -> Iterator[Mapping[str, Any]]:
-        """The next rows, up to that iteration: later ones may belong to a commit that fails."""
+        """The next rows, up to that iteration: later rows may belong to a commit that fails."""
         with open(self._path, "rb") as file:
             file.seek(self._read_bytes)
             while is_row(line := file.readline()) and (row := json.loads(line))["iteration"] < iteration:

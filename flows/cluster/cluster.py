@@ -1,8 +1,9 @@
 """The Dask cluster of a run: ranks and a controller, started here or found by address.
 
 A cluster started here has its scheduler and nannies inside this process, so it ends with the process. It uses TLS
-with keys made for it, so no other account of this host can connect. A cluster found by address is checked first:
-refused are unsafe settings, listening on a network without TLS, other versions, and other devices than planned for.
+with keys made for it, so no other account of this host can connect. A cluster found by address is checked first. It
+is refused for unsafe settings, for listening on a network without TLS, for other versions, and for devices other than
+the planned ones.
 
 A member is a worker as rank or controller. When its process is replaced, its name stays and its address changes.
 """
@@ -80,7 +81,7 @@ class ClusterError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker as rank or controller.
+    """A worker that is a rank or the controller.
 
     name     the same after a restart: its given name, or else its nanny's address
     address  of the current worker process
@@ -225,8 +226,8 @@ def _worker_spec(
 ) -> dict[str, dict[str, Any]]:
     """The workers for `SpecCluster`: `n_ranks` ranks with a device each, and the controller without one.
 
-    variables  environment variables of all. They and this process's own are stated, since the fork server has those
-               that there were when it was started
+    variables  environment variables of all. They are passed with this process's own, since the fork server has those
+               of its own start
     """
     common = {
         "host": "127.0.0.1",
@@ -305,7 +306,7 @@ def _nannies_replaced(cluster: SpecCluster) -> Iterator[None]:
 def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:
     """End scheduler and workers; kill workers that are not gone within CLOSE_S.
 
-    A nanny waits until a worker that is still starting is up, before it ends it.
+    A nanny ends a starting worker only after that worker is up.
     """
 
     def kill_workers() -> None:
@@ -337,7 +338,7 @@ def found_cluster(
     needs: Mapping[int, float] | None = None,
     again: bool = False,
 ) -> Iterator[DaskCluster]:
-    """A running cluster, found by its scheduler's address. It is left running.
+    """A running cluster, found by its scheduler's address. It keeps running afterwards.
 
     folder            the run folder, which every host must see
     devices_per_host  ranks of the plan that must share a host

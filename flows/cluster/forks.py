@@ -1,4 +1,4 @@
-"""The fork server: a process that loads torch and our modules once, and whose forks begin at once with all of it.
+"""The fork server: a process that loads torch and our modules once. Its forks have them and begin at once.
 
 Ranks on CPUs, the controller beside them, and exports are its forks. It ends with this process. Loads nothing itself.
 A script that calls a flow needs a main guard: each worker process imports the main module anew, and would call the
@@ -44,7 +44,7 @@ def begin_to_load(n_ranks: int) -> bool:
     """Start the fork server, if there is none; returns at once.
 
     n_ranks  that will share this machine's cores
-    Returns False where there can be none: its socket's path, in the folder for temporary files, would be too long.
+    Returns False if it cannot start, because its socket's path in the temporary folder would be too long.
     Raises ConfigError where this process may not open as many files as the ranks need.
     """
     allow_open_files(n_ranks)
@@ -61,7 +61,7 @@ def begin_to_load(n_ranks: int) -> bool:
 
 
 def kill_server() -> None:
-    """Kill the fork server, which does not fork. Its forks end; another one starts when it is needed."""
+    """Kill a fork server that does not fork. Its forks end; another server starts when it is needed."""
     pid = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
     if pid is not None:
         with suppress(ProcessLookupError):
@@ -114,7 +114,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def refuse_unguarded_script() -> None:
-    """Raises ConfigError where a script's own line, outside a main guard, has led here.
+    """Raises ConfigError if a line of a script outside a main guard has called this.
 
     multiprocessing imports a main module only from a file, and no `__main__.py`: a prompt, a notebook or `python -m
     PACKAGE` needs no guard.

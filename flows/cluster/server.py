@@ -101,8 +101,8 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
 
 
 def refuse_dead_server() -> None:
-    """Raises ConfigError when the configured server does not answer or refuses the login, and for a proxy of the
-    environment that no client can be made with.
+    """Raises ConfigError when the configured server does not answer or refuses the login, and when the environment
+    names a proxy that clients cannot use.
 
     Any other answer is accepted, because some servers do not have the route that is asked for.
     """
@@ -198,7 +198,8 @@ class OwnServer:
             _close_pipes(process)
 
     def _watch(self) -> None:
-        """Restart a server that has died, up to RESTARTS times. Status 0 means that another server has its home."""
+        """Restart a server that has died, up to RESTARTS times. Status 0 means that another server uses the same
+        home."""
         again = 0
         while True:
             assert self._process is not None

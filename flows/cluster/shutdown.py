@@ -1,4 +1,4 @@
-"""Ends a run on Ctrl-C or SIGTERM: within `END_S`, whatever the run is doing, and with no process left.
+"""Ends a run on Ctrl-C or SIGTERM: within `END_S`, whatever the run is doing. No process is left.
 
 Prefect's SIGTERM handler raises its exception wherever the main thread happens to be. There a callback of the event
 loop, one of Prefect's own tasks or a serializer may swallow it, and the run continues. So a separate thread reads

@@ -23,7 +23,7 @@ LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of a container: versi
 CPU_SLOT = "cpu-slot"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""torch takes the lesser of the first two. A nanny sets those of the three to 1 that its process lacks."""
+"""torch takes the lesser of the first two. A nanny sets to 1 each of the three that its process lacks."""
 CPU_RANKS = 2  # faster than one rank of all threads in every work that was compared, on two cores
 FILES, FILES_OF_A_RANK = 128, 16
 """Open files of the process of a run, and of its ranks: 2 ranks take 74, 4 take 98. A rank itself takes about 40."""
@@ -46,7 +46,7 @@ def device_here(slots: int) -> DeviceProfile:
 
 
 def ranks_here() -> int:
-    """Ranks of this machine where nobody states their number: one for each visible GPU, up to the first of another
+    """The number of ranks of this machine, if nobody states it: one for each visible GPU, up to the first of another
     kind, or `CPU_RANKS` that share the cores. Raises ConfigError where CUDA's driver does not answer."""
     if not gpus_here():
         return min(CPU_RANKS, cores_here())
@@ -55,7 +55,7 @@ def ranks_here() -> int:
 
 
 def gpus_here() -> tuple[str, ...]:
-    """What names each visible NVIDIA GPU of this machine in CUDA_VISIBLE_DEVICES, found without loading torch."""
+    """The name of each visible NVIDIA GPU of this machine in CUDA_VISIBLE_DEVICES, found without loading torch."""
     return visible_gpus(os.environ.get(VISIBLE), len(list(DEVICES.glob("nvidia[0-9]*"))))
 
 
@@ -79,8 +79,8 @@ def visible_gpus(stated: str | None, n_gpus: int) -> tuple[str, ...]:
     outside = next((name for name in names if name.isdigit() and int(name) >= n_gpus), None)
     if outside is not None:
         raise ConfigError(
-            f"{VISIBLE}={stated}: this machine has {n_gpus} GPUs, and none of index {outside}. Name some of 0 to "
-            f"{n_gpus - 1}, or leave the variable out."
+            f"{VISIBLE}={stated}: this machine has {n_gpus} GPUs, and none has the index {outside}. Name some of "
+            f"0 to {n_gpus - 1}, or leave the variable out."
         )
     if len(set(names)) < len(names):
         raise ConfigError(f"{VISIBLE}={stated} names a GPU twice, for which CUDA shows none. Name each once.")

@@ -120,10 +120,10 @@ def doctor(
 ) -> None:
     """Compare a model, split over ranks on this machine, with plain transformers.
 
-    Under each strategy: logits, gradients, greedy tokens, and a reallocation to one rank and back; a line each with
-    the largest difference and the tolerance. Exit status 1 when one is out of tolerance. Takes as many rank processes
-    as the largest strategy, and memory for three to four times the weights (docs/models.md). A model of a family that
-    is not a tested one can be trained after it has passed: the verdict stays in its folder.
+    Compares logits, gradients, greedy tokens, and a reallocation to one rank and back under each strategy. Prints a
+    line for each with the largest difference and the tolerance. Exit status 1 when one is out of tolerance. Needs a
+    process for each rank of the largest strategy, and memory for three to four times the weights (docs/models.md). A
+    model of an untested family can be trained after it has passed: the verdict is stored in its folder.
 
     Parameters
     ----------

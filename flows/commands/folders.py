@@ -21,7 +21,7 @@ console = Console()
 
 
 def ui(run: Path, /) -> None:
-    """Open the Prefect UI of a run that has ended, until Ctrl-C.
+    """Open the Prefect UI of a finished run, until Ctrl-C.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ def export(
     role: Annotated[str | None, Parameter("--role")] = None,
     merged: Annotated[bool, Parameter("--merged", negative="")] = False,
 ) -> None:
-    """Write a trained model of a run as a Hugging Face folder: of its last commit, or, with evaluation.keep_best, of
-    its best. Of a run with `lora` it is the adapter.
+    """Write a trained model of a run as a Hugging Face folder. It is the model of the last commit or, with
+    evaluation.keep_best, of the best one. For a run with `lora` it is the adapter.
 
     Parameters
     ----------
@@ -130,7 +130,8 @@ def cancel(run: Path, /) -> None:
 
 
 def _order(run: Path, command: str, what: str) -> None:
-    """Give an order to the run's process, and print what it does. Raises ConfigError when it is not taken."""
+    """Give an order to the run's process, and print what it does. Raises ConfigError when the process does not take
+    it."""
     folder, _ = existing_run_folder(run)
     order = leave_order(folder, command)
     deadline = time.monotonic() + TAKEN_S

@@ -36,8 +36,8 @@ TRACEBACK = "error.log"  # in the run folder
 
 
 def run_here(folder: Path, prepared: Prepared) -> None:
-    """Run in this process, as a flow run, what was prepared. If the run fails, exit with status 1 after saying how to
-    resume.
+    """Run a prepared configuration in this process, as a flow run. If the run fails, say how to resume and exit with
+    status 1.
 
     folder  the run's, which the caller has taken
     """
@@ -144,7 +144,7 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
 
 
 def _without_prefect(error: Exception, folder: Path, again: str, began_s: float) -> Any:
-    """The summary of a run that is complete although Prefect's server is away or has a new database.
+    """The summary of a run that is complete although Prefect's server does not answer or has a new database.
 
     Exits with status 1 where the run is not complete.
 

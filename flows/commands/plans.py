@@ -1,6 +1,8 @@
-"""`prefect-rlhf plan`: where each call of an algorithm should run, what that costs, and how far the best can be.
+"""`prefect-rlhf plan`: where each call of an algorithm should run, what that costs, and how much better a plan could
+be.
 
-Besides, what plans are made of: `profile` measures or computes the figures that price them, `graph` draws the calls.
+Two more commands show the input of a plan: `profile` measures or computes the figures that price it, `graph` draws
+the calls.
 """
 
 import json
@@ -129,8 +131,8 @@ def plan(
     evaluate
         A YAML file with a plan to price instead of a search: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
     time_limit
-        Seconds that a search may take; default: planning.time_limit_s. The plans by rule, without which there may
-        be none, have a second under any limit. The comparison comes on top: --no-compare leaves it out.
+        Seconds that a search may take; default: planning.time_limit_s. Plans made by a rule get a second under any
+        limit, since otherwise there may be no plan. The comparison takes extra time; --no-compare leaves it out.
     seed
         Seed of the search, a whole number from 0; default: the configuration's.
     iterations
@@ -194,7 +196,8 @@ def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, s
 
 
 def _show_first_answer(problem: Problem, limit_s: float) -> None:
-    """Print what the heuristic's plan takes, if it is found within the limit: long before a search has ended."""
+    """Print the time of the heuristic's plan, if it is found within the limit. It comes long before the search
+    ends."""
     with suppress(PlanError):  # it does not fit: a search may find one that does
         first = heuristic_plan(problem.graph, problem.model, Deadline(monotonic() + limit_s))
         seconds = first.price.iteration_time_s
@@ -227,7 +230,7 @@ def _show(result: SearchResult, problem: Problem) -> None:
 
 
 def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, iterations: int) -> None:
-    """Print why each call of a plan is not placed elsewhere, and what the other modes find."""
+    """Print why each call of a plan is not placed elsewhere, and the plans of the other modes."""
     with console.status(f"alternatives; {COMPILING} ..."):
         rejected = run_in_thread(lambda _: rejected_alternatives(result))
     show_alternatives(console, rejected)
@@ -310,7 +313,8 @@ def show_proof(console: Console, result: SearchResult) -> None:
 
 
 def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:
-    """Show for each call the best plan found with it elsewhere, and below why that is worse, or that it is not."""
+    """Show for each call the best plan with that call elsewhere. Below, say why that plan is worse, or that it is
+    not."""
     if rejected:
         console.print(f"[bold]Rejected alternatives[/]: {ALTERNATIVES}", soft_wrap=True)
         rows = alternative_rows(rejected)
@@ -362,9 +366,9 @@ def profile(
 ) -> None:
     """Time layers and collectives on the run's cluster: prefect-rlhf profile --config FILE [key.sub=value ...].
 
-    Takes minutes. Writes the profiles to <output_dir>/profiles/, from where plans for the same models, devices and
-    cluster use them. Of CPU ranks on this machine all numbers are measured that a run may have, fewer with more
-    threads each; the run then takes the fastest.
+    Takes minutes. Writes the profiles to <output_dir>/profiles/. Plans for the same models, devices and cluster use
+    them from there. On this machine's CPUs it measures every number of ranks that a run may have (fewer ranks have
+    more threads each); the run then takes the fastest.
 
     With --analytic nothing is measured: times of the same layers and collectives are computed from the device's
     figures and written in the same format. That takes a second, needs no cluster, GPU or weights, and works for

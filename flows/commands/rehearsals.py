@@ -1,4 +1,4 @@
-"""`prefect-rlhf rehearse`: hours of a run on a cluster that need not be there, in virtual time."""
+"""`prefect-rlhf rehearse`: hours of a run on a cluster that need not exist, in virtual time."""
 
 import json
 import math
@@ -60,10 +60,10 @@ def rehearse(
 ) -> None:
     """Rehearse a run in virtual time: prefect-rlhf rehearse --config FILE [key.sub=value ...].
 
-    The run's own controller, ledger and inboxes run a plan on simulated ranks, whose calls take what the planner
-    prices. Needs no GPU, no cluster and no weights. Tells iterations, effective training time, where the time went,
-    commits and their lag, memory, and deadlines that came near. Exit status 1 where the run gives up, or a deadline
-    fires without a fault.
+    The run's own controller, ledger and inboxes run a plan on simulated ranks, whose calls take the planner's times.
+    Needs no GPU, no cluster and no weights. Prints iterations, effective training time, where the time went, commits
+    and their lag, memory, and deadlines that nearly fired. Exit status 1 if the run gives up, or if a deadline fires
+    without a fault.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def rehearse(
     disk_bytes_per_s
         Bytes that a host reads and writes per second in the run's and the models' folders.
     noise
-        Standard deviation of the logarithm of what calls take, against their price; 0: exactly their price.
+        Standard deviation of the logarithm of a call's time relative to its price; 0: exactly the price.
     seed
         Seed of noise and drawn faults, a whole number from 0; default: the configuration's.
     cluster
@@ -86,7 +86,8 @@ def rehearse(
     profile
         A file of `prefect-rlhf profile --out FILE`; default: the measured ones in <output_dir>/profiles/.
     every_iteration
-        Rehearse every iteration, instead of counting quiet times from iterations like them. Takes minutes to hours.
+        Rehearse every iteration. By default, iterations without an event are counted from similar ones. Takes minutes
+        to hours.
     json_file
         File to write all figures to.
     """
@@ -122,7 +123,7 @@ def rehearse(
 
 @dataclass(frozen=True)
 class Rehearsable:
-    """A configuration with its plan and what the planner prices of it."""
+    """A configuration with its plan and the plan's price."""
 
     config: TrainingConfig
     problem: Problem
@@ -170,7 +171,7 @@ def priced(
     price: PlanPrice,
     cores: int,
 ) -> Rehearsable:
-    """What a rehearsal of a plan must know, from its price. cores: of a host."""
+    """The costs that a rehearsal needs, from the plan's price. cores: of a host."""
     model = problem.model
     evaluation = model.workload.evaluation
     slower = _slower_beside(plan, price, model, cores)
@@ -190,9 +191,9 @@ def priced(
 
 
 def _slower_beside(plan: ExecutionPlan, price: PlanPrice, model: CostModel, cores: int) -> dict[str, float]:
-    """Node -> by how much it takes longer because the run's own processes need the cores that compute.
+    """Node -> factor by which it takes longer because the run's own processes use the same cores.
 
-    None does on GPUs. Calls whose price figures of runs correct took that time there.
+    Empty on GPUs. Calls whose price measured runs have corrected are left out: their times include this.
     """
     if not all(profile.is_on_host for profile in model.classes.profiles):
         return {}

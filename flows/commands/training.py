@@ -48,7 +48,7 @@ def run(
     ----------
     algorithm
         ppo, grpo, dpo, sft, reward-model, rollout, evaluate, or another algorithm (docs/algorithms.md); or
-        pipeline, whose stages are such runs: the same command again continues it.
+        pipeline, whose stages are such runs. The same command continues an interrupted pipeline.
     overrides
         `key.sub=value`, the value being YAML; with --resume only `cluster.*` and `runtime.*`, unless changes are
         accepted.
@@ -63,7 +63,7 @@ def run(
     if algorithm == PIPELINE:
         if config is None or resume is not None or accept_changes:
             raise ConfigError(
-                "A pipeline continues where it ended: give --config FILE, and nothing else, again."
+                "A pipeline continues where it ended: give --config FILE again, and nothing else."
             )
         _run_pipeline(load_pipeline(config, overrides), config)
         return

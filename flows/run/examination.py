@@ -1,6 +1,6 @@
-"""An examination of a model's folder (rlhf_tasks/doctor): what it needs is checked, then ranks compare.
+"""The examination of a model's folder (rlhf_tasks/doctor): folder, ranks and memory are checked, then ranks compare.
 
-Its verdict on a family that is not a tested one stays in the folder, and runs ask for it.
+The verdict on an untested family is stored in the folder, and runs read it.
 """
 
 import json
@@ -36,7 +36,7 @@ PROCESS_BYTES = 500 * 2**20  # of a process with torch and transformers, without
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """A model's folder that was found sound, and the dtype to compute in."""
+    """A valid model folder, and the dtype to compute in."""
 
     folder: Path
     shape: ModelShape
@@ -44,7 +44,7 @@ class Patient:
 
     @staticmethod
     def of(folder: Path, dtype: str) -> "Patient":
-        """Raises ConfigError for what is no model's folder, a family that cannot be split, and faulty weights."""
+        """Raises ConfigError for a folder without a model, a family that cannot be split, and faulty weights."""
         shape = ModelShape.from_folder(folder)
         check_weights(folder, parameters(shape, "lm"), needs_head=False)
         return Patient(folder, shape, dtype)
@@ -160,18 +160,18 @@ def keep_verdict(
     missing = [axis for axis in axes if all(getattr(s, axis) == 1 for s in strategies)]
     if missing or patient.dtype == "bfloat16":
         why = "bfloat16 rounds too much" if not missing else f"no strategy has {missing[0]} above 1"
-        return f"{patient.shape.family} is no tested family; this is no verdict that runs accept: {why}."
+        return f"{patient.shape.family} is an untested family, and runs do not accept this verdict: {why}."
     verdict = {**_subject(patient.folder), "dtype": patient.dtype, "strategies": [str(s) for s in strategies]}
     try:
         if all(found.passed for found in findings):
             file.write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
-            return f"{patient.shape.family} is no tested family; runs of this model are allowed by {file}."
+            return f"{patient.shape.family} is an untested family; {file} allows runs of this model."
         file.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be written ({error.strerror}). Copy the model to a folder of yours."
         ) from None
-    return f"{patient.shape.family} is no tested family, and this model cannot be trained."
+    return f"{patient.shape.family} is an untested family, and this model cannot be trained."
 
 
 def refuse_unexamined(folder: str | Path, shape: ModelShape) -> None:
@@ -184,7 +184,7 @@ def refuse_unexamined(folder: str | Path, shape: ModelShape) -> None:
     if {key: found.get(key) for key in subject} != subject:
         state = "is of another config.json or version of transformers" if found else "is not there"
         raise ConfigError(
-            f"Model {str(folder)!r} is of the family {shape.family!r}, which is no tested one, and the doctor's "
+            f"Model {str(folder)!r} is of the untested family {shape.family!r}, and the doctor's "
             f"verdict ({VERDICT}) {state}. Run prefect-rlhf doctor --model {folder}, which compares it with plain "
             "transformers."
         )

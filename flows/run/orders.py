@@ -1,9 +1,9 @@
-"""What a run is ordered to do: pause, continue, stop, end. Whoever orders last is obeyed.
+"""Orders to a run: pause, continue, stop, end. The latest order counts.
 
-Orders come from the run folder (`prefect-rlhf pause` and its kin leave a file there) and from the states of the flow
-run and of those that it is part of, which the UI, `prefect` and Prefect's API set. The flow process looks at both
-every few seconds (`LOOK_EVERY_S`, `ASK_EVERY_S`), and writes the state that it has reached back to Prefect. A server
-that does not answer changes nothing.
+Orders come from the run folder (`prefect-rlhf pause`, `resume`, `stop` and `cancel` leave a file there) and from the
+states of the flow run and of those that it is part of, which the UI, `prefect` and Prefect's API set. The flow
+process looks at both every few seconds (`LOOK_EVERY_S`, `ASK_EVERY_S`), and writes the state that it has reached back
+to Prefect. A server that does not answer changes nothing.
 
 A run that a signal ends is Cancelled in Prefect, at its last commit. Prefect's engine would call it Crashed.
 """
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class Order(Enum):
-    """What a run is to do. All but END take effect at the next commit."""
+    """An order to a run. All except END take effect at the next commit."""
 
     CONTINUE = "continue"
     PAUSE = "pause, with its devices kept: models stay loaded, ranks are idle"
@@ -70,7 +70,7 @@ COMMANDS = {
 
 
 class Orders:
-    """The order that counts, and how far it has been carried out.
+    """The order that counts, and its progress.
 
     wanted  the order
     why     who gave it, for messages
@@ -88,7 +88,7 @@ class Orders:
         self._news = asyncio.Event()
 
     def give(self, order: Order, why: str) -> None:
-        """Take an order. One that ends the run is only replaced by one that ends it sooner."""
+        """Take an order. An order that ends the run is replaced only by one that ends it sooner."""
         if self.wanted in ENDINGS and (
             order not in ENDINGS or ENDINGS.index(order) <= ENDINGS.index(self.wanted)
         ):
@@ -99,7 +99,7 @@ class Orders:
             self.say(f"the run is to {order.value} ({why})")
 
     def hold(self, step: int | None) -> None:
-        """The run is held at a commit; None: it is not any more."""
+        """Note the commit at which the run is held; None: it is no longer held."""
         told, self.held = self.held, step
         self._news.set()
         if step is not None and step != told and self.wanted in (Order.PAUSE, Order.RELEASE):
@@ -153,7 +153,7 @@ def _watch_folder(folder: Path, give: Callable[[Order, str], None], ended: threa
 
 
 class StateWatch:
-    """Turns states that others have set into orders, and shows what has come of them.
+    """Turns states that others have set into orders, and shows their effect.
 
     Watches the flow run and all that it is a subflow of: a pipeline that is paused pauses its stage.
     """
@@ -166,7 +166,7 @@ class StateWatch:
         self._seen: dict[UUID, State] = {}  # flow run -> its newest state that was looked at, or set by us
 
     async def run(self) -> None:
-        """Ask for ever."""
+        """Ask until cancelled."""
         while True:
             try:
                 async with get_client() as client:
@@ -207,7 +207,7 @@ class StateWatch:
             await self._show(client, run)
 
     async def _show(self, client: PrefectClient, run: FlowRun) -> None:
-        """Set the state of a flow run where it is not what the run does."""
+        """Set the state of a flow run if it differs from what the run does."""
         assert run.state is not None
         shown, step = run.state, self._orders.held
         if self._orders.wanted in (Order.PAUSE, Order.RELEASE) and step is not None and run.id == self._own:
@@ -247,11 +247,12 @@ async def _chain(client: PrefectClient, flow_run_id: UUID) -> list[UUID]:
 
 
 def order_of(run: FlowRun) -> Order | None:
-    """What a flow run's state, set by somebody, orders its run to do; None: nothing.
+    """The order that somebody has given by setting a flow run's state; None: no order.
 
     Suspended, as the UI's Pause sets it, means that Prefect schedules the flow run again when it is resumed: its
-    process leaves. So does a pause which has given the deployment's slot to others, and a flow run that is scheduled
-    again already. Without a deployment nobody starts the flow run again: its process stays, and continues.
+    process leaves. It also leaves after a pause that has given the deployment's slot to others, and if the flow run
+    is scheduled again already. Without a deployment nobody starts the flow run again: its process stays, and
+    continues.
     """
     state = run.state
     assert state is not None
@@ -282,10 +283,10 @@ def is_resumed(run: FlowRun) -> bool:
 
 
 def paused_state(run: FlowRun, step: int, order: Order) -> State[None]:
-    """How Prefect is to show a run that is paused.
+    """The state in which Prefect should show a paused run.
 
-    A run that has a slot of its deployment's concurrency limit, and keeps its devices, keeps the slot too: then the
-    state is of type Running, as Prefect takes the slot from any other.
+    A run that has a slot of its deployment's concurrency limit, and keeps its devices, keeps the slot too. Then the
+    state is of type Running, since Prefect takes the slot away in any other state.
     """
     assert run.state is not None
     devices = "kept" if order is Order.PAUSE else "released"
@@ -303,7 +304,7 @@ async def leave_to_prefect(flow_run_id: str, step: int, left: UUID | None) -> No
     """Leave the flow run as suspended: the process ends, and Prefect starts it again when it is resumed. Raises
     `prefect.exceptions.Pause`, which the flow is to let pass.
 
-    left  the flow run's state when the order came; one that runs in a later one was started again already
+    left  the flow run's state when the order came; a flow run that runs in a later state was started again already
     """
     state: State[None] = Paused()
     try:

@@ -1,9 +1,9 @@
-"""From a run's configuration to what the planner is asked: graph, models, workload, cluster, number of ranks.
+"""From a run's configuration to the planner's problem: graph, models, workload, cluster, number of ranks.
 
 The number of ranks is the stated one, or this machine's choice; on CPUs a measured one. The ranks of a cluster of our
-own share this machine's cores, so fewer CPU ranks have more threads each. Which is faster depends on model and
-machine, and no figure of a device tells it: numbers of ranks are compared only where profiles of them were measured,
-each with the threads that its ranks have. Loads no torch.
+own share this machine's cores, so fewer CPU ranks have more threads each. Which number is faster depends on model and
+machine, and no figure of a device shows it. So numbers of ranks are compared only if each has a measured profile,
+with the threads that its ranks have. Loads no torch.
 """
 
 import json
@@ -79,11 +79,12 @@ def problem_of(
 ) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
-    Models with a profile of all hosts of a device class are priced there by that, the others by the device's figures,
-    recalibrated. Calls whose runs drifted from their plan are corrected by what those runs found.
+    A model with a profile of all hosts of a device class is priced there by the profile. Others are priced by the
+    device's figures, recalibrated. If earlier runs of a call drifted from their plan, their measurements correct its
+    price.
 
     profile  a file of `prefect-rlhf profile --out` to take the profiles from; default: `profile_folder`
-    Raises ConfigError with one sentence for models, lengths, graphs and profiles that cannot be.
+    Raises ConfigError with one sentence for impossible models, lengths, graphs and profiles.
     """
     try:
         config = typed(config, hardware.classes)
@@ -433,7 +434,7 @@ def price_manual(problem: Problem, assignments: Mapping[str, CallAssignment]) ->
 def compare(
     problem: Problem, known: SearchResult, limits_s: Mapping[str, float], seed: int
 ) -> dict[str, SearchResult | str]:
-    """What each mode finds, by its name; a sentence where it finds nothing that fits. Of a plan by hand `manual` too.
+    """Mode -> its plan, or a sentence if it finds no plan that fits. A plan written by hand is included as `manual`.
 
     known     is taken as it is for its mode
     limits_s  of the modes that search until a limit (`limits_of`)
@@ -482,11 +483,12 @@ class Ranks(NamedTuple):
 
 
 def rank_counts(config: RunConfig) -> list[int]:
-    """Numbers of ranks of a host that a run may have, the one to prefer first.
+    """Numbers of ranks per host that a run may have, the preferred one first.
 
-    Where `cluster.devices_per_host` is a number, that one, and with `plan: auto` the fewer that divide it. Where it
-    is `auto`, what `ranks_here` says, then all powers of two up to the cores, upwards; only one rank where the
-    devices are elsewhere or the plan is given by hand. No others where ranks are not CPU slots of this machine.
+    If `cluster.devices_per_host` is a number: that number and, with `plan: auto`, its smaller divisors. If it is
+    `auto`: the number of `ranks_here`, then all powers of two up to the cores, upwards; only one rank if the devices
+    are elsewhere or the plan is written by hand. There is only the first number if ranks are not CPU slots of this
+    machine.
     """
     cluster, stated = config.cluster, config.cluster.devices_per_host
     is_here = cluster.address is None and cluster.n_hosts == 1
@@ -519,10 +521,10 @@ def rank_choices(
     profile: Path | None = None,
     kept: int | None = None,
 ) -> list[Ranks]:
-    """The numbers of ranks to plan with, the one to prefer first.
+    """The numbers of ranks to plan with, the preferred one first.
 
-    Others follow where profiles were measured of the first and of them. Where the first has no measured profile and
-    nobody stated it, the fewer ranks follow, for a model that does not fit the first.
+    Another number follows if both it and the first have measured profiles. If the first has none and nobody stated
+    it, smaller numbers follow, for a model that does not fit the first.
 
     prompt_tokens, profile  as `problem_of` takes them
     kept                    number of ranks of the plan that a run has already; then there is no other choice
@@ -559,7 +561,7 @@ def fastest(
     there are no measured profiles, the first that has a plan.
 
     plan  finds the plan of a number of ranks; plan_of: the plan in what it found
-    Figures of earlier runs count where all numbers have some: where one has, others would only look faster.
+    Figures of earlier runs count only if all numbers have some: otherwise those without would look faster.
     Raises PlanError, ProblemError or ConfigError, of the first number, where none has a plan.
     """
     if len(choices) == 1:

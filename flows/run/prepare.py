@@ -43,7 +43,7 @@ PLAN_REMEDY = "Remove it, and the run is planned anew."
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A configuration that was found fit, with its plan.
+    """A configuration that has passed all checks, with its plan.
 
     config       with a decided `dtype`; of `plan: auto` with the number of ranks that it chose (`fastest`)
     plan         that the run begins by; changes: the later ones that are decided
@@ -171,7 +171,7 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
 
 
 def _exports_what_loads(config: RunConfig) -> tuple[RunConfig, str | None]:
-    """The configuration; where its adapters would lie on an adapter, set to export the whole model, with a warning.
+    """The configuration. If its adapters would lie on an adapter, it exports the whole model instead, with a warning.
 
     peft and transformers take no adapter whose base is an adapter itself.
     """
@@ -187,8 +187,8 @@ def _exports_what_loads(config: RunConfig) -> tuple[RunConfig, str | None]:
 
 
 def check_without_models(config: RunConfig) -> list[str]:
-    """Check what `prepare` would, of a configuration whose models are still to be trained: whether its data are there
-    and its rewards fit them. Returns warnings. Raises ConfigError."""
+    """Check a configuration whose models do not exist yet: its data must exist, and its rewards must fit them.
+    Returns warnings. Raises ConfigError."""
     _refuse_what_cannot_run(config)
     is_here = config.cluster.address is None
     for part in (config, *held_out_sets(config).values()):
@@ -263,7 +263,7 @@ def _made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
 
 
 def _devices_assumed(config: RunConfig, problem: Problem) -> str:
-    """What a plan that does not fit took devices for, where the configuration does not say."""
+    """Which devices a plan that does not fit has assumed, if the configuration names none."""
     if config.planning.device is not None:
         return ""
     name = problem.model.classes.profile(0).name
@@ -275,7 +275,7 @@ def _evaluation(role: str, at_start: bool) -> str:
 
 
 def _kept_ranks(config: RunConfig, folder: Path | None) -> int | None:
-    """Ranks of a host in the plan that was once searched for a run; None where there is none yet."""
+    """Ranks per host in the plan that was searched for a run; None if there is no plan yet."""
     if config.plan != "auto" or folder is None or not (folder / PLAN).exists():
         return None
     return read_plan(folder / PLAN, PLAN_REMEDY).devices_per_host

@@ -1,6 +1,6 @@
-"""Measured profiles: a run of its own on the run's cluster, whose nodes time layers and collectives.
+"""Measured profiles: a separate run on the run's cluster, whose nodes time layers and collectives.
 
-Its figures go to a cache in the output folder, from where plans of runs with these models take them.
+Its figures go to a cache in the output folder. Plans of runs with these models read them there.
 """
 
 import asyncio

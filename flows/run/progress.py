@@ -1,7 +1,7 @@
 """What a person sees of a run: lines in the terminal, artifacts in the UI.
 
-Prefect's server holds no commit up: hooks note what is new, and one task writes the newest of it. What is noted does
-not grow with the lag.
+Prefect's server delays no commit: hooks note what is new, and one task writes the newest of it. The notes do not grow
+with the lag.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ class RunView:
                 self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
 
     def _warn(self, metrics: Mapping[str, float | None]) -> None:
-        """Say once what the metrics so far tell of a run that cannot learn."""
+        """Warn, once for each cause, if the metrics so far show that the run cannot learn."""
         self._first = self._first or metrics
         self._newest.append(metrics)
         for what, said in learning_warnings(self._first, list(self._newest)).items():
@@ -133,7 +133,8 @@ class RunView:
                 self.say(f"warning: {said}")
 
     def _reached(self, complete: int) -> None:
-        """So many iterations are complete. Rows of those that were undone, or are in the journal, are dropped."""
+        """Note how many iterations are complete. Rows of undone iterations, and of those in the journal, are
+        dropped."""
         self._complete = complete
         rows = (row for row in self._uncommitted if self._committed <= row["iteration"] < complete)
         self._uncommitted = deque(rows, KEPT)
@@ -152,7 +153,7 @@ class RunView:
             await self.replanning.on_commit(committed.iteration, rows, control)
 
     async def between_attempts(self) -> None:
-        """The run takes a plan that was found better, and the UI shows it."""
+        """Change to the better plan, if one was found, and show it in the UI."""
         step = newest_step(self._folder)
         if step is not None and await self.replanning.take(step):
             self._plan_due = self.replanning.present.plan
@@ -218,7 +219,7 @@ class RunView:
             try:
                 await self._show_news()
             except Exception:
-                logger.exception("what Prefect shows of the run has failed; training continues")
+                logger.exception("showing the run in Prefect has failed; training continues")
         while self._events.due and self.api.outage_s < GIVE_UP_S:
             with suppress(Away):
                 await asyncio.sleep(min(self.api.wait_s, 1.0))
@@ -239,13 +240,13 @@ class RunView:
             self._draw_from_s = max(began_s + REFRESH_S, ended_s + REST * (ended_s - began_s))
 
     async def _stop_showing(self) -> None:
-        """What has not been written by now never will; the last events have a moment more."""
+        """Stop writing to Prefect; only the last events get a moment more."""
         if self._showing is None:
             return
         self._showing.cancel()
         (error,) = await asyncio.gather(self._showing, return_exceptions=True)
         if isinstance(error, Exception):
-            logger.error("the end of what Prefect shows of the run has failed", exc_info=error)
+            logger.error("showing the end of the run in Prefect has failed", exc_info=error)
         self._showing = None
         if not self.api.wait_s:
             with suppress(Away, TimeoutError):
@@ -275,8 +276,8 @@ class RunView:
         await self._show_page(lambda: artifacts.completions_page(samples))
 
     async def _show_page(self, draw: Callable[[], artifacts.Page | None]) -> None:
-        """Draw a page, then show it in place of the one before: what goes wrong with a picture is no fault of the
-        server's."""
+        """Draw a page, then show it in place of the one before. A fault of a picture does not count against the
+        server."""
         try:
             page = await asyncio.wait_for(asyncio.to_thread(draw), DRAWN_S)
         except Exception:

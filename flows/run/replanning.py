@@ -1,8 +1,8 @@
-"""`replan: auto`: where a run's times drift from what was planned, plan anew beside it and change its plan.
+"""`replan: auto`: when a run's times drift from its plan, search for a better plan during training, and take it.
 
-The search takes seconds, so a process of its own does it beside the training. A better plan ends the attempt at its
-next commit; the next attempt begins there, on the same cluster, and restores the commit in the layouts of the new
-plan. The run folder says at which iteration that was (rlhf_tasks/checkpoint/plan_log.py).
+The search takes seconds, so a separate process does it. A better plan ends the attempt at its next commit; the next
+attempt begins there, on the same cluster, and restores the commit in the layouts of the new plan. The run folder says
+at which iteration that was (rlhf_tasks/checkpoint/plan_log.py).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ NICE = 5  # of the planning process: about a third of a rank's share of a core
 
 
 class Proposal(Frozen):
-    """What planning anew has found, by a cost model that knows the run's own figures.
+    """A new plan, found with a cost model that knows the run's own figures.
 
     iteration_time_s  under the new plan, and under the present one
     """
@@ -61,7 +61,8 @@ class ChangeCost:
 
     @property
     def seconds(self) -> float:
-        """Of a change: the ranks are idle while a commit is written and the next attempt begins from it."""
+        """Seconds that a change costs: ranks are idle while a commit is written and the next attempt begins from
+        it."""
         return self.commit_s + self.start_s
 
     def begins(self, now: float) -> None:
@@ -209,12 +210,12 @@ class Replanning:
             return
         iteration = found["iteration"]
         self._say(
-            f"an iteration takes {iteration['measured']:.4g} s, planned were {iteration['planned']:.4g} s "
-            f"({', '.join(found['drifted'])} drifted): planning anew"
+            f"an iteration takes {iteration['measured']:.4g} s instead of the planned {iteration['planned']:.4g} s "
+            f"({', '.join(found['drifted'])} drifted): searching for a new plan"
         )
         proposal = await self._propose(self._config, self._folder)
         if proposal is None:
-            self._say("planning anew found nothing; the plan stays")
+            self._say("the search for a new plan gave no result; the plan stays")
             return
         left, cost = self._iterations - self._newest - 1, self.cost
         worth = is_worth_it(proposal, left, cost.seconds)

@@ -3,8 +3,8 @@
 runs/NAME/config.json      the configuration of the run, for --resume
           format           the number of this format
           data.sha256      digest of its rows, which must be the same when the run is resumed
-          rows.arrow       these rows as token ids; made anew if it is removed
-          held-out.sha256, held-out.arrow   the same of the rows of the evaluation
+          rows.arrow       these rows as token ids; written again if it is removed
+          held-out.sha256, held-out.arrow   the same for the rows of the evaluation
           skipped-rows.jsonl  the rows that were left out, and why (data.on_bad_row: skip)
           models.json      digests of its model folders, likewise
           accepted.jsonl   changes of these between two attempts that --accept-changes has accepted
@@ -19,8 +19,8 @@ runs/NAME/config.json      the configuration of the run, for --resume
           trackers/        what each tracker of report_to has, and what it has printed
           tensorboard/     event files (report_to: tensorboard); wandb/ likewise
           skipped-samples/ the samples that a reward failed on, and why (on_reward_error: skip)
-          samples/         samples with their scores: a few of each iteration; of rollouts and evaluations all, one
-                           file per iteration, dp rank and part
+          samples/         samples with their scores: a few of each iteration; all of a rollout or evaluation, in
+                           one file per iteration, dp rank and part
           model/           the trained model of the finished run, a Hugging Face folder
           summary.json     figures of the finished run
           prefect/         database, login and log of the run's own Prefect server
@@ -194,7 +194,7 @@ def refuse_unwritable(folder: Path, name: str) -> None:
 
 
 def _is_there(place: Path) -> bool:
-    """Whether there is something at a path, be it a link that leads nowhere. Raises OSError for what is no path."""
+    """Whether a path exists, even as a broken link. Raises OSError for an invalid path."""
     try:
         place.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -386,7 +386,7 @@ def refuse_full_disk(need: DiskNeed, place: Path) -> None:
 
 
 def full_disk(error: BaseException, folder: Path, needed_bytes: int | None = None) -> str | None:
-    """A sentence with path and free bytes, if an error was caused by a full disk; else None.
+    """A sentence with path and free bytes if a full disk caused an error; else None.
 
     folder        the folder that the run writes to
     needed_bytes  bytes of what was being written; None where that is unknown

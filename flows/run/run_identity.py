@@ -1,8 +1,8 @@
 """What must be unchanged when a run is resumed: commits, journals, configuration, data and models.
 
-If something has changed since the last commit, the run is refused and the difference named, until the user accepts
-the change: `prefect-rlhf run TYPE --resume FOLDER --accept-changes`. The cluster and the timeouts may always change;
-the shape of a trained model may never.
+If something has changed since the last commit, resuming is refused with the difference, until the user accepts it:
+`prefect-rlhf run TYPE --resume FOLDER --accept-changes`. The cluster and the timeouts may always change; the shape of
+a trained model may never.
 """
 
 import hashlib
@@ -222,7 +222,7 @@ def _committed_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def compared(config: RunConfig) -> dict[str, Any]:
-    """Of a configuration, as a document, all that results depend on."""
+    """The part of a configuration on which results depend, as a document."""
     return config.model_dump(mode="json", exclude=set(FREE))
 
 

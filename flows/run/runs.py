@@ -68,20 +68,20 @@ FLOW_NAMES = {"ppo": "rlhf-ppo"}
 async def carry_out(
     algorithm: str, config: RunConfig | None, run_folder: str | None = None
 ) -> dict[str, Any] | State[Any]:
-    """Open and prepare a run, then run it to its end, from the last commit in `run_folder` if it has one; gives the
-    summary, or the state of a run that is cancelled.
+    """Open and prepare a run, then run it to its end, from the last commit in `run_folder` if it has one. Returns the
+    summary, or the state of a cancelled run.
 
     algorithm  the type of configuration that the flow carries out
 
     Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can correct,
-    RunFailed for what happened on the way, and Prefect's signals where the flow run is suspended or was ended.
+    RunFailed for a fault during the run, and Prefect's signals if the flow run is suspended or was ended.
     """
     refuse_unguarded_script()
     folder, config = open_run(config, run_folder, flow_run.id)
     if config.type != algorithm:
         raise ConfigError(
-            f"{folder} is a run of type {config.type!r}, and this flow carries out {algorithm!r}. Go on with it by "
-            f"prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
+            f"{folder} is a run of type {config.type!r}, and this flow carries out {algorithm!r}. Continue it "
+            f"with prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
         )
     begun, most = _times_begun(), config.runtime.max_restarts
     if folder is None and begun > 1 + most:
@@ -105,7 +105,7 @@ async def carry_out(
 
 
 async def run_as_flow(folder: Path, prepared: Prepared) -> dict[str, Any]:
-    """Run what the caller has prepared, in a flow run of its own; gives the summary.
+    """Run a configuration that the caller has prepared, in a flow run of its own. Returns the summary.
 
     folder  the run's, which the caller has taken
     Raises what `carry_out` does, and `prefect.exceptions.CancelledRun`.
@@ -126,7 +126,7 @@ async def run_as_flow(folder: Path, prepared: Prepared) -> dict[str, Any]:
 
 
 async def run_stage(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
-    """Run a stage to its end, from its last commit if it has one; gives its summary.
+    """Run a stage to its end, from its last commit if it has one. Returns its summary.
 
     config    its name is that of its run folder
     prepared  by `prepare_stage`; its configuration is the one to run
@@ -139,7 +139,7 @@ async def run_stage(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
 
 
 def _times_begun() -> int:
-    """How often a process has taken this flow run up."""
+    """How many processes have begun this flow run."""
     return flow_run.run_count or 1
 
 
@@ -148,8 +148,8 @@ def _cancelled_at_its_commit(folder: Path) -> AbstractAsyncContextManager[None]:
 
 
 def _take_up(folder: Path, max_restarts: int) -> int:
-    """This flow run takes a run up, as its folder records: attempts and rebuilds since the newest commit. Raises
-    RunFailed when they are too many."""
+    """Record in the run folder that this flow run takes the run up. Returns the attempts and rebuilds since the
+    newest commit. Raises RunFailed when they are too many."""
     remember_folder(folder, flow_run.id)
     return Restarts(folder, max_restarts).begin(started_again=_times_begun() > 1)
 
@@ -157,7 +157,7 @@ def _take_up(folder: Path, max_restarts: int) -> int:
 async def run_prepared(
     folder: Path, prepared: Prepared, blocks: Mapping[str, str], rebuilds: int
 ) -> dict[str, Any] | State[Any]:
-    """Run to its end what was opened, taken and prepared; gives what `carry_out` does.
+    """Run an opened, taken and prepared run to its end. Returns what `carry_out` does.
 
     blocks    Prefect Secret block that rewards and environment name -> its value; a later attempt needs no server
     rebuilds  attempts and rebuilds since the newest commit, in processes before this one
@@ -188,8 +188,8 @@ async def run_prepared(
 def patience_s(orders: Orders) -> float:
     """Seconds from the SIGTERM of a worker of Prefect's until it takes effect.
 
-    A worker cancels a flow run so, and the run hears of that as an order, sooner or later than of the signal. A run
-    that is to end at its next commit has some time to reach it.
+    A worker cancels a flow run by SIGTERM. The run also gets this as an order, before or after the signal. A run that
+    should end at its next commit gets some time to reach it.
     """
     return NEXT_COMMIT_S if orders.wanted in ENDINGS and orders.wanted is not Order.END else NOTICED_S
 
@@ -226,7 +226,7 @@ class Restarts:
         self._folder, self._most = folder, most
 
     def begin(self, started_again: bool) -> int:
-        """A process takes the run up; gives the count. Raises RunFailed when it is one too many.
+        """Count a process that takes the run up. Returns the count. Raises RunFailed when it is one too many.
 
         started_again  by Prefect: its process before was killed, or left
         """
@@ -241,18 +241,18 @@ class Restarts:
         if count > self._most:
             self.forget()
             raise RunFailed(
-                f"{why} (after runtime.max_restarts={self._most} restarts without a commit in between). Resume to go "
-                "on from the last commit."
+                f"{why} (after runtime.max_restarts={self._most} restarts without a commit in between). Resume to "
+                "continue from the last commit."
             )
         record = {"step": newest_step(self._folder), "rebuilds": count}
         replace_file(self._folder / RESTARTS, json.dumps(record) + "\n")
 
     def forget(self) -> None:
-        """The run was left in order."""
+        """Delete the count, so that the next process begins at 0."""
         (self._folder / RESTARTS).unlink(missing_ok=True)
 
     def _so_far(self) -> int:
-        """-1 where the process before this one has left in order; a damaged record counts nothing."""
+        """The count so far; -1 if the process before this one has ended properly, 0 for a damaged record."""
         path = self._folder / RESTARTS
         if not path.exists():
             return -1
@@ -265,8 +265,8 @@ class Restarts:
 
 
 class Attempts:
-    """The attempts of a run, one after the other: where a controller or a scheduler is lost, and where devices were
-    released, the next one continues from the last commit.
+    """The attempts of a run, one after the other. When a controller or a scheduler is lost, or devices were released,
+    the next attempt continues from the last commit.
 
     Attempts that end without a commit are counted together with rebuilds.
 
@@ -429,7 +429,7 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
 
 
 def _exported_step(folder: Path) -> int | None:
-    """The step of the commit that the run's model was exported from; None where nothing says so."""
+    """The step of the commit that the run's model was exported from; None if it is not recorded."""
     with suppress(ConfigError):
         return read_json(folder / SUMMARY).get("model_step")
     return None

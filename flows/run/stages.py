@@ -1,4 +1,4 @@
-"""What is known of a pipeline's stages without running them: whether they can run, and which are finished.
+"""Checks of a pipeline's stages without running them: whether they can run, and which are finished.
 
 Loads neither Prefect nor torch.
 """
@@ -18,7 +18,7 @@ from rlhf_tasks.system.reading import read_json
 
 
 class CheckedStages(NamedTuple):
-    """What was found of a pipeline's stages.
+    """The result of checking a pipeline's stages.
 
     warnings  each with its stage's name
     prepared  stage -> what was prepared of it, where its models are there
@@ -33,8 +33,8 @@ class CheckedStages(NamedTuple):
 def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
     """Check what can be checked before the first stage starts.
 
-    A stage whose models are there is prepared as a run is, and must be unchanged where it was begun. The models of
-    the others are still to be trained; their data and rewards are looked at. Raises ConfigError, naming the stage.
+    A stage whose models exist is prepared as a run is, and must be unchanged if it was begun. The models of other
+    stages do not exist yet; of those, data and rewards are checked. Raises ConfigError, naming the stage.
     """
     ranks = max(rank_counts(config)[0] for config in configs.values())
     checked = CheckedStages([], {}, ranks)
@@ -52,7 +52,7 @@ def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
 
 
 def prepare_stage(config: RunConfig, ranks: int | None = None) -> Prepared:
-    """Prepare a stage whose models are there, as `prepare` does.
+    """Prepare a stage whose models exist, as `prepare` does.
 
     config  its name is that of its run folder
     Raises ConfigError, also for what has changed since its last commit, or before the first.

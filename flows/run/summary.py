@@ -1,5 +1,5 @@
-"""What a run leaves: its figures, from `lineage.jsonl` and `metrics.jsonl`; what the planner expected beside what its
-ranks' clocks say; and the card of its model.
+"""The results of a run: its figures, from `lineage.jsonl` and `metrics.jsonl`; the planner's expectation beside the
+measurements of the ranks' clocks; and the card of its model.
 """
 
 import json
@@ -56,8 +56,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_of_step(metrics: Sequence[JournalRow], step: int) -> JournalRow:
-    """The row of the iteration that a step follows; an empty one for step 0, unless it was evaluated,
-    and where a damaged journal lost it."""
+    """The row of the last iteration before a step. Empty for step 0, unless it was evaluated, and if a damaged
+    journal lost the row."""
     return next((row for row in metrics if row["iteration"] == step - 1), {})
 
 
@@ -173,7 +173,7 @@ def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[JournalRow], kind: str) -
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a plan was expected to cost.
+    """The expected cost of a plan.
 
     price          of every node, of an iteration, and the peaks of tensors' memory
     active_bytes   call -> memory beyond parameters on its fullest device
@@ -329,8 +329,8 @@ def _worked(
 
 
 def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any]) -> bool:
-    """Keep what a run found of its calls where it drifted from the plan: the next plan goes by it. A file that cannot
-    be written ends no run.
+    """Keep a run's measurements of the calls that drifted from the plan: the next plan uses them. A file that cannot
+    be written does not end the run.
 
     found  of `planned_and_measured`; figures of fewer than ENOUGH iterations say too little to be kept
     No figures of evaluations are kept, since no price is corrected by them.

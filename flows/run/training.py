@@ -1,7 +1,7 @@
 """The part that all algorithms' flows share: the parent's loop.
 
 The loop enters an iteration as soon as the controller says that it may be entered (docs/protocol.md, delivery): it
-tells the controller, which delivers, and the iteration's view (flows/view/iterations.py).
+tells the controller, which delivers it, and the iteration's view (flows/view/iterations.py).
 Whatever Prefect does or does not do meanwhile, the ranks continue.
 """
 
@@ -58,7 +58,7 @@ class RunFailed(RuntimeError):
 
 
 class ControllerLost(RunFailed):
-    """The attempt has ended with its controller, or its scheduler: another one can continue from the last commit.
+    """The attempt has lost its controller or scheduler. Another one can continue from the last commit.
 
     rebuilds  attempts and rebuilds since the last commit, before this loss
     """
@@ -85,7 +85,7 @@ class TrainingResult:
 
 
 class RunControl:
-    """What a hook can do to the run that it watches: all takes effect at the first iteration not yet delivered.
+    """Actions of a hook on the run that it watches. They take effect at the first iteration not yet delivered.
 
     ends_at_commit  the attempt ends at its next commit, and another one begins there
     """
@@ -123,9 +123,10 @@ async def run_training(
     a flow.
 
     spec            the attempt, which gets its number and its ranks here
-    on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged. It is
-                    to be quick: what it has not come to is kept, and given up `HOOKS_S` after the last commit
-    api             the door to Prefect that the hooks use too
+    on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged. It
+                    should be quick: commits that it has not handled are kept, and dropped `HOOKS_S` after the last
+                    commit
+    api             the connection to Prefect, which the hooks use too
     on_event        called at once with each of the controller's events, whatever the other hooks wait for
     dispatch_ahead  False: an iteration is entered only when the one before is committed, which needs snapshot_every=1
     orders          what the run is to do; default: continue to its last iteration
@@ -170,7 +171,7 @@ class Hooks:
     on_event: OnEvent | None = None
 
     def hear(self, event: Any) -> None:
-        """Hand an event to whoever shows it; what goes wrong there is logged, and training continues."""
+        """Pass an event to the code that shows it; an error there is logged, and training continues."""
         if self.on_event is not None:
             try:
                 self.on_event(event)

@@ -74,7 +74,7 @@ class Link(NamedTuple):
 async def show_page(page: Page, written: UUID | None = None) -> UUID:
     """Write a page, with one request. Returns its id.
 
-    written  its id where it was written before: it is written anew in its place
+    written  its id if it was written before: the new page replaces it
     """
     if written is None:
         made = await acreate_markdown_artifact(page.markdown, key=page.key, description=page.about)
@@ -274,13 +274,13 @@ def _answered(sample: Mapping[str, Any]) -> str:
 
 
 async def show_scores(scores: Mapping[str, float]) -> None:
-    """Show what a rollout or an evaluation has found: the number of its samples, and their mean scores."""
+    """Show the result of a rollout or an evaluation: the number of its samples, and their mean scores."""
     rows = [{"score": name, "mean": value} for name, value in scores.items() if name != "samples"]
     await _show_table("scores", rows, f"Means over {scores['samples']} samples.")
 
 
 async def show_result(heading: str, stages: Sequence[Mapping[str, Any]]) -> None:
-    """Show what a pipeline has come to, with a row for each stage."""
+    """Show a pipeline's result, with a row for each stage."""
     markdown = f"# {_plain(heading)}\n\n{markdown_table(stages)}\n"
     await acreate_markdown_artifact(markdown, key="result", description=heading)
 

@@ -1,9 +1,9 @@
 """A configuration as the form of a deployment: with groups and titles, required fields first, sections closed.
 
 Prefect draws a flow's parameters from their JSON schema. `Form` annotates a parameter with the schema that both
-versions of the UI draw best. Groups that few need are closed: the form sends what is in them under a name with a
-space, as no field has one, and `Form` puts it where the configuration has it. The accepted values stay the same
-otherwise. A section that the user does not open is sent as null, for which configurations use the default section.
+versions of the UI draw best. Groups that few users need are closed. The form sends their fields under a name with a
+space, which no field has, and `Form` puts them where the configuration has them. Otherwise the accepted values stay
+the same. A section that the user does not open is sent as null, for which configurations use the default section.
 """
 
 import re
@@ -115,9 +115,9 @@ def _arrange(definition: dict[str, Any]) -> None:
 
 
 def _close_groups(definition: dict[str, Any], ordered: Sequence[tuple[str, str]]) -> None:
-    """Put the fields of groups that few need into sections of their own, in place.
+    """Put the fields of groups that few users need into sections of their own, in place.
 
-    Whoever sends a configuration itself has them beside the others: these names are still taken.
+    A configuration that does not come from the form has these fields beside the others, and is still accepted.
     """
     properties, required = definition["properties"], definition.get("required", [])
     groups: dict[str, list[str]] = {}

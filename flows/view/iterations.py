@@ -163,7 +163,7 @@ class Subflow:
             node.absorb(later.nodes[name])
 
     def forget_nodes(self) -> None:
-        """Drop the nodes, of which Prefect has all news: what is left is small."""
+        """Drop the nodes, since Prefect has all their states: what is left is small."""
         self.interval, self.nodes = self.interval_text(), {}
 
     @property
@@ -482,7 +482,7 @@ class IterationView:
         for fault in await asyncio.gather(*self._writing, return_exceptions=True):
             if isinstance(fault, Exception):
                 logger.error(
-                    "what Prefect shows of iterations ended early: %s: %s", type(fault).__name__, fault
+                    "showing the iterations in Prefect ended early: %s: %s", type(fault).__name__, fault
                 )
         self._writing = []
         self._api.unshown += self.unshown
@@ -543,7 +543,8 @@ class IterationView:
             self._drop(subflow, str(refusal))
 
     def _due(self) -> Subflow | None:
-        """The oldest subflow with something to write but its end; None if there is none. They are opened in order."""
+        """The oldest subflow with something to write besides its end; None if there is none. They are opened in
+        order."""
         self._merge()
         for subflow in self._shown:
             if not subflow.opening:
@@ -554,7 +555,8 @@ class IterationView:
         return None
 
     async def _write(self, client: PrefectClient, subflow: Subflow) -> None:
-        """Write a subflow's new states but its end. Raises Refused, and Away; unconfirmed events are sent again."""
+        """Write a subflow's new states except its end. Raises Refused, and Away; unconfirmed events are sent
+        again."""
         subflow.opening = True
         if subflow.id is None:
             subflow.id = await self._api.ask(lambda: self._open(client, subflow))
@@ -574,7 +576,7 @@ class IterationView:
         self._settle(subflow)
 
     def _settle(self, subflow: Subflow) -> None:
-        """Take a subflow that is written to its end off the list; a fault may have replaced this end meanwhile."""
+        """Remove a completely written subflow from the list, unless a fault has replaced its end meanwhile."""
         written = subflow.end is not None and subflow.end == subflow.told
         if not written or subflow.unsent or news_of(subflow) or subflow not in self._shown:
             return

@@ -67,9 +67,9 @@ def what_is_wrong(error: Exception) -> str:
 
 
 def prompt_client() -> PrefectClient:
-    """A client that hands on what a busy server answers, at once.
+    """A client that passes on a busy server's answer at once.
 
-    After such an answer Prefect's own client sleeps for two seconds, even where it is not to ask again.
+    After such an answer Prefect's own client sleeps for two seconds, even if it does not ask again.
     """
     return get_client(httpx_settings={"event_hooks": {"response": [_raise_if_busy]}})
 
@@ -117,8 +117,9 @@ class PrefectApi:
         return max(0.0, self._next_try - time.monotonic())
 
     async def part(self) -> None:
-        """Call it last in a flow: where the server is away, Prefect's engine tells it the flow's end once. It would
-        try for minutes, while nothing is left to do. A flow inside another one is followed by work: it stays patient.
+        """Call it last in a flow. If the server is away, Prefect's engine then reports the flow's end only once,
+        instead of trying for minutes with nothing left to do. A flow inside another one keeps trying, since work
+        follows it.
         """
         profile, settings = self._settings
         try:

@@ -1,7 +1,7 @@
 """What a run shows in the terminal: its phases while it starts, then a progress bar and a line for each iteration.
 
-Where the output is not a terminal, plain lines are printed instead. What others wrote gives no orders to
-the terminal. Loads no Prefect.
+Where the output is not a terminal, plain lines are printed instead. Foreign text cannot control the terminal. Loads
+no Prefect.
 """
 
 import time
@@ -74,7 +74,7 @@ def phase(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]
 def entering(
     what: str, context: AbstractContextManager[T], say: Callable[[str], None] | None = None
 ) -> Iterator[T]:
-    """A context, whose entering is shown as a phase."""
+    """Enter a context, and show that as a phase."""
     with ExitStack() as stack:
         with phase(what, say):
             value = stack.enter_context(context)

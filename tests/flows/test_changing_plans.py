@@ -139,7 +139,7 @@ def test_a_run_changes_its_plan_and_one_that_dies_then_goes_on_by_the_new_plan(r
     old, new = (plan_digest(runs.plan(placed)) for placed in (FIRST, LATER))
     assert plans_of_commits(changed) == [old] * (first + 1) + [new] * (ITERATIONS - first)
     told = capsys.readouterr().out
-    assert "planning anew" in told
+    assert "searching for a new plan" in told
     assert "a change costs" in told
     assert f"changed: a new plan from iteration {first + 1} on" in told
     same = learned(plain)

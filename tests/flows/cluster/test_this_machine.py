@@ -100,7 +100,7 @@ def test_where_there_are_no_gpus_none_is_visible():
 
 @pytest.mark.parametrize(
     ("stated", "words"),
-    [("0,4", "has 4 GPUs, and none of index 4"), ("1,1", "CUDA_VISIBLE_DEVICES=1,1 names a GPU twice")],
+    [("0,4", "has 4 GPUs, and none has the index 4"), ("1,1", "CUDA_VISIBLE_DEVICES=1,1 names a GPU twice")],
 )
 def test_gpus_that_cuda_would_hide_by_mistake_are_refused(stated, words):
     with pytest.raises(ConfigError, match=words):

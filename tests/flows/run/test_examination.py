@@ -33,12 +33,10 @@ def test_a_run_of_an_untested_family_needs_a_verdict_of_this_model(folder, tmp_p
     models = {"actor": str(folder), "reward": str(folder)}
     data = {"train": str(tmp_path / "prompts.jsonl")}
     config = make_config(ppo(models=models, data=data, output_dir=str(tmp_path)))
-    with pytest.raises(
-        ConfigError, match=r"'smollm3', which is no tested one.* is not there\. Run prefect-rlhf doc"
-    ):
+    with pytest.raises(ConfigError, match=r"untested family 'smollm3'.* is not there\. Run prefect-rlhf doc"):
         prepare(config)
     patient = Patient.of(folder, "float32")
-    assert "runs of this model are allowed" in keep_verdict(patient, SPLITS, PASSED)
+    assert "allows runs of this model" in keep_verdict(patient, SPLITS, PASSED)
     assert prepare(config).iterations > 0
 
     verdict = json.loads((folder / VERDICT).read_text())
@@ -76,7 +74,7 @@ def test_a_failed_examination_takes_an_older_verdict_away(folder):
 
 def test_a_verdict_needs_every_axis_and_32_bits(folder):
     tell = keep_verdict(Patient.of(folder, "float32"), SPLITS[:1], PASSED)
-    assert tell.endswith("no verdict that runs accept: no strategy has tp above 1.")
+    assert tell.endswith("runs do not accept this verdict: no strategy has tp above 1.")
     assert "bfloat16 rounds too much" in keep_verdict(Patient.of(folder, "bfloat16"), SPLITS, PASSED)
     assert not (folder / VERDICT).exists()
 

@@ -108,7 +108,7 @@ def test_drift_leads_to_a_new_plan(watched, expected, tmp_path, monkeypatch):
     assert asked == [tmp_path], "one judgement, of the plan that begins at iteration 0"
     assert control.ended
     assert {ran.seconds for ran in read_figures(expected.figures)} == {2.0}
-    assert "planning anew" in said[0]
+    assert "searching for a new plan" in said[0]
     assert said[1].endswith(
         "8 s saved in 16 iterations, and a change costs 2.25 s (0.25 s until a commit is written, 2 s until the "
         "ranks have read it): the plan changes"

@@ -208,10 +208,10 @@ def test_a_faulty_configuration_leaves_no_run_folder(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_of_another_type_is_not_gone_on_with(tmp_path):
+def test_a_run_of_another_type_is_not_continued(tmp_path):
     folder = new_run_folder(config(tmp_path, name="a"))
     with pytest.raises(
-        ConfigError, match=r"runs/a is a run of type 'sft', and this flow carries out 'ppo'\. Go on"
+        ConfigError, match=r"runs/a is a run of type 'sft', and this flow carries out 'ppo'\. Continue"
     ):
         asyncio.run(carry_out("ppo", None, str(folder)))
 
