@@ -166,7 +166,7 @@ def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, m
         lambda slots: preset("cpu-slot").model_copy(update={"memory_bytes": 10**5}),
     )
     with pytest.raises(
-        PlanError, match=r"lacks .* for this machine's, cpu-slot: planning\.device names others"
+        PlanError, match=r"lacks .* assumes this machine's devices, cpu-slot; planning\.device names others"
     ):
         plan_of(make_config(ppo(plan=plan)))
 
