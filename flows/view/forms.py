@@ -32,7 +32,6 @@ WORDS = {
     "bytes": "(bytes)",
     "grpo": "GRPO",
     "gspo": "GSPO",
-    "huber": "Huber",
     "kl": "KL",
     "kto": "KTO",
     "kwargs": "further arguments",

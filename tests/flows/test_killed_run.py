@@ -206,7 +206,7 @@ def test_no_process_of_a_killed_flow_process_is_left_though_somebody_had_stopped
         run.wait_until(step_folder(folder, DONE).exists)
         below = psutil.Process(run.process.pid).children(recursive=True)
         commands = " ".join(" ".join(process.cmdline()) for process in below)
-        kinds = ("server_process", "forkserver", "track_resources", "rewards", "trackers")
+        kinds = ("server_process", "forkserver", "track_resources", "user_code", "trackers")
         assert [kind for kind in kinds if kind not in commands] == []
         for process in below:
             process.suspend()

@@ -78,7 +78,7 @@ def drawn(
     [
         ("grpo", {"num_generations": 2}),
         ("ppo", {}),
-        ("grpo", {"num_generations": 2, "sampling": {"top_k": 50, "stop": ["a", "tt"]}}),
+        ("grpo", {"num_generations": 2, "sampling": {"top_k": 50, "stop": [*STOPS, "a", "tt"]}}),
     ],
 )
 def test_in_segments_every_sample_is_what_it_is_when_it_is_drawn_at_once(start: Any, kind: str, changes: Any):
@@ -133,7 +133,7 @@ def test_no_token_is_older_than_the_configuration_says(start: Any, segment: int)
 
 @pytest.mark.parametrize("strings", [(), ("a", "tt")])
 def test_fewer_slots_than_places_give_the_same_samples(start: Any, strings: Any):
-    changes = {"num_generations": 2, "sampling": {"top_k": 50, "stop": strings}}
+    changes = {"num_generations": 2, "sampling": {"top_k": 50, "stop": [*STOPS, *strings]}}
     wanted = drawn(start("grpo", 4, **changes))
     for mine, theirs in zip(drawn(start("grpo", 4, **changes), micro_batches=3), wanted, strict=True):
         assert list(mine) == list(theirs)
