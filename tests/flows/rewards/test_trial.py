@@ -68,14 +68,14 @@ class Room:
 def test_the_environment_answers_a_turn_too(second_user, tmp_path, capsys):
     (tmp_path / "rooms.py").write_text(ROOM)
     told = {}
-    for says in ("continue", "over", "long " * 99, 7):
+    for says in ("more", "over", "long " * 99, 7):
         played = {"factory": f"{tmp_path}/rooms.py:Room", "kwargs": {"says": says}}
         status, out, err = validate(second_user, tmp_path, capsys, "trl:length", environment=played)
         told[says] = (status, next((line for line in out.splitlines() if "Room" in line), err))
         assert "reward length: 0.7 for" in out
     row = f"{second_user.data['trl']}:1"
-    assert (told["continue"][0], told["over"][0]) == (0, 0), told
-    assert told["continue"][1].startswith(f"environment Room: reward 0.5, 'continue' for {row} (")
+    assert (told["more"][0], told["over"][0]) == (0, 0), told
+    assert told["more"][1].startswith(f"environment Room: reward 0.5, 'more' for {row} (")
     assert told["over"][1].startswith(f"environment Room: reward 0.5, over for {row} (")
     assert told[7][0] == told["long " * 99][0] == 2
     assert "Room: step returned the observation 7: not a text." in told[7][1]
