@@ -23,6 +23,7 @@ from rlhf_tasks.config.settings import (
 )
 from rlhf_tasks.parallel.layout.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
 from rlhf_tasks.spec import CallAssignment
+from rlhf_tasks.system.reading import shown
 
 
 class ClusterConfig(Settings):
@@ -280,6 +281,13 @@ class PlanningConfig(Settings):
     time_limit_s: float = Field(
         default=10.0, gt=0, le=MOST_SECONDS, description="Seconds that a search may take."
     )
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _name_or_hosts(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str | dict):
+            return value
+        raise ValueError(f"give a device, or {{device: number of hosts}}, found {shown(value)}")
 
     @field_validator("new_tokens")
     @classmethod

@@ -210,7 +210,7 @@ def test_the_classes_of_devices_are_named(run_plan, write, tmp_path):
 @pytest.mark.whole
 def test_classes_of_devices_may_stand_in_the_configuration(run_plan, tmp_path):
     times = []
-    for device in ("cpu-slot", [{"n_hosts": 1, "device": "cpu-slot"}, {"n_hosts": 1, "device": "h100-sxm"}]):
+    for device in ("cpu-slot", {"cpu-slot": 1, "h100-sxm": 1}):
         document = ppo(
             planning={"prompt_tokens": 16, "device": device}, cluster={"n_hosts": 2, "devices_per_host": 2}
         )
@@ -219,6 +219,10 @@ def test_classes_of_devices_may_stand_in_the_configuration(run_plan, tmp_path):
         assert status == 0, err
         times.append(json.loads(figures.read_text())["iteration_time_s"])
     assert times[1] < times[0]
+    both = [{"n_hosts": 1, "device": "cpu-slot"}]
+    status, _, err = run_plan(ppo(planning={"prompt_tokens": 16, "device": both}), "--time-limit", "2")
+    assert status == 2
+    assert "planning.device: give a device, or {device: number of hosts}, found [" in err
 
 
 def test_a_figure_in_the_wrong_unit_is_warned_about(run_plan, write):
