@@ -390,7 +390,7 @@ def form_cluster(client: Client, n_ranks: int, deadline_s: float, devices_per_ho
             break
         if time.monotonic() > deadline:
             lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
-            raise ClusterError(f"{lack} (waited for {deadline_s:g} s, times runtime.patience)")
+            raise ClusterError(f"{lack} (waited for {deadline_s:g} s; raise runtime.patience to wait longer)")
         leave_if_cancelled()
         time.sleep(LOOK_EVERY_S)
     serving = (*ranks[:n_ranks], controllers[0])

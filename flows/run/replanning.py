@@ -182,13 +182,16 @@ class Replanning:
         if proposal is None:
             return False
         try:
+            expected = await asyncio.to_thread(self._expectation, proposal.plan)
             await asyncio.to_thread(log_change, self._folder, step, proposal.plan)
-        except OSError as error:
-            self._say(f"the plan stays: it could not be written to the log of plans: {error}")
+        except (OSError, ValueError) as error:
+            self._say(
+                f"the plan stays: the new one could not be priced or written to the log of plans: {error}"
+            )
             return False
         reach(Point.PLAN_LOGGED)
         self.plans += (RunPlan(iteration=step, plan=proposal.plan),)
-        self.expected[step] = await asyncio.to_thread(self._expectation, proposal.plan)
+        self.expected[step] = expected
         self._rows, self._seen = [], set()
         self._say(f"a new plan from iteration {step + 1} on")
         return True

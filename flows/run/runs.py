@@ -349,7 +349,10 @@ class Attempts:
                 )
                 if not result.again:
                     return result
-                rebuilds = 0
+                if self._orders.wanted in (Order.RELEASE, Order.LEAVE, Order.CANCEL):
+                    self._orders.hold(result.committed_step)
+                    return replace(result, order=self._orders.wanted)
+                rebuilds = result.rebuilds
                 await view.between_attempts()
 
 

@@ -7,6 +7,7 @@ import logging
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -105,11 +106,27 @@ def rows_by_plan(
     plans: Sequence[RunPlan], lineage: Sequence[JournalRow]
 ) -> list[tuple[RunPlan, list[JournalRow]]]:
     """The rows of the iterations that went by each plan; plans that no iteration went by are left out."""
+    nodes: dict[int, set[str]] = defaultdict(set)
+    for row in lineage:
+        nodes[row["iteration"]].add(row["node"])
+    gone_by = {iteration: _plan_of(plans, iteration, names) for iteration, names in nodes.items()}
     parts: dict[int, tuple[RunPlan, list[JournalRow]]] = {}
     for row in lineage:
-        planned = plan_at(plans, row["iteration"])
+        planned = gone_by[row["iteration"]]
         parts.setdefault(planned.iteration, (planned, []))[1].append(row)
     return [parts[iteration] for iteration in sorted(parts)]
+
+
+def _plan_of(plans: Sequence[RunPlan], iteration: int, nodes: AbstractSet[str]) -> RunPlan:
+    """The plan that an iteration went by, which has its nodes.
+
+    A run that lost the commit of a change repeats iterations before the change by the newest plan.
+    """
+    logged = plan_at(plans, iteration)
+    for planned in (logged, *(plan for plan in plans if plan.iteration > iteration)):
+        if nodes <= {node.name for node in planned.plan.nodes}:
+            return planned
+    return logged
 
 
 def _idle(plan: ExecutionPlan, rows: Sequence[JournalRow]) -> dict[int, float]:

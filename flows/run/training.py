@@ -76,12 +76,14 @@ class TrainingResult:
     faults          the causes of the rebuilds
     order           CONTINUE: the last iteration is committed; else the order for which the attempt ended at a commit
     again           it ended at a commit for another attempt to begin there (`RunControl.end_at_commit`)
+    rebuilds        since the last commit
     """
 
     committed_step: int
     faults: tuple[str, ...]
     order: Order = Order.CONTINUE
     again: bool = False
+    rebuilds: int = 0
 
 
 class RunControl:
@@ -237,7 +239,7 @@ class Training:
             hooks.cancel()
             liveness.cancel()
             await self._view.close()
-        return TrainingResult(step, tuple(self._faults), order, self._again)
+        return TrainingResult(step, tuple(self._faults), order, self._again, self._rebuilds)
 
     async def _obey_and_follow(
         self, comm: Any, writer: Writer, news: asyncio.Queue[Committed | None], control: RunControl
@@ -286,7 +288,7 @@ class Training:
                     self._enter(place, writer)
                 case Held(step=step):
                     leaves = self._orders.wanted in (Order.RELEASE, Order.LEAVE, Order.CANCEL)
-                    if control.ends_at_commit and not leaves:
+                    if control.ends_at_commit and not leaves and self._orders.wanted is not Order.STOP:
                         self._again = True
                         return step
                     if leaves or self._orders.wanted is Order.PAUSE:  # else it was taken back meanwhile

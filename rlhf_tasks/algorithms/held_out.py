@@ -13,6 +13,7 @@ from rlhf_tasks.config.rewards import RewardConfig
 from rlhf_tasks.config.sampling import EvaluationConfig
 from rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
 
+MOST_AT_ONCE = 64  # answers to held-out rows
 HELD_OUT, COMPLETIONS = "held-out.arrow", "held-out-completions.arrow"
 """The tokenised held-out rows in a run folder: to answer, and with their completions."""
 
@@ -81,9 +82,10 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
 
 
 def rows_at_once(config: RunConfig) -> int:
-    """Held-out rows that all ranks compute together: as many as have a batch's number of answers, at least one."""
+    """Held-out rows that all ranks compute together, at least one: as many as have a batch's number of answers, at
+    most `MOST_AT_ONCE`: an evaluation has one micro-batch."""
     asked = section_of(config)
-    return max(1, config.batch_size // (1 if asked is None else asked.num_generations))
+    return max(1, min(MOST_AT_ONCE, config.batch_size) // (1 if asked is None else asked.num_generations))
 
 
 def scoring_rewards_of(config: RunConfig) -> tuple[RewardConfig, ...]:

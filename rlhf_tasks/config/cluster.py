@@ -66,7 +66,7 @@ class RuntimeConfig(Settings):
         default=1.0,
         ge=0.05,
         le=1e6,
-        description="Factor of every wait for ranks, disks and starting workers: 2 waits twice as long.",
+        description="Factor of the waits for calls, disks and starting workers: 2 waits twice as long.",
     )
     max_restarts: int = Field(
         default=3, ge=0, le=10**6, description="Restarts of the ranks that are allowed between two commits."

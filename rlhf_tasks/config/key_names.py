@@ -55,22 +55,8 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     # names of before
     "critic_optimizer": ("critic_learning_rate",),
     "evaluation.rewards": ("rewards.0.used_in",),
-    "evaluation.batch_size": ("batch_size",),
-    "snapshot_max_s": ("snapshot_every",),
-    "score_clip": ("reward_model.clip",),
-    **dict.fromkeys(("request_timeout_s", "turn_timeout_s"), ("reward_timeout_s",)),
-    "max_observation_tokens": ("sampling.max_completion_length",),
+    "turn_timeout_s": ("reward_timeout_s",),
     **dict.fromkeys(("stop_strings", "stop_token_ids"), ("sampling.stop",)),
-    **dict.fromkeys(
-        (
-            "deadline_floor_s",
-            "deadline_factor",
-            "io_floor_s",
-            "io_least_bytes_per_s",
-            "startup_timeout_s",
-        ),
-        ("runtime.patience",),
-    ),
     # peft
     **dict.fromkeys(("peft_config", "use_peft", "lora_config"), ("lora",)),
     **dict.fromkeys(("lora.r", "lora_r", "lora_rank"), ("lora.rank",)),
@@ -97,7 +83,16 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 """What TRL, transformers, peft, verl and earlier versions call it -> its names here; the first there is counts."""
 
 GONE: Mapping[str, str] = {
-    "retries": "a request that fails is sent three times more",
+    "retries": "a request that fails is sent three times more, but not one that has had its time",
+    "request_timeout_s": "a request may take half of reward_timeout_s",
+    "evaluation.batch_size": "an evaluation answers at most 64 rows at once",
+    "max_observation_tokens": "an observation may fill what is left of sampling.max_completion_length",
+    "score_clip": "whole scores are not clipped; reward_model.clip bounds the reward model's part",
+    "snapshot_max_s": "write the seconds as snapshot_every, e.g. snapshot_every: 600s",
+    **dict.fromkeys(
+        ("deadline_floor_s", "deadline_factor", "io_floor_s", "io_least_bytes_per_s", "startup_timeout_s"),
+        "runtime.patience is a factor of this and other waits, e.g. 2 for twice as long",
+    ),
     "value_huber_delta": "the error of a value is squared, clipped by cliprange_value",
 }
 """Keys of earlier versions that have no other name here -> what holds instead."""
@@ -123,8 +118,8 @@ def suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:
         return "."
     key = path[-1][:MOST_KEY]
     everywhere = {} if model is None else _paths(model)
-    if key in GONE:
-        return f": {GONE[key]}."
+    if (instead := GONE.get(".".join(path), GONE.get(key))) is not None:
+        return f": {instead}."
     candidates = (
         *ELSEWHERE.get(".".join(path), ()),
         *(known_there for known_there in everywhere if known_there.rpartition(".")[2] == key),

@@ -58,11 +58,12 @@ class Controller:
     async def lease(self, comm: Comm, spec: bytes) -> Any:
         """Serve one attempt while the flow holds the connection. Refused while another flow's attempt runs."""
         wanted = RunSpec.model_validate_json(spec)
-        if self._attempt is not None:
-            with suppress(
-                TimeoutError
-            ):  # its flow may just have left: the next stage of a pipeline connects at once
-                await asyncio.wait_for(self._free.wait(), LEAVING_S)
+        if (holder := self._attempt) is not None:
+            # Its flow may just have left: the next stage of a pipeline connects at once. An earlier attempt of the
+            # same run has ended, and may still have a disk to wait for.
+            earlier = holder.spec.run == wanted.run and holder.spec.attempt < wanted.attempt
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._free.wait(), wanted.limits.io_floor_s if earlier else LEAVING_S)
         holder = self._attempt
         if holder is not None:
             refusal = GaveUp(

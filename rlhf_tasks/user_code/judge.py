@@ -197,10 +197,11 @@ class Judge:
             if call.error is not None and not self._skips:
                 self._stop(call, batch)
         self._finish(calls, batch)
+        faulty = [call for call in calls if call.error and not (self._skips and call.fails_on_answers)]
+        if faulty:  # a fault explains more than a wait does
+            self._stop(min(faulty, key=lambda call: isinstance(call.error, _Late)), batch)
         ended: list[_Call] = []
         for call in calls:
-            if call.error is not None and not (self._skips and call.fails_on_answers):
-                self._stop(call, batch)
             ended += [call] if call.error is None or call.place is not None else self._apart(call, batch)
         return ended
 

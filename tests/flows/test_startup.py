@@ -44,7 +44,7 @@ def test_too_few_workers_are_counted_before_training(run, commanded, tmp_path):
         f"the plan needs 2 ranks; the cluster at {commanded} offers 1 (workers with a GPU or slot resource)",
     )
     assert "Start 2 more" in ended.stderr  # the one that is there does not fill a host of two
-    assert "waited for 9 s, times runtime.patience" in ended.stderr
+    assert "waited for 9 s; raise runtime.patience to wait longer" in ended.stderr
     assert not list((tmp_path / "runs").iterdir())
 
 

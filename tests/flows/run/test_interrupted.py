@@ -1,4 +1,4 @@
-"""flows/run/interrupted.py: what Prefect shows of a run that a signal has ended."""
+"""flows/run/orders.py: what Prefect shows of a run that a signal has ended."""
 
 import asyncio
 import os

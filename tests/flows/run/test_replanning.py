@@ -123,12 +123,27 @@ def test_drift_leads_to_a_new_plan(watched, expected, tmp_path, monkeypatch):
     assert not asyncio.run(watching.take(10)), "once"
 
 
-def test_a_change_that_cannot_be_written_down_is_none(watched, tmp_path):
+def test_a_change_that_cannot_be_priced_is_none(watched, tmp_path, monkeypatch):
     watching, _, _, said = watched
     follow(watching, 2.0, 9, Control())
+
+    def refuse(plan):
+        raise ConfigError("cluster.yaml is gone")
+
+    monkeypatch.setattr(watching, "_expectation", refuse)
+    assert not asyncio.run(watching.take(9))
+    assert said[-1].endswith("cluster.yaml is gone")
+    assert len(watching.plans) == 1
+    assert logged_changes(tmp_path) == ()
+
+
+def test_a_change_that_cannot_be_written_down_is_none(watched, tmp_path, monkeypatch):
+    watching, _, _, said = watched
+    follow(watching, 2.0, 9, Control())
+    monkeypatch.setattr(watching, "_expectation", lambda plan: watching.expected[0])
     (tmp_path / "plan-2.json").mkdir()
     assert not asyncio.run(watching.take(9))
-    assert "the plan stays: it could not be written to the log of plans" in said[-1]
+    assert "the plan stays: the new one could not be priced or written to the log of plans" in said[-1]
     assert len(watching.plans) == 1
 
 
