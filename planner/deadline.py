@@ -27,4 +27,4 @@ class Deadline(NamedTuple):
 
 
 NO_DEADLINE = Deadline(inf)
-"""For what may take as long as it needs."""
+"""A deadline that never passes."""

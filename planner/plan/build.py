@@ -237,7 +237,7 @@ def build_plan(
 
     Raises PlanError when an assignment is missing or names an unknown call; when its devices are not a device
     mesh of the cluster; when it has more dp ranks than a mini-batch or part has groups, or more micro-batches than a
-    dp rank has of these sequences; when it offloads another call of a trained role than its train_step; and when the
+    dp rank has of these sequences; when it offloads a call of a trained role other than its train_step; and when the
     order does not name every call once or contradicts the graph.
     """
     _check(graph, assignments, cluster)

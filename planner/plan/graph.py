@@ -47,7 +47,7 @@ class DataflowGraph:
     across        version edges from each iteration to the next
     lagged        data edges to later iterations, from calls that run ahead
     n_seqs        sequences per iteration
-    group_size    of these, consecutive ones that stay together
+    group_size    number of consecutive sequences that stay together
 
     A reader of a trained role uses the version from before the iteration's train_step, unless its data depend
     on that train_step.

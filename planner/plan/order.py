@@ -245,7 +245,7 @@ class OrderProblem:
 
 
 MOST_TRIED = 300
-"""Orders that are tried at most: where calls are cut into parts, neighbours are many and each takes long."""
+"""The most orders that are tried: if calls are cut into parts, there are many neighbours, and each takes long."""
 
 
 def total_order(problem: OrderProblem) -> list[str]:

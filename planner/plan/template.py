@@ -223,7 +223,7 @@ def _add_onloads_of_trained(
 
 
 def _reads(slot: Slot, trainer: str, at_home: Collection[str]) -> bool:
-    """Whether a slot needs a role's parameters where its train_step is. at_home: the role's calls there."""
+    """Whether a slot needs a role's parameters on its train_step's placement. at_home: the role's calls there."""
     match slot.kind:
         case "call":
             return slot.call in at_home

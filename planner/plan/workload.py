@@ -12,7 +12,7 @@ from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
 from rlhf_tasks.spec import Frozen, ModelFunctionCall
 
 PARTS = 32
-"""Points at most of a distribution of lengths that is made from data."""
+"""The most points of a distribution of lengths that is made from data."""
 
 
 class Lengths(Frozen):

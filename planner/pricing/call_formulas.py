@@ -202,7 +202,7 @@ class OnMesh:
         return layer_s, embedding_s, head_s
 
     def counted(self, tokens: float) -> float:
-        """How many of some tokens pass the head: a language model's computes only those that predict what counts."""
+        """How many of these tokens pass the head: of a language model, only those that predict a counted token."""
         return tokens if self.local.vocab == 1 else tokens * self.workload.counted_share
 
     @property
@@ -210,7 +210,7 @@ class OnMesh:
         return self.trained is not self.local
 
     def _layer_factor(self, kind: Pass, tokens: float, context: float) -> float:
-        """FLOPs of a layer's pass with adapters, in those of the pass without, for which there are times.
+        """FLOPs of a layer's pass with adapters, divided by those of the pass without, for which there are times.
 
         A backward pass computes no gradients of frozen matrices, which are as much work as their products.
         """

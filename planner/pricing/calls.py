@@ -231,7 +231,7 @@ class CostModel:
         return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(s.pp))
 
     def frozen_weights(self, role: str, changes: bool) -> Hashable:
-        """What a role's frozen weights are known by: roles with equal ones share them where placements are equal.
+        """The key of a role's frozen weights: roles with equal keys share them where placements are equal.
 
         changes  whether the role's parameters change during a run, or its adapters where it has some
         """
@@ -282,7 +282,7 @@ class CostModel:
         """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a
         forward pass over the rows with their completions.
 
-        The workload must have one. It has no figures of runs: only calls are corrected by these.
+        The workload must have one. Figures of earlier runs do not correct its price: they correct only calls.
         """
         asked = self.workload.evaluation
         assert asked is not None, "the workload has no evaluation"

@@ -413,7 +413,7 @@ def implausible(device: DeviceProfile, where: str) -> Iterator[str]:
 
 
 def _figure(device: DeviceProfile, name: str) -> float:
-    """A figure by its name, `link.figure` for a link's; 0 for one that nobody knows."""
+    """A figure by its name, `link.figure` for a link's; 0 for an unknown one."""
     found: object = device
     for part in name.split("."):
         found = getattr(found, part) or 0.0

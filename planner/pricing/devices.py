@@ -112,7 +112,7 @@ with a low power limit are too high. A compute capability that is not in the tab
 
 
 def sheet_of(gpu: Gpu) -> DataSheet | None:
-    """The data sheet of a GPU: its name and about its memory; None where there is none here."""
+    """The data sheet of a GPU, by its name and approximate memory; None where there is none here."""
     name = gpu.name.removeprefix("NVIDIA ")
     for sheet in SHEETS:
         if sheet.driver_name == name and abs(gpu.memory_bytes / sheet.size - 1) <= SAME_SIZE:
@@ -121,7 +121,7 @@ def sheet_of(gpu: Gpu) -> DataSheet | None:
 
 
 def estimated_sheet(gpu: Gpu) -> DataSheet:
-    """What a data sheet would say of a GPU, from its own properties, within ESTIMATE. Links are taken for PCIe 4."""
+    """A data sheet of a GPU, estimated from its own properties within ESTIMATE. Links are assumed to be PCIe 4."""
     known = max(one for one in FLOPS_PER_CYCLE if one <= gpu.capability)
     cycle = FLOPS_PER_CYCLE[known] / (2 if "GeForce" in gpu.name else 1)
     name = re.sub(r"[^a-z0-9]+", "-", gpu.name.removeprefix("NVIDIA ").lower()).strip("-")

@@ -43,7 +43,7 @@ class Problem:
             raise ProblemError(f"max_tp={self.max_tp!r} is not a positive whole number.")
 
     def frozen_weights(self, role: str) -> Hashable:
-        """What a role's frozen weights are known by: roles with equal ones share them where placements are equal."""
+        """The key of a role's frozen weights: roles with equal keys share them where placements are equal."""
         return self.model.frozen_weights(role, self.graph.changes(role))
 
     @property

@@ -68,7 +68,7 @@ class LargestPoint(NamedTuple):
 
 
 class _Beyond(NamedTuple):
-    """A call needs `asked`, `times` as much as `most`, the profile's largest point. what: what is counted."""
+    """A call needs `asked`: `times` the profile's largest point, `most`. what: the unit of both."""
 
     times: float
     call: str

@@ -42,13 +42,13 @@ class Imbalance(NamedTuple):
 
 
 def imbalance(prompts: Lengths, answers: Lengths, n_groups: int, group_size: int, dp: int) -> Imbalance:
-    """What is to be expected of a (mini-)batch, for both ways of dealing it: the mean over batches that are drawn and
+    """The expected imbalance of a (mini-)batch, for both ways of dealing it: the mean over batches that are drawn and
     dealt as a run deals them (docs/architecture.md, "who holds which sample").
 
     prompts, answers  distributions of the tokens of a prompt, and of an answer to it
     n_groups          groups of a mini-batch; each has one prompt and `group_size` answers
-    The draws are the same in every process. Of a larger mini-batch than MOST_DRAWN sequences, so many are drawn: what
-    the fullest rank has over its share falls with the root of the groups that it gets.
+    The draws are the same in every process. Of a mini-batch of more than MOST_DRAWN sequences, MOST_DRAWN are drawn:
+    the fullest rank's excess over its share falls with the root of the number of its groups.
     """
     drawn = min(n_groups, dp * max(1, MOST_DRAWN // (dp * group_size)))
     found = _drawn_imbalance(prompts.points, answers.points, drawn, group_size, dp)
@@ -81,11 +81,11 @@ WORTH = 0.005
 
 
 def balanced(priced: Priced, problem: Problem, deadline: Deadline = NO_DEADLINE) -> Priced:
-    """The plan, with `balance: tokens` for the calls where that makes the iteration faster, as is to be expected of
-    the workload's lengths. After the deadline, no further choice is tried.
+    """The plan, with `balance: tokens` for the calls where that is expected to make the iteration faster, by the
+    workload's lengths. After the deadline, no further choice is tried.
 
-    Generation always deals by count: how long its answers will be, nobody knows. The price is still that of sequences
-    of the mean length, now with the transfers that the choice costs.
+    Generation always deals by count: the lengths of its answers are not known yet. The price is still that of
+    sequences of the mean length, now with the transfers that the choice costs.
     """
     given = assignments_of(priced.plan)
     uneven = {
@@ -124,7 +124,7 @@ def balanced(priced: Priced, problem: Problem, deadline: Deadline = NO_DEADLINE)
 
 
 def expected(call: ModelFunctionCall, given: CallAssignment, problem: Problem) -> Imbalance | None:
-    """The imbalance that a call is to expect under an assignment; None where nothing can be balanced."""
+    """The expected imbalance of a call under an assignment; None where nothing can be balanced."""
     dp, workload = given.placement.strategy.dp, problem.model.workload
     if dp == 1 or call.kind == "generate" or not call.runs_model:
         return None

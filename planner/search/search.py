@@ -339,7 +339,7 @@ def _search(request: Request) -> Found:
 
     Pricing few options takes a fraction of the time, and annealing finds good plans among them sooner.
 
-    No other mode is to find a better plan in this time. So all plans by rule are among the starts, and a search
+    No other mode should find a better plan in this time. So all plans by rule are among the starts, and a search
     without a proof uses all its time: rounds that agree may agree on a plan that no change of one or two calls
     improves, but one of all calls would.
     """

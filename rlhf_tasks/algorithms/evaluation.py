@@ -1,4 +1,4 @@
-"""The evaluation in a training run: answers to held-out rows with the weights that the training has just left."""
+"""The evaluation in a training run: answers to held-out rows with the weights after a train_step."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +32,11 @@ from rlhf_tasks.user_code.environments import EnvironmentProcess
 from rlhf_tasks.user_code.rewards import Fault, RewardProcess
 
 PURPOSE = "evaluation"
-"""Names the random numbers of sampled answers: training samples draw others."""
+"""Purpose of the random numbers of sampled answers; those of training samples have another purpose."""
 
 
 class Evaluation:
-    """What a run's section `evaluation` asks for, on one rank.
+    """The evaluation that a run's section `evaluation` configures, on one rank.
 
     config      the run's
     run_folder  where its held-out rows lie
@@ -59,7 +59,7 @@ class Evaluation:
         )
 
     def metrics(self, engine: Engine, iteration: int, at_start: bool = False) -> dict[str, float]:
-        """Those of `HeldOutAnswers.metrics`, where rewards score answers, and eval/loss, where it is asked for.
+        """The metrics of `HeldOutAnswers.metrics` if rewards score answers, and eval/loss if it is configured.
 
         Equal on all ranks of the engine's placement, over which it is collective.
 
@@ -150,7 +150,7 @@ class HeldOutAnswers:
         return {"eval/reward": total / n, **found} if means else found
 
     def _answered(self, engine: Engine, context: CallContext) -> Iterator[SampleBatch]:
-        """On a head: its share of the answers, batch by batch, where it has one. Other ranks only take part."""
+        """On a head: its share of the answers, batch by batch. Other ranks take part, but yield nothing."""
         sampling = sampling_params(self._config.sampling, self._tokenizer)
         for asked in _batches(engine, self._rows, self._config, context.n_seqs, self._config.batch_size):
             answered = draw(engine, asked, context, sampling, purpose=PURPOSE)
@@ -184,7 +184,7 @@ def completion_loss(engine: Engine, rows: TokenFile, config: RunConfig, batch_si
 def _batches(
     engine: Engine, rows: TokenFile, config: RunConfig, count: int, at_once: int
 ) -> Iterator[SampleBatch]:
-    """This replica's shares of the samples 0 .. count - 1, `at_once` of all replicas at a time, on all its ranks."""
+    """This replica's shares of the samples 0 .. count - 1, on all its ranks: one share of each `at_once` samples."""
     side, rank = DataSide(placement=engine.placement), engine.groups.rank
     for first in range(0, count, at_once):
         ids = range(first, min(first + at_once, count))

@@ -26,7 +26,7 @@ T = TypeVar("T")
 ROWS_AT_ONCE = 256
 FORMAT = 4  # of token files
 MOST_MALFORMED, MOST_MALFORMED_SHARE = 10, 0.01
-"""So many malformed rows are skipped at most, or this share of all; too long ones do not count."""
+"""At most so many malformed rows, or this share of all rows, are skipped; rows that are too long do not count."""
 PROBE = "an-answer"
 CONVERSATIONS = ("prompt", "messages", "conversations", "completion", "chosen")  # columns
 LABEL = "desirable"  # the stored key of `LabelledExample`
@@ -77,7 +77,7 @@ def learns_from_pairs(config: RunConfig) -> bool:
 
 
 def shared_tokens(config: RunConfig) -> float:
-    """Mean first tokens that the two answers of a pair have in common, their prompt's, of at most SAMPLED of the
+    """Mean number of first tokens that both answers of a pair share (their prompt), over at most SAMPLED of the
     rows. Raises as `prompt_tokens` does."""
     shared = [
         sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*_ids(pair), strict=False)))
@@ -111,7 +111,7 @@ def _ignored(where: str, error: DataError) -> None:
 def read_examples(
     reader: Reader[Any], placed: Iterable[PlacedRow], tokenizer: Tokenizer, bad: BadRow = refuse
 ) -> Iterator[tuple[PlacedRow, Any]]:
-    """The examples that the reader makes of rows, each with its row. `bad` is told of rows that give none."""
+    """The examples that the reader makes of rows, each with its row. `bad` is called for rows that give none."""
     remaining = iter(placed)
     while taken := list(islice(remaining, ROWS_AT_ONCE)):
         begun: list[tuple[PlacedRow, Reading[Any], list[Conversation]]] = []
@@ -151,7 +151,7 @@ def _skips(config: RunConfig) -> bool:
 
 
 def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -> str:
-    """A digest of all that the tokens of a data set depend on."""
+    """A digest of everything that the tokens of a data set depend on."""
     digest = hashlib.sha256(f"{FORMAT} {record.name} {version('tokenizers')} {data.digest}".encode())
     names = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
     for name in (*names, "chat_template.jinja"):
@@ -168,7 +168,7 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -
 
 
 def _content(path: Path) -> bytes:
-    """The digest of a file's content; of none, where there is no such file."""
+    """The digest of a file's content; 32 zero bytes if there is no such file."""
     if not path.is_file():
         return bytes(32)
     with path.open("rb") as file:
@@ -270,7 +270,7 @@ def _refuse_silent_template(data: DataSet, tokenizer: Tokenizer) -> None:
     if opened == closed and whole.startswith(closed) and header.strip():
         raise DataError(
             f"{placed.where}: the chat template does not open the assistant's turn: before an answer it writes "
-            f"{shown(header)}, behind a prompt nothing. Add that to the template, within "
+            f"{shown(header)}, after a prompt nothing. Add that to the template, within "
             "{% if add_generation_prompt %} ... {% endif %}."
         )
 

@@ -52,7 +52,7 @@ class Algorithm:
     functions     name of the module that has a function for each call, named as the call. Only ranks import it, so
                   it may import torch
     row_options   fields of the configuration that `read_row` takes by keyword
-    stored_keys   the keys that `fetch` gives, where the configuration's `values_of` makes others of them
+    stored_keys   the keys that `fetch` gives, if the configuration's `values_of` makes other keys from them
     package       name of the installed package that it comes from; the registry sets it
     """
 

@@ -190,12 +190,12 @@ class RunConfig(Settings):
 
     @property
     def warning(self) -> str | None:
-        """A sentence about a setting that is allowed but hardly meant; None where there is none."""
+        """A sentence about a setting that is allowed but probably not intended; None where there is none."""
         return None
 
     @property
     def evaluated_every(self) -> int | None:
-        """Iterations from one snapshot that may be kept for its evaluation to the next; None where none is."""
+        """Iterations between snapshots that may be kept for their evaluations; None if none is kept for that."""
         return None
 
     @property
@@ -278,7 +278,7 @@ class Judges(RunConfig):
     reward_memory_bytes: int = Field(
         default=4 * 2**30,
         gt=0,
-        description="Bytes of memory for each process of Python rewards, with all that it starts.",
+        description="Bytes of memory for each process of Python rewards and all that it starts.",
     )
 
     @property
@@ -339,7 +339,7 @@ class TrainingConfig(Judges):
         default=None,
         gt=0,
         le=MOST_TOKENS,
-        description="Most tokens of a micro-batch in training and inference; a longer sample is one of its own. A "
+        description="Most tokens of a micro-batch in training and inference; a longer sample has its own. A "
         "rank's batch is cut into as many as that takes, at least micro_batches. Default: no limit.",
     )
     evaluation: EvaluationConfig | None = Field(
@@ -544,7 +544,7 @@ class Scores(Samples, Judges):
 
     @property
     def score_names(self) -> list[str]:
-        """The names of all that has a part in a score, in metrics, but for the reward model."""
+        """The names, in metrics, of everything that contributes to a score, except the reward model."""
         own = [] if self.environment is None else [self.environment.name]
         return [*(reward.name for reward in self.scoring_rewards), *own]
 

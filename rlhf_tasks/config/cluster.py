@@ -51,7 +51,7 @@ class ClusterConfig(Settings):
 
     @property
     def per_host(self) -> int:
-        """Ranks of a host. What is left to the machine counts as one until flows/run/planning.py has decided it."""
+        """Ranks of a host. `auto` counts as one until flows/run/planning.py has decided the number."""
         return 1 if self.devices_per_host == "auto" else self.devices_per_host
 
     @property
@@ -79,13 +79,13 @@ class RuntimeConfig(Settings):
 
 
 class Limits(Settings):
-    """How long a run waits, how often it starts again, how often it commits: what only the ledger and its like read.
+    """How long a run waits, how often it starts again, how often it commits: read by the ledger and its like only.
 
     deadline_floor_s      the least deadline of a call, in seconds after its last rank entered it
-    deadline_factor       a call's deadline divided by its predicted time, where that is more
+    deadline_factor       a call's deadline divided by its predicted time, if that exceeds the floor
     io_floor_s            seconds in which writing or reading a snapshot must make progress; in all it has no limit
     io_least_bytes_per_s  bytes per second that count as progress, over `io_floor_s` seconds
-    evaluated_every       iterations after which there is a snapshot besides, as its evaluation may be the best; None:
+    evaluated_every       iterations between further snapshots, since their evaluations may be the best; None:
                           none
     """
 
@@ -100,7 +100,7 @@ class Limits(Settings):
 
     @classmethod
     def of(cls, runtime: RuntimeConfig, **cadence: Any) -> Self:
-        """Those of a configuration's section; `cadence`: the fields about snapshots."""
+        """The values for a configuration's section; `cadence`: the fields about snapshots."""
         patience = runtime.patience
         return cls(
             deadline_floor_s=120.0 * patience,
@@ -153,7 +153,7 @@ class ManualAssignment(Settings):
         default=1,
         gt=0,
         le=MOST_SEQS,
-        description="Micro-batches per dp rank and (mini-)batch. A generation decodes the sequences of one at a time,"
+        description="Micro-batches per dp rank and (mini-)batch. A generation decodes one micro-batch at a time,"
         " which takes less memory.",
     )
     balance: Literal["count", "tokens"] = Field(
@@ -161,7 +161,7 @@ class ManualAssignment(Settings):
     )
     offload: bool = Field(
         default=False,
-        description="Keep a frozen model in host memory while it is not needed; of a train_step: the optimizer's "
+        description="Keep in host memory a frozen model while it is not needed; for a train_step: the optimizer's "
         "state, which then passes through the devices in every step, and the model while it is idle.",
     )
     order: int | None = Field(

@@ -81,7 +81,7 @@ class DataConfig(Settings):
         default=None,
         gt=0,
         le=2**40,
-        description="Use so many rows of each source at most, the first ones; default: all.",
+        description="Use at most this many rows of each source, the first ones; default: all.",
     )
     on_bad_row: Literal["refuse", "skip"] = Field(
         default="refuse",

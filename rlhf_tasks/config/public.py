@@ -1,11 +1,11 @@
-"""A configuration for those who may read a model's card or a tracker: without what a user's code is given."""
+"""A configuration as readers of a model's card or a tracker see it: without the arguments of a user's code."""
 
 from typing import Any
 
 from rlhf_tasks.config.base import RunConfig
 
 ARGUMENTS = ("kwargs", "headers")
-"""Keys of what a user's code or service is given. Any of it may be a secret, whatever it is called."""
+"""Keys whose values a user's code or service gets. Any value may be a secret, whatever its name."""
 
 
 def public_document(config: RunConfig) -> dict[str, Any]:

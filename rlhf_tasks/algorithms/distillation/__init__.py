@@ -12,7 +12,7 @@ from rlhf_tasks.data.rows import PromptExample, prompt_example
 
 
 class DistillationConfig(Samples, TrainingConfig):
-    """On-policy distillation (arXiv:2306.13649): the actor's answers are drawn to a teacher, token by token."""
+    """On-policy distillation (arXiv:2306.13649): the actor imitates a teacher on its own answers, token by token."""
 
     type: Literal["distillation"] = "distillation"
 

@@ -59,9 +59,9 @@ def reverse_kl(logprobs: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor)
     old_logprobs      [T] of the student when it sampled
     teacher_logprobs  [T]
     It is w (log p - log q), with p the student, q the teacher, and w = p / p_old for the steps since the token was
-    sampled. Only w has a gradient. So value and gradient are unbiased estimates of those of the reverse KL between
-    the two distributions of the token, over the whole vocabulary, which GKD (arXiv:2306.13649) takes. As in GKD, and
-    unlike in MiniLLM (arXiv:2306.08543), a token does not answer for the tokens after it.
+    sampled. Only w has a gradient. GKD (arXiv:2306.13649) computes the reverse KL between the two distributions of a
+    token, over the whole vocabulary. Value and gradient of this estimate are unbiased estimates of those of that KL.
+    As in GKD, and unlike in MiniLLM (arXiv:2306.08543), the loss of a token does not include the KL of later tokens.
     """
     weight = bounded(logprobs - old_logprobs).exp()
     return weight * kl_divergence(logprobs.detach(), teacher_logprobs, "k1")

@@ -24,7 +24,7 @@ class EvaluateConfig(OnePass):
 
     @property
     def skipped_leave(self) -> bool:
-        """They count as 0: means of two models are over the same rows, also where one breaks a reward."""
+        """False: they count as 0, so the means of two models are over the same rows, even if a reward fails."""
         return False
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """GRPO's calls (arXiv:2402.03300), with the options of Dr.GRPO, DAPO, GSPO and CISPO.
 
-With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) there are further rounds of samples, until enough groups
-have scores that differ.
+With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) an iteration samples in rounds, until enough groups have
+scores that differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,13 @@ WEIGHTINGS = {"grpo": per_response, "dapo": per_token, "dr_grpo": per_most_token
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Optimizer steps on each response, weighted by its score relative to its group.
+    """Optimizer steps on the loss of shared/policy.py. A token has its response's advantage (`relative_scores`).
+
+    The surrogate is PPO's clipped one, or with loss_type cispo the bounded one; the KL term is beta * k3. loss_type
+    gives the weight w of a token, and the denominator, which counts the mini-batch on all replicas:
+        grpo         w = 1 / learned tokens of the response; number of responses
+        dapo, cispo  w = 1; number of learned tokens
+        dr_grpo      w = 1; number of responses * max_completion_length
 
     Metrics: see `learn`; with filter_groups also groups/kept (groups that stay in the batch) and groups/rounds
     (rounds of samples that were generated).
@@ -95,11 +101,11 @@ def shaped_scores(batch: SampleBatch, config: GRPOConfig) -> Tensor:
 
 
 def overlong_penalties(response_tokens: Tensor, most: int, buffer: float) -> Tensor:
-    """The soft punishment of long responses: from 0 down to -1 at the most tokens (arXiv:2503.14476, eq. 13).
+    """The soft length penalty: 0, falling linearly to -1 for the longest response (arXiv:2503.14476, eq. 13).
 
     response_tokens  [n] int64
     most             tokens of the longest response
-    buffer           share of `most` over whose tokens, the last ones, the penalty grows
+    buffer           share of `most`: the penalty grows over the last buffer * most tokens
     Returns [n] float64.
     """
     width = buffer * most
@@ -110,7 +116,7 @@ def relative_scores(engine: Engine, scores: Tensor, ids: Sequence[int], config: 
     """Each sample's score less its group's mean, divided by the standard deviation of its group or of the batch: [n]
     float64 (arXiv:2402.03300, section 4.1.2).
 
-    scores [n] of the samples `ids`, in which samples of a group may be missing
+    scores [n] of the samples `ids`; some samples of a group may be missing
     Standard deviations are unbiased. A group of equal scores gets exactly 0. Collective over the mesh.
     """
     size = config.num_generations

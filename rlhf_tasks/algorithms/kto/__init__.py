@@ -39,8 +39,8 @@ class KTOConfig(PreferenceConfig):
     undesirable_weight: float = Field(default=1.0, ge=0, description="Factor of undesirable answers' loss.")
 
     def mismatched(self, sample: int) -> int:
-        """The sample whose answer is set after the prompt of this one: the one before it in its mini-batch; for the
-        first, the last."""
+        """The sample whose answer is combined with this one's prompt: the sample before it in its mini-batch; for the
+        first sample, the last one."""
         size = self.batch_size // self.num_mini_batches
         first = sample - sample % size
         return first + (sample - first - 1) % size

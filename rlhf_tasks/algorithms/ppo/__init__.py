@@ -70,10 +70,10 @@ class PPOConfig(PolicyConfig):
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per token.")
     lam: float = Field(default=0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
     whiten_rewards: bool = Field(
-        default=False, description="Rewards, KL penalty included, to std 1 over the whole batch."
+        default=False, description="Scale rewards, KL penalty included, to std 1 over the batch."
     )
     whiten_advantages: bool = Field(
-        default=True, description="Advantages to mean 0 and std 1 over the whole batch."
+        default=True, description="Scale advantages to mean 0 and std 1 over the batch."
     )
     normalize_values: bool = Field(default=False, description="The critic learns normalised returns.")
     cliprange: float = Field(default=0.2, gt=0, description="Bound of the policy ratio's distance from 1.")

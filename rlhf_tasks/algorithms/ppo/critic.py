@@ -23,6 +23,7 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Clipped value loss per token (Engstrom et al., arXiv:2005.12729, section 3, item 1).
 
+    max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2) / 2, with V values and R returns
     values, old_values, returns  [T]
     Returns (loss, clipped), both [T]; clipped is True where the clipped value has the larger error.
     """
@@ -44,7 +45,7 @@ def shifted(stage_values: Tensor, position_ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ValueNorm:
-    """Running statistics of returns. weight is the sum of the averaging weights; 0 without data: mean 0, std 1."""
+    """Running statistics of returns. weight: sum of the averaging weights. Without data it is 0: mean 0, std 1."""
 
     mean_sum: float = 0.0
     square_sum: float = 0.0
@@ -52,7 +53,7 @@ class ValueNorm:
 
     @staticmethod
     def of(state: MutableMapping[str, Any]) -> "ValueNorm":
-        """The statistics in a role's state; without data where values are not normalised or at the start."""
+        """The statistics in a role's state. They have no data at the start, or if values are not normalised."""
         return ValueNorm(**state.get(STATE_KEY, {}))
 
     def put(self, state: MutableMapping[str, Any]) -> None:

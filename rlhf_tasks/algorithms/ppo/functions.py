@@ -66,8 +66,10 @@ def critic_inference(engine: Engine, batch: SampleBatch, context: CallContext) -
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Optimizer steps on the clipped policy loss; none during the critic's warm-up.
+    """Optimizer steps on the clipped policy loss (`clipped_loss`); none during the critic's warm-up.
 
+    The loss of a mini-batch is the mean over its response tokens, of all replicas. It has no KL term: the KL penalty
+    is in the rewards (`learning_targets`).
     Metrics: those of `learning_targets` and `policy_steps`.
     """
     config, batch = _ppo(context), without_skipped(batch)
@@ -96,10 +98,11 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
 
 
 def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Optimizer steps on the clipped value loss, with normalised targets where `normalize_values` is set.
+    """Optimizer steps on the clipped value loss (`value_loss`), with normalised targets if `normalize_values` is set.
 
-    First the running mean and std are updated with this iteration's returns. The old values, around which values are
-    clipped, are normalised with the mean and std of the inference, so they are what the model gave then.
+    The loss of a mini-batch is the mean over its response tokens, of all replicas.
+    First the running mean and std are updated with this iteration's returns. Values are clipped around the old
+    values. These are normalised with the mean and std of the inference, so they equal the model's outputs then.
     Metrics: loss/value and value/clip_ratio (means over the response tokens), grad_norm/critic, learning_rate/critic,
     skipped_steps/critic.
     """

@@ -55,8 +55,8 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     value of its last state (`truncated_responses`: keep, zero, bootstrap).
 
     All ranks of a trained role's mesh call it together. The KL coefficient is in `engine.state`, so each role has its
-    own copy. Nothing is changed there: the call stores the next one, once per iteration. A KL that is not finite
-    leaves the coefficient as it is.
+    own copy. This function does not change it: the call stores the next one, once per iteration. A KL that is not
+    finite leaves the coefficient as it is.
     """
     config = context.config
     assert isinstance(config, PPOConfig)

@@ -32,7 +32,8 @@ class RLOOConfig(CriticFreeConfig, SamplesGroups):
     beta: float = Field(
         default=0.05,
         ge=0,
-        description="Factor of the KL divergence from the reference (k1, off the score); 0: no reference model.",
+        description="Factor of the KL divergence from the reference (k1, subtracted from the score); "
+        "0: no reference model.",
     )
     importance_sampling_level: Literal["token", "sequence"] = Field(
         default="sequence", description="Policy ratio per token, or of the whole response."

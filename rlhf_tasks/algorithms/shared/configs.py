@@ -53,8 +53,8 @@ class PolicyConfig(Scores, MovesReference):
         default=0,
         ge=0,
         le=MOST_STALENESS,
-        description="Iterations by which sampling runs ahead of training: responses are drawn with the weights of so "
-        "many iterations before.",
+        description="Iterations by which sampling runs ahead of training: responses are drawn with the weights of "
+        "that many iterations before.",
     )
     importance_cap: float | None = Field(
         default=2.0,
@@ -80,16 +80,16 @@ class PolicyConfig(Scores, MovesReference):
 
     @property
     def infers_proximal(self) -> bool:
-        """Whether a pass of its own computes the proximal policy's log-probabilities before the train_step. A
-        train_step of one optimizer step knows them from its own forward pass."""
+        """Whether a separate pass computes the proximal policy's log-probabilities before the train_step. A
+        train_step of one optimizer step gets them from its own forward pass."""
         return self.corrects_staleness and self.num_mini_batches * self.passes > 1
 
     @property
     def oldest(self) -> int:
         """The most train calls between drawing a token and learning from it.
 
-        In segments an iteration draws one of each sequence at least. A group that has ended waits for one iteration
-        at most: among the groups of two batches fewer than a batch are still before it then.
+        With segments, an iteration draws at least one segment of each sequence. A group that has ended waits for at
+        most one iteration: of the groups of two batches, fewer than one batch are then before it.
         """
         segment = self.sampling.segment_tokens
         return self.staleness + (-(-self.sampling.max_completion_length // segment) if segment else 0)
@@ -113,7 +113,7 @@ class PolicyConfig(Scores, MovesReference):
 
 
 class CriticFreeConfig(PolicyConfig):
-    """Those without a learned critic: an actor, and a reference where its KL divergence counts."""
+    """Policies without a learned critic: an actor, and a reference if the KL divergence from it counts."""
 
     groups: ClassVar[Groups] = {
         "Training": ("num_iterations",),

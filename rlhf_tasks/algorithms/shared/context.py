@@ -28,7 +28,7 @@ class CallContext:
     rewards        this rank's helper process for Python rewards
     run_folder     on a disk that all hosts share; samples are written there
     where          global id of a sample -> `file:line` of its row
-    columns        gives the names of all columns of the data, whichever this rank's rows have
+    columns        gives the names of all columns of the data, also of those that this rank's rows lack
     part           which part of the call this is
     earlier        on the data-parallel head: the samples that it has of all earlier parts, with the keys of which the
                    call asks (`ModelFunctionCall.earlier`); None elsewhere, and where there are none
@@ -56,8 +56,8 @@ class CallContext:
     def all_parts(self, figures: Any) -> list[Any] | None:
         """In the call's last part, the figures of all its parts, in their order; None in the others.
 
-        A metric is one of the whole call: its last part makes it from the figures of all. A call that is not cut is
-        its last part.
+        A metric is about the whole call: the last part computes it from the figures of all parts. A call that is not
+        cut is its own last part.
         """
         self.tally.append(figures)
         if self.part.number < self.part.of - 1:

@@ -52,7 +52,7 @@ def scored(config: RolloutSizes) -> tuple[str, ...]:
 
 
 def scored_tokens(config: RolloutSizes) -> tuple[str, ...]:
-    """The key that a train call reads besides where it learns from the rewards of single tokens."""
+    """The key that a train call also reads if it learns from the rewards of single tokens."""
     return (TOKEN_REWARDS,) if config.scores_tokens else ()
 
 
@@ -278,7 +278,7 @@ class Trace:
         raise ProgramError(f"the program {self.program} {sentence}.")
 
     def cut(self, key: str) -> int | None:
-        """Into how many parts the call is cut that makes a key; None for a key of the data set."""
+        """The number of parts of the call that makes a key; None for a key of the data set."""
         maker = self.makers[key]
         return None if maker == DATA_SET else self._calls[maker].chunks
 
@@ -435,7 +435,8 @@ def with_environment(calls: Sequence[ModelFunctionCall], skips: bool) -> list[Mo
     """The calls of a graph whose `actor_generate` an environment answers.
 
     It also reads `columns`, the rows, and gives ENVIRONMENT_REWARDS, which the call that gives `scores` reads.
-    skips  whether samples on which the environment fails are skipped: then ENVIRONMENT_FAULT goes the same way
+    skips  whether samples on which the environment fails are skipped: then it also gives ENVIRONMENT_FAULT, which the
+           same call reads
 
     Raises ConfigError where the graph draws responses in another call too, or has no scores.
     """
@@ -514,7 +515,7 @@ def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig
 
 
 def in_segments(calls: Sequence[ModelFunctionCall], segment_tokens: int) -> list[ModelFunctionCall]:
-    """The calls of a graph whose generation draws at most so many tokens of a sequence at a time.
+    """The calls of a graph whose generation draws at most `segment_tokens` tokens of a sequence at a time.
 
     Only generation knows which sample ends in which place, so calls that read the columns of its row get them
     from there, with its number.

@@ -1,4 +1,4 @@
-"""Packed samples by token, by response and by group, the samples of one prompt. Pure functions.
+"""Pure functions of packed samples: per token, per response and per group (the samples of one prompt).
 
 The T tokens of n samples are concatenated; `lengths` has the number of tokens of each sample. A per-token tensor is
 [T]. `mask` [T] bool is True on response tokens.
@@ -56,12 +56,12 @@ def in_groups(scores: Tensor, size: int) -> Tensor:
 def per_group(
     function: Callable[[Tensor, int], Tensor], scores: Tensor, ids: Sequence[int], size: int
 ) -> Tensor:
-    """What a function of whole groups gives for samples that may be only a part of their groups.
+    """Apply a function of whole groups to samples whose groups may be incomplete: [n].
 
     function  such as those below: (scores [n] of whole groups, samples of a group) -> [n]
     scores    [n]
-    ids       the samples' global ids; those of a group are the `size` from a multiple of `size` on
-    A group of which m samples are left counts as a group of m, to the last bit.
+    ids       the samples' global ids; a group has `size` consecutive ids, the first a multiple of `size`
+    If m samples of a group are left, the result is that of a group of m samples, to the last bit.
     """
     left = Counter(sample // size for sample in ids)
     places: dict[int, list[int]] = defaultdict(list)

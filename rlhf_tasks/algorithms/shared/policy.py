@@ -4,9 +4,11 @@ Over the tokens t of a mini-batch's responses, on all replicas:
 
     loss = sum_t  w_t * b_t * (surrogate_t + beta * KL_t)  /  denominator
 
-An algorithm brings its advantages and an `Objective`: which ratio of probabilities counts, the surrogate loss of a
-token, and the weighting, which gives w and the denominator. b is 1, except for tokens that older weights have drawn
-(`behaviour_weights`). Sum and denominator are global, so no result depends on how the batch was split.
+An algorithm gives its advantages and an `Objective`: the ratio of probabilities, the surrogate loss of a token, and
+the weighting. The weighting gives w, which is 0 on tokens that are not learned, and the denominator. That counts the
+mini-batch's responses (`per_response`, `per_sum`), its learned tokens (`per_token`), or the tokens that its responses
+can have at most (`per_most_tokens`). b is 1, except for tokens that older weights have drawn (`behaviour_weights`).
+Sum and denominator are global, so no result depends on how the batch was split.
 
 The T tokens of n samples are concatenated; `lengths` has the number of tokens of each sample. A per-token tensor is
 [T]. `mask` [T] bool is True on response tokens.
@@ -127,11 +129,11 @@ class Weights(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What there is in each mini-batch, over all replicas.
+    """Numbers of responses and tokens of each mini-batch, over all replicas.
 
-    responses  of the batch, without those of groups that were dropped
+    responses  all that stay in the batch, also those of which no token is learned
     learned    tokens that are learned
-    tokens     of these responses
+    tokens     response tokens of these responses, learned or not
     """
 
     responses: list[float]
@@ -164,7 +166,7 @@ def per_sum(learned: Tensor, lengths: Sequence[int], counts: Counts, most: int) 
 
 
 def per_most_tokens(learned: Tensor, lengths: Sequence[int], counts: Counts, most: int) -> Weights:
-    """The sum over all learned tokens, divided by what the longest responses would have (arXiv:2503.20783)."""
+    """The sum over all learned tokens, divided by number of responses * `most` (Dr.GRPO, arXiv:2503.20783)."""
     return Weights(learned.double(), [n * most for n in _responses(counts)])
 
 
@@ -189,16 +191,16 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Ten
 
 
 def reference_kl(batch: SampleBatch, estimator: str) -> Tensor:
-    """KL of the policy that sampled from the reference, per token: [T], 0 outside responses."""
+    """KL(sampling policy || reference), estimated per token: [T], 0 outside responses."""
     kl = kl_divergence(batch["old_logprobs"].values, batch["ref_logprobs"].values, estimator)
     return torch.where(batch["response_mask"].values, kl, 0.0)
 
 
 def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Compute `logprobs` of the responses under a model as it is, at the temperature of sampling.
+    """Compute `logprobs` of the responses under the model's current weights, at the temperature of sampling.
 
     Tokens that top-k and top-p left out are left out here too. So the KL penalty compares distributions over the same
-    tokens, and it is 0 where policy and reference are equal.
+    tokens: it is 0 if policy and reference are equal.
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs have no such call"
@@ -220,11 +222,11 @@ actor_inference = ref_inference
 
 
 def behaviour_weights(ratio: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """The weight b of each token that an older policy has drawn: its probability under the proximal policy, before
-    the train_step, over that under the policy that drew it, cut at `cap` (arXiv:2110.00641, section 3;
-    arXiv:2505.24298, section 5.2; truncated as in V-trace, arXiv:1802.01561).
+    """The weight b of each token that an older policy has drawn: min(p_proximal / p_drawn, cap), with its
+    probabilities under the proximal policy (the actor before the train_step) and under the policy that drew it
+    (arXiv:2110.00641, section 3; arXiv:2505.24298, section 5.2; truncated as in V-trace, arXiv:1802.01561).
 
-    ratio  [T] float64 of these probabilities: each token's, or on each token its response's
+    ratio  [T] float64, p_proximal / p_drawn of each token, or of its whole response
     Returns (weights float64, cut), both [T], 1 and False where mask is False; cut is True where the cap applies.
     """
     return torch.where(mask, ratio.clamp(max=cap), 1.0), mask & (ratio > cap)
@@ -290,8 +292,9 @@ def policy_steps(
             which without staleness and segments is the sampling policy): means over the response tokens of the
             applied steps
         policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault.
-            With staleness or segments it compares with the proximal policy where a pass of its own has computed it;
-            else only tokens that the actor as it is has drawn, and where it has drawn none this is left out
+            With staleness or segments there are two cases. If a separate pass has computed the proximal policy's
+            logprobs, it compares with these. Else it is the mean over tokens that the actor's current weights have
+            drawn, and is left out if there are none
         policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
         with staleness or segments those of `ages`, and unless `importance_cap` is null
             importance/mean (of the tokens' weights b), importance/cut_ratio (share of the tokens whose weight the cap
@@ -381,9 +384,9 @@ def _terms(
 ) -> LossTerms:
     """The weighted losses of one micro-batch, and the sums over its response tokens for the metrics.
 
-    This is decoupled PPO (arXiv:2110.00641) where `cap` is given: the ratio is that to the proximal policy, whose
-    log-probabilities `actor_inference` has computed. Where a train call takes one optimizer step, the graph has no
-    such call, since this pass is that of the proximal policy. The denominators stay as they are, so a token that
+    If `cap` is given, this is decoupled PPO (arXiv:2110.00641): the ratio is to the proximal policy, whose
+    log-probabilities `actor_inference` has computed. If a train call takes one optimizer step, the graph has no such
+    call: this forward pass is the proximal policy's. The weights b do not change the denominators, so a token that
     counts less does not make the others count more.
     """
     data = micro.data
@@ -428,15 +431,16 @@ def learn(
     kl_estimator: str = "k3",
     ids: Sequence[int] | None = None,
 ) -> CallOutput:
-    """The train call of an algorithm without a critic: optimizer steps on the responses, without those truncated
-    where the configuration masks them.
+    """The train call of an algorithm without a critic: optimizer steps on the responses.
+
+    With `mask_truncated_completions` no token of a truncated response is learned.
 
     advantages    [T]
     kl_estimator  of the metric kl
     ids           of the responses, of all replicas, that stay in the batch, in whole groups; mini-batches are cut
                   from these. None: all stay
-    Metrics, besides those of `policy_steps`: kl (with a reference: mean KL per sequence of the policy that sampled,
-    in nats), frac_reward_zero_std (with groups: share of the samples whose group's scores are all equal).
+    Metrics, besides those of `policy_steps`: kl (with a reference: mean KL(sampling policy || reference) per
+    sequence, in nats), frac_reward_zero_std (with groups: share of the samples whose group's scores are all equal).
     Raises RewardError when the batch is empty on all replicas.
     """
     config, scores = context.config, batch["scores"].values

@@ -12,13 +12,13 @@ from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
 SequenceKeys = Mapping[str, str]
-"""Of one sequence: its key in the engine's batch -> its key in the samples."""
+"""The keys of one sequence: key in the engine's batch -> key in the samples."""
 
 CHOSEN: SequenceKeys = {"input_ids": "chosen_ids", "response_mask": "chosen_mask"}
 REJECTED: SequenceKeys = {"input_ids": "rejected_ids", "response_mask": "rejected_mask"}
 
 ANSWER = "response_mask"
-"""Of sequences that are set side by side: the mask of the answer's tokens, which alone count."""
+"""Key of the mask of an answer's tokens, in the engine's batch: only these tokens count."""
 
 
 def side_by_side(batch: SampleBatch, sequences: Sequence[SequenceKeys]) -> SampleBatch:
@@ -51,7 +51,7 @@ def _merged(parts: Sequence[Packed]) -> Packed:
 def answer_logps(engine: Engine, logits: Tensor, micro: MicroBatch) -> Tensor:
     """The log-probability of each sequence's answer given the prompt before it: [n].
 
-    logits  [R, vocabulary / tp], of the rows that predict the answers' tokens: the pass was told to count ANSWER
+    logits  [R, vocabulary / tp], of the rows that predict the answers' tokens: the pass has counted=ANSWER
     Collective over the tp ranks of the stage.
     """
     return torch.stack([part.sum() for part in micro.per_sample(engine.logprobs(logits, micro))])

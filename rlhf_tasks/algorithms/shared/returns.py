@@ -31,7 +31,7 @@ def at_last_tokens(scores: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tens
 
 
 def token_rewards(batch: SampleBatch) -> Tensor:
-    """The reward of each token: [T], 0 outside responses. What is judged as a whole counts at the last token."""
+    """The reward of each token: [T], 0 outside responses. A score for the whole response counts at its last token."""
     if TOKEN_REWARDS in batch.data:
         return batch[TOKEN_REWARDS].values
     return at_last_tokens(batch["scores"].values, batch["response_mask"].values, batch["input_ids"].lengths)
@@ -138,7 +138,7 @@ def moments(engine: Engine, mask: Tensor, count: float, *values: Tensor) -> list
 
 
 def whitened(values: Tensor, mask: Tensor, of: Moments, shift_mean: bool = True) -> Tensor:
-    """Values [T] to mean 0 and std 1: [T], 0 where mask is False.
+    """Scale values [T] to mean 0 and std 1: [T], 0 where mask is False.
 
     of          the values' moments
     shift_mean  False: the mean stays as it is

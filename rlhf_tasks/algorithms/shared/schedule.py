@@ -19,8 +19,8 @@ from rlhf_tasks.parallel.train.engine import Engine, Loss
 from rlhf_tasks.system.counter_random import permutation
 
 MAX_SKIPPED_CALLS = 3
-"""After this many train calls of a role in a row without any applied step, the run fails. One or two bad batches must
-not end a run, but weights that never give finite losses do not recover."""
+"""The run fails after this many consecutive train calls of a role without an applied step. One or two bad batches
+must not end a run, but weights that never give finite losses do not recover."""
 
 STATE_KEY = "skipped_calls"
 """The count's key in `engine.state` while it is not 0: so it is in the role's snapshots and moves with the role."""
@@ -74,9 +74,9 @@ def block_of_samples(
 
 
 def planned_share(context: CallContext, dp: int) -> int:
-    """The most samples of a mini-batch that a replica has by the plan.
+    """The most samples of a mini-batch that the plan gives a replica.
 
-    It may have more where mini-batches are cut from the samples that stay in the batch: these lie where they were.
+    It may have more if mini-batches are cut from the samples that stay in the batch: these do not change replicas.
     """
     config = context.config
     assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
@@ -136,7 +136,7 @@ class Steps:
 
     denominators      of each mini-batch, over all replicas: e.g. tokens, or pairs
     micro_batches     micro-batches into which this replica's share of a mini-batch is cut
-    share             the most samples of such a share by the plan: a larger one is cut into more. None: there is none
+    share             the plan's most samples of such a share: a larger share gets more micro-batches. None: no limit
     metrics           names of the sums that the loss gives besides itself
     counts            of each mini-batch, over all replicas: what metrics are means over; default: the denominators
     counted           key of the mask of the tokens that the loss looks at (see `Engine.train_step`)

@@ -108,11 +108,11 @@ def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBa
 def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: bool = True) -> Scored | None:
     """Score this replica's samples. Returns the scores on the head, None elsewhere.
 
-    all_judged  False: a sample that no reward judges is no fault, as where nothing is learned from it
+    all_judged  False: a sample that no reward judges is not a fault, because nothing is learned from it
 
-    The Python rewards run in the head's helper process while the reward model computes; not where there is no sample.
-    Raises RewardError, naming the sample, when a Python reward fails or times out. With `on_reward_error: skip` there
-    are faults instead: of such samples, where it is known which they are, and of those that no reward judges.
+    The Python rewards run in the head's helper process while the reward model computes; not if there is no sample.
+    Raises RewardError, naming the sample, when a Python reward fails or times out. With `on_reward_error: skip` the
+    result has faults instead: of such samples, if they are known, and of those that no reward judges.
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
@@ -284,7 +284,7 @@ def last_value(values: Tensor, micro: MicroBatch) -> Tensor:
 def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
     """The prompts, responses and columns of a batch, in the form that rewards take.
 
-    Of a response of several turns they get what was drawn, without what an environment answered.
+    Of a response of several turns, rewards get what the policy drew, without the environment's answers.
     """
     responses = [
         ids[mask].tolist()
@@ -374,8 +374,8 @@ def write_skipped(engine: Engine, faults: Mapping[int, Fault], context: CallCont
 
     faults  sample id -> its fault
     kind    begins the file's name
-    Each iteration and head has a file of its own, renamed into place. One that is computed again, as after a kill or
-    under another plan, replaces what it left: no sample is listed twice.
+    Each iteration and head has a file of its own, renamed into place. If an iteration is computed again, after a kill
+    or under another plan, its files replace the earlier ones: no sample is listed twice.
     """
     config = context.config
     if not isinstance(config, Scores) or config.on_reward_error != "skip":

@@ -751,7 +751,7 @@ def test_a_template_that_leaves_the_opening_of_its_turn_to_the_model_is_refused(
     data.write_text(json.dumps({"prompt": [USER]}) + "\n")
     if refused:
         with pytest.raises(
-            DataError, match=r"before an answer it writes '<\|assistant\|>', behind a prompt nothing"
+            DataError, match=r"before an answer it writes '<\|assistant\|>', after a prompt nothing"
         ):
             prepared_rows(config(model, data))
     else:

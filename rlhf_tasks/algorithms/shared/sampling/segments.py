@@ -44,7 +44,7 @@ Sample = dict[str, Tensor]
 
 
 def nothing_left(call: ModelFunctionCall, places: Iterable[int], first_sample: int) -> SampleBatch:
-    """What the call finds where no iteration before has left anything: free places.
+    """The batch of the call if no iteration before has left samples: free places.
 
     places        numbers of the places of a dp rank's samples
     first_sample  global id of the first sample of the iteration: all before it count as begun
@@ -68,8 +68,8 @@ def functions_of(
 
 
 def under_their_numbers(function: CallFunction) -> CallFunction:
-    """The function of a call that reads NUMBER: it is given the samples under these ids, as rewards, files and errors
-    name them."""
+    """Wraps the function of a call that reads NUMBER: it gets the samples under these ids, which rewards, files and
+    errors name."""
 
     def on_numbered(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
         ids = tuple(batch[NUMBER].values.tolist())
@@ -86,9 +86,9 @@ def draw_segments(call: ModelFunctionCall) -> CallFunction:
 
     Its batch is what the iteration before has left in the places of this dp rank (`call.left`). It gives the keys
     of `actor_generate`, with DRAWN_BY, NUMBER and COLUMNS, for samples of the iteration: those that ended on this dp
-    rank, which may be others than it is due.
-    A response depends only on (seed, sample, weights that drew each of its tokens, prompt). Where the weights do not
-    change, its tokens are those that it has when it is drawn at once.
+    rank, which may differ from the samples dealt to it.
+    A response depends only on (seed, sample, weights that drew each of its tokens, prompt). If the weights do not
+    change, its tokens equal those of a response that is drawn at once.
     Metrics: completions/mean_length and completions/clipped_ratio of the samples that are delivered;
     throughput/tokens_per_s of the tokens that are drawn; segments/unfinished (samples that were begun and are not
     delivered) and segments/waiting (those of them whose group has ended).

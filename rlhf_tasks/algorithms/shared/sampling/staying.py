@@ -1,7 +1,7 @@
 """Samples that leave the batch of an iteration, and samples that are not there yet.
 
-Nothing that follows sees those that leave. Those that were not generated, or have not ended, have 0 rows under every
-key that generation and scoring make.
+Later calls do not see the samples that leave. Samples that were not generated, or have not ended, have 0 rows under
+every key that generation and scoring make.
 """
 
 from torch import Tensor

@@ -1,9 +1,9 @@
 """Responses of several turns: the policy draws one, an environment answers, and so on until it says that it is over.
 
 The turns of a dp rank's sequences are drawn together: all draw, all are answered at once, and those that continue are
-drawn from again, their contexts filled anew. What comes of a sequence depends on nothing but (seed, iteration, sample
-id, weights, row): neither on the sequences beside it nor on the order in which environments answer. Only the head
-talks to environments; what the others of its replica draw from next, they get by a broadcast.
+drawn from again, their contexts filled anew. A sequence depends only on (seed, iteration, sample id, weights, row),
+neither on the sequences beside it nor on the order in which environments answer. Only the head talks to
+environments; a broadcast gives the other ranks of its replica the contexts to draw from next.
 """
 
 import json
