@@ -55,8 +55,14 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def spec(run):
-    settings = {"attempt": 1, "ranks": ("a", "b"), "plan": small_plan(), "config": {}, "limits": limits()}
+def spec(run, attempt=1):
+    settings = {
+        "attempt": attempt,
+        "ranks": ("a", "b"),
+        "plan": small_plan(),
+        "config": {},
+        "limits": limits(),
+    }
     return RunSpec(run=run, run_folder="", iterations=1, **settings).model_dump_json().encode()
 
 
@@ -97,6 +103,26 @@ def test_a_run_waits_for_one_that_leaves_and_is_refused_by_one_that_stays(serve,
     (refusal,) = serve(scene)
     assert isinstance(refusal, GaveUp)
     assert "held by run 'second', attempt 1" in refusal.reason
+
+
+def test_an_attempt_waits_for_the_disk_of_an_earlier_one_of_its_run(serve, monkeypatch):
+    """One that ends for a change of plan may still remove old snapshots."""
+    monkeypatch.setattr(controller, "LEAVING_S", 0.01)
+
+    async def scene(held):
+        first, second = Flow(), Flow()
+        leases = [asyncio.create_task(held.lease(first, spec("mine")))]
+        await settle()
+        first.left.set()
+        leases.append(asyncio.create_task(held.lease(second, spec("mine", attempt=2))))
+        await asyncio.sleep(0.1)
+        Attempt.let_go.set()
+        await settle()
+        second.left.set()
+        await asyncio.gather(*leases)
+        return second.told
+
+    assert serve(scene) == []
 
 
 @pytest.mark.parametrize(
