@@ -7,8 +7,8 @@ SHELL := bash
 # The suite starts many processes: without cached bytecode each of them would compile the project anew.
 export PYTHONDONTWRITEBYTECODE :=
 DEFAULT := not slow and not gpu
-# The environment is rebuilt when one of these changes.
-STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-16)
+# The environment is rebuilt when one of these or the version of Python changes.
+STAMP := $(VENV)/.ready-$(shell { cat requirements.lock pyproject.toml Makefile; $(PYTHON) -V; } | sha256sum | cut -c1-16)
 
 FAST := $(addprefix tests/,planner/plan rlhf_tasks/config rlhf_tasks/parallel/layout rlhf_tasks/user_code/test_forms.py)
 
