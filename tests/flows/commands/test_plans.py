@@ -259,7 +259,7 @@ def test_a_time_limit_that_is_none_is_refused_before_any_answer(run_plan, limit)
 def test_the_help_says_what_is_done_under_any_time_limit(capsys):
     assert run_command(["plan", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.replace("│", "").split())
-    assert "The plans by rule, without which there may be none, have a second under any limit." in told
+    assert "Plans made by a rule get a second under any limit, since otherwise there may be no plan." in told
     assert "The comparison comes on top: --no-compare leaves it out." in told
 
 
