@@ -260,7 +260,7 @@ def test_the_help_says_what_is_done_under_any_time_limit(capsys):
     assert run_command(["plan", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "Plans made by a rule get a second under any limit, since otherwise there may be no plan." in told
-    assert "The comparison comes on top: --no-compare leaves it out." in told
+    assert "The comparison takes extra time; --no-compare" in told
 
 
 def test_inline_models_are_planned_but_not_run(run_plan, tmp_path):
