@@ -197,7 +197,8 @@ class Judge:
             if call.error is not None and not self._skips:
                 self._stop(call, batch)
         self._finish(calls, batch)
-        faulty = [call for call in calls if call.error and not (self._skips and call.fails_on_answers)]
+        failed = [call for call in calls if call.error is not None]  # a user's exception may be false
+        faulty = [call for call in failed if not (self._skips and call.fails_on_answers)]
         if faulty:  # a fault explains more than a wait does
             self._stop(min(faulty, key=lambda call: isinstance(call.error, _Late)), batch)
         ended: list[_Call] = []

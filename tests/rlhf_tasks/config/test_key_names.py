@@ -41,6 +41,23 @@ def said_of(document: dict[str, Any]) -> list[str]:
         ("ppo", {"epsilon": 0.1}, "epsilon: unknown key: here it is cliprange."),
         ("ppo", {"kl_loss_coef": 0.1}, "kl_loss_coef: unknown key: here it is kl_coef."),
         ("grpo", {"reward_weights": [1]}, "reward_weights: unknown key: here it is rewards.0.weight."),
+        ("ppo", {"critic_optimizer": {}}, "critic_optimizer: unknown key: here it is critic_learning_rate."),
+        (
+            "ppo",
+            {"snapshot_max_s": 600},
+            "snapshot_max_s: unknown key: write the seconds as snapshot_every, e.g. snapshot_every: 600s.",
+        ),
+        (
+            "ppo",
+            {"runtime": {"startup_timeout_s": 600}},
+            "runtime.startup_timeout_s: unknown key: runtime.patience is a factor of this and other waits, e.g. "
+            "2 for twice as long.",
+        ),
+        (
+            "ppo",
+            {"evaluation": {"data": "d", "batch_size": 8}},
+            "evaluation.batch_size: unknown key: an evaluation answers at most 64 rows at once.",
+        ),
         ("grpo", {"learning_rte": 1}, "learning_rte: unknown key, did you mean 'optimizer.learning_rate'?"),
         ("grpo", {"batchsize": 1}, "batchsize: unknown key, did you mean 'batch_size'?"),
         ("grpo", {"zzz": 1}, "zzz: unknown key (known here: see prefect-rlhf config schema NAME)."),

@@ -255,6 +255,29 @@ def test_a_fault_in_one_of_several_processes_names_its_answer(start: Any, tmp_pa
     assert caught.value.place == 11
 
 
+ONE_ANSWER = """
+import asyncio
+class Empty(Exception):
+    def __len__(self):
+        return 0
+async def judge(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "hangs":
+        await asyncio.sleep(600)
+    if solution_str == "raises":
+        raise Empty("nothing there")
+    return 1.0
+"""
+
+
+def test_a_fault_is_told_before_a_wait_though_the_exception_is_false(start: Any, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(ONE_ANSWER)
+    process = start(rewards=[{"function": f"{tmp_path / 'mine.py'}:judge"}], reward_timeout_s=4.0)
+    with pytest.raises(RewardError) as caught:
+        judge(process, replace(SUMS, completions=["hangs", "raises", "good"]))
+    assert "raised Empty: nothing there at " in str(caught.value)
+    assert caught.value.place == 1
+
+
 def test_async_calls_run_at_once_as_many_as_are_allowed(start: Any):
     def most(**reward: Any) -> float:
         function = f"{ROOT / 'tests/second_user_rewards/verl.py'}:how_many_at_once"
