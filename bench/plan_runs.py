@@ -23,8 +23,7 @@ from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.profiling.measurements import Grid, Measurements
-from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.profiling.measurements import Grid, Measurements, ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.spec import ExecutionPlan
 
@@ -167,11 +166,11 @@ def run_plan(
 def measure_pieces(
     rank: int, store: Store, plan_json: str, config: Mapping[str, Any], folder: str
 ) -> tuple[list[Measurements], float]:
-    """Run a profile's plan (rlhf_tasks/profiling/spec.py).
+    """Run a profile's plan (rlhf_tasks/profiling/measurements.py).
 
     Returns this rank's measurements, node by node, and the seconds that a node without work takes.
     """
-    from rlhf_tasks.profiling.executor import ProfileExecutor
+    from rlhf_tasks.profiling.measure import ProfileExecutor
 
     plan = ExecutionPlan.model_validate_json(plan_json)
     executor = ProfileExecutor(rank)

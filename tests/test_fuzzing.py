@@ -22,9 +22,9 @@ from rlhf_tasks.algorithms.configurations import (
     read_assignments,
 )
 from rlhf_tasks.algorithms.examples import read_examples
+from rlhf_tasks.checkpoint.changes import CHANGES, log_change, logged_changes, read_plan
 from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
 from rlhf_tasks.checkpoint.manifest import CHECKSUM, MANIFEST, Manifest, RoleRecord, StoredFile, read_manifest
-from rlhf_tasks.checkpoint.plan_log import CHANGES, log_change, logged_changes, read_plan
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.data.chat_template import ChatTemplate, Source
 from rlhf_tasks.data.dataset import data_set

@@ -38,7 +38,7 @@ from flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
 from flows.cluster.this_machine import THREADS, allow_open_files, device_here
 from planner.pricing.devices import PRESETS, DeviceProfile
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
+from rlhf_tasks.rank.host import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
 
 logger = logging.getLogger(__name__)
 SETTINGS = {

@@ -25,7 +25,7 @@ from rlhf_tasks.parallel.layout.weight_files import VERDICT, base_of, check_weig
 from rlhf_tasks.system.reading import read_json, shown
 
 if TYPE_CHECKING:
-    from rlhf_tasks.doctor.examination import Finding
+    from rlhf_tasks.doctor import Finding
 
 LENGTHS = (5, 13, 1, 8)  # tokens of the sequences, which are of random tokens
 NEW_TOKENS = 12
@@ -112,8 +112,7 @@ def examined(patient: Patient, strategies: Sequence[ParallelStrategy]) -> "list[
     import torch  # takes seconds, so a faulty command is refused before
     from transformers.utils.logging import disable_progress_bar
 
-    from rlhf_tasks.doctor.examination import examine, run_ranks, worst
-    from rlhf_tasks.doctor.plain import Case, write_answers
+    from rlhf_tasks.doctor import Case, examine, run_ranks, worst, write_answers
     from rlhf_tasks.parallel.model.stage import check_model
     from rlhf_tasks.parallel.model.weights import load_config
 

@@ -29,7 +29,7 @@ from rlhf_tasks.algorithms.held_out import (
     shared_prompts,
 )
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.checkpoint.plan_log import PLAN, RunPlan, logged_changes, read_plan
+from rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile

@@ -30,8 +30,7 @@ from flows.run.runs import cluster_of
 from flows.run.training import RunControl, run_training
 from planner.pricing.figures import MeasuredProfile, store
 from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.profiling.measurements import Measurements
-from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.profiling.measurements import Measurements, ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import Committed, RunSpec
 from rlhf_tasks.spec import NodeResult
 
@@ -85,8 +84,8 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
             run_folder=str(folder),
             iterations=1,
             limits=config.limits.model_copy(update=limits),
-            executor="rlhf_tasks.profiling.executor:make_executor",
-            snapshots="rlhf_tasks.profiling.spec:NoSnapshots",
+            executor="rlhf_tasks.profiling.measure:make_executor",
+            snapshots="rlhf_tasks.profiling.measurements:NoSnapshots",
         )
         await run_training(run, cluster, on_commit=on_commit)
     shared = [m for node, piece in pieces.items() if piece.folder == "" for m in _measured(results[node])]

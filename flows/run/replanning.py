@@ -2,7 +2,7 @@
 
 The search takes seconds, so a separate process does it. A better plan ends the attempt at its next commit; the next
 attempt begins there, on the same cluster, and restores the commit in the layouts of the new plan. The run folder says
-at which iteration that was (rlhf_tasks/checkpoint/plan_log.py).
+at which iteration that was (rlhf_tasks/checkpoint/changes.py).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from flows.run.training import RunControl
 from planner.pricing.plans import price_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.checkpoint.plan_log import PLAN, RunPlan, log_change, logged_changes, read_plan
+from rlhf_tasks.checkpoint.changes import PLAN, RunPlan, log_change, logged_changes, read_plan
 from rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 from rlhf_tasks.system.child_processes import die_with_parent, python_call

@@ -20,7 +20,8 @@ from flows.run.prepare import Prepared
 from flows.run.run_folder import CONFIG
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from rlhf_tasks.algorithms.held_out import section_of
-from rlhf_tasks.checkpoint.accepted_changes import (
+from rlhf_tasks.checkpoint.changes import (
+    PLAN,
     Accepted,
     has_samples_in_flight,
     last_accepted,
@@ -38,7 +39,6 @@ from rlhf_tasks.checkpoint.journals import (
     is_row,
 )
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from rlhf_tasks.checkpoint.plan_log import PLAN
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.weight_files import base_of

@@ -35,7 +35,7 @@ from planner.pricing.problem import Problem
 from planner.pricing.provenance import figures_source, not_measured
 from planner.report.text import plan_table
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.checkpoint.plan_log import RunPlan, plan_at
+from rlhf_tasks.checkpoint.changes import RunPlan, plan_at
 from rlhf_tasks.config.public import public_document
 from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan

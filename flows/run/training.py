@@ -43,8 +43,8 @@ from rlhf_tasks.protocol.messages import (
     RunSpec,
     StopAfter,
 )
+from rlhf_tasks.rank.host import Writer
 from rlhf_tasks.system.failpoints import Point, at, reach
-from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 ASK_EVERY_S = 5.0  # whether the controller still answers

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rlhf_tasks.checkpoint.accepted_changes import last_accepted
+from rlhf_tasks.checkpoint.changes import last_accepted, plan_digest
 from rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
@@ -42,9 +42,8 @@ from rlhf_tasks.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from rlhf_tasks.checkpoint.plan_log import plan_digest
 from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.protocol.messages import WriteCommit
 from rlhf_tasks.system.durable import ByteCount, explained, refuse_full, sync, write_file
 from rlhf_tasks.system.failpoints import Point, at, reach
 

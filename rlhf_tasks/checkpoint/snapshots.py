@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rlhf_tasks.checkpoint.accepted_changes import samples_count
+from rlhf_tasks.checkpoint.changes import samples_count
 from rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
 from rlhf_tasks.checkpoint.manifest import (
     CheckpointError,

@@ -21,12 +21,12 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from rlhf_tasks.checkpoint.journals import MetricsLines
-from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.account import State
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.ledger import Ledger, Phase
 from rlhf_tasks.protocol.messages import (
     HOST,
+    SETUP,
     Deliver,
     Done,
     Enterable,
@@ -34,15 +34,22 @@ from rlhf_tasks.protocol.messages import (
     Faulted,
     GaveUp,
     GenerationSpec,
+    IterationDone,
     IterationRan,
     Moved,
     NodeBegun,
     NodeEnded,
+    Ready,
     Reset,
+    ResetRank,
+    RestartRank,
     Restore,
+    RestoreRank,
     RunSpec,
     SavedPart,
+    Send,
     Told,
+    WriteCommit,
 )
 from rlhf_tasks.protocol.progress import Timeouts
 from rlhf_tasks.protocol.sequencer import Deadlines
@@ -143,13 +150,13 @@ class Attempt:
         )  # (iteration, node) that a rank has entered and not all have left
         self._tasks: set[asyncio.Task[None]] = set()
         self._act: dict[type, Callable[[Any], None]] = {
-            do.ResetRank: self._reset_rank,
-            do.RestartRank: lambda i: self._links[i.rank].restart(i.lost, self._timeouts.restart_s),
-            do.RestoreRank: self._restore_rank,
-            do.Send: self._deliver,
-            do.WriteCommit: lambda i: self._background(self._commit(i)),
-            do.Ready: lambda i: None,  # `_apply` reads `Ledger.enterable` and tells `Enterable`
-            do.IterationDone: self._ran,
+            ResetRank: self._reset_rank,
+            RestartRank: lambda i: self._links[i.rank].restart(i.lost, self._timeouts.restart_s),
+            RestoreRank: self._restore_rank,
+            Send: self._deliver,
+            WriteCommit: lambda i: self._background(self._commit(i)),
+            Ready: lambda i: None,  # `_apply` reads `Ledger.enterable` and tells `Enterable`
+            IterationDone: self._ran,
             Faulted: self._faulted,
             NodeEnded: self._node_ended,
         }
@@ -324,7 +331,7 @@ class Attempt:
         self._inside.discard((ended.iteration, ended.node))
         self._tell(ended)
 
-    def _reset_rank(self, instruction: do.ResetRank) -> None:
+    def _reset_rank(self, instruction: ResetRank) -> None:
         spec, rank = self.spec, instruction.rank
         self._links[rank].send(
             Reset(run=spec.run, attempt=spec.attempt, generation=instruction.generation, rank=rank)
@@ -333,7 +340,7 @@ class Attempt:
         if instruction.generation > 0:
             self._background(self._look_alive(rank, instruction.generation))
 
-    def _deliver(self, instruction: do.Send) -> None:
+    def _deliver(self, instruction: Send) -> None:
         self._links[instruction.rank].send(Deliver(requests=instruction.requests))
         self._reach(Point.DELIVERED, instruction.requests[0].key.iteration)
 
@@ -352,11 +359,11 @@ class Attempt:
         if await link.answers(ALIVE_S) or link.process is not process:
             return
         if (ledger.phase, ledger.generation) == (Phase.RESETTING, generation):
-            key = NodeKey(self.spec.run, self.spec.attempt, generation, do.SETUP, HOST)
+            key = NodeKey(self.spec.run, self.spec.attempt, generation, SETUP, HOST)
             error = f"no answer within {ALIVE_S:g} s"
             self._feed(ledger.rank_failed, NodeFailure(key=key, rank=rank, error=error))
 
-    def _restore_rank(self, instruction: do.RestoreRank) -> None:
+    def _restore_rank(self, instruction: RestoreRank) -> None:
         spec, generation = self.spec, instruction.generation
         generation_spec = GenerationSpec(
             run=spec.run,
@@ -377,7 +384,7 @@ class Attempt:
         )
         self._links[instruction.rank].send(Restore(spec=generation_spec))
 
-    def _ran(self, instruction: do.IterationDone) -> None:
+    def _ran(self, instruction: IterationDone) -> None:
         iteration, ledger = instruction.iteration, self.ledger
         metrics = self._metrics.metrics(iteration, ledger.account.results(iteration))
         self._tell(IterationRan(iteration=iteration, generation=ledger.generation, metrics=metrics))
@@ -389,7 +396,7 @@ class Attempt:
         if not cause.lasting:
             self._tell(faulted)
 
-    async def _commit(self, order: do.WriteCommit) -> None:
+    async def _commit(self, order: WriteCommit) -> None:
         account = self.ledger.account
         results = {iteration: account.results(iteration) for iteration in order.iterations}
         assert self._snapshots is not None

@@ -35,7 +35,7 @@ from rlhf_tasks.protocol.messages import (
     RunSpec,
     StopAfter,
 )
-from rlhf_tasks.system.writer import Writer
+from rlhf_tasks.rank.host import Writer
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler
@@ -167,7 +167,7 @@ class RankLink:
 
     executor    "module:function" that makes the rank's executor
     client      our name to the rank; its lease lasts as long as our connection
-    on_news     called with each `News` of the rank
+    on_news     called with each message of NEWS from the rank
     on_lost     called with the reason when the rank's process is gone
     on_started  called when another process has taken its place
     """

@@ -11,7 +11,7 @@ from importlib import import_module
 from rlhf_tasks.system.child_processes import die_with_parent, wake_after_parent
 
 LOADED = (
-    "rlhf_tasks.rank.worker_process",
+    "rlhf_tasks.rank.host",
     "rlhf_tasks.controller.controller",
     "rlhf_tasks.rank.host",
     "rlhf_tasks.rank.plan_nodes",

@@ -8,14 +8,17 @@ from enum import Enum
 from typing import Any
 
 from rlhf_tasks.protocol.commit import Cadence, CommitOrder, SnapshotSchedule
-from rlhf_tasks.protocol.instructions import (
+from rlhf_tasks.protocol.messages import (
     SETUP,
+    Aborted,
+    Cause,
+    Committed,
     IterationDone,
     LedgerInstruction,
+    NodeEnded,
     Send,
     WriteCommit,
 )
-from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, NodeEnded
 from rlhf_tasks.protocol.progress import (
     Headway,
     IterationProgress,

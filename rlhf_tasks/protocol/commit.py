@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, Protocol
 
-from rlhf_tasks.protocol.instructions import SETUP, WriteCommit
+from rlhf_tasks.protocol.messages import SETUP, WriteCommit
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.invariants import require

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from rlhf_tasks.protocol.instructions import (
+from rlhf_tasks.protocol.messages import (
     RESET,
     RESTORE,
     SETUP,
     Clear,
+    Done,
+    Failed,
     Interrupt,
     Load,
     RankInstruction,
     Run,
+    Told,
 )
-from rlhf_tasks.protocol.messages import Done, Failed, Told
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
 
 

@@ -25,17 +25,18 @@ from typing import Any
 from rlhf_tasks.config.cluster import Limits
 from rlhf_tasks.protocol.account import Account, State
 from rlhf_tasks.protocol.commit import Cadence, SnapshotSchedule
-from rlhf_tasks.protocol.instructions import SETUP, LedgerInstruction, Ready
 from rlhf_tasks.protocol.messages import (
+    SETUP,
     Cause,
     Faulted,
     Finished,
     GaveUp,
     Held,
+    LedgerInstruction,
     NotEntered,
+    Ready,
 )
-from rlhf_tasks.protocol.progress import Pace, Timeouts
-from rlhf_tasks.protocol.rebuild import Rebuild
+from rlhf_tasks.protocol.progress import Pace, Rebuild, Timeouts
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, NodeResult
 

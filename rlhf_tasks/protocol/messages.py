@@ -1,14 +1,19 @@
-"""The messages between flow, controller and ranks.
+"""The messages between flow, controller and ranks, and the instructions of the state machines to their owners.
 
 A message is a pydantic model as JSON bytes. There are two kinds of connections, both Dask comms:
 
-    flow -> controller  the lease: opened with a `RunSpec`; `FlowMessage`s one way, `Event`s the other
-    controller -> rank  the link: opened with the executor's name; `RankMessage`s one way, `News` the other
+    flow -> controller  the lease: opened with a `RunSpec`; FLOW_MESSAGEs one way, `Event`s the other
+    controller -> rank  the link: opened with the executor's name; RANK_MESSAGEs one way, NEWS the other
 
 A connection delivers in order and loses messages only when it breaks. Each end then treats the other as dead: that
-is a fault, and nothing is sent again. An inbox refuses a request out of turn. Torch-free.
+is a fault, and nothing is sent again. An inbox refuses a request out of turn.
+
+An instruction is frozen, says what to do and never how, and stays in its process: an `Inbox` asks its rank to run a
+node, a `Ledger` asks the controller to send requests or to write a commit. What they give besides are messages, which
+the owner sends as they are. Torch-free.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,6 +24,10 @@ from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeReq
 
 HOST = "host"
 """Node name in the key of a failure that belongs to no node."""
+RESET, RESTORE = "reset", "restore"
+"""Node names in the keys of the two jobs that are not nodes of the plan; their iteration is SETUP."""
+SETUP = -1
+"""The iteration before the first: its commit is step 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,10 +354,7 @@ class GaveUp(Frozen):
     traceback: str = ""
 
 
-RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
-News = Annotated[Told | Done | Failed | SavedPart | Moved, Field(discriminator="kind")]
-FlowMessage = Annotated[Enter | Pause | Resume | StopAfter, Field(discriminator="kind")]
-Event = Annotated[
+Event = (
     Enterable
     | NotEntered
     | NodeBegun
@@ -359,11 +365,128 @@ Event = Annotated[
     | Faulted
     | Held
     | Finished
-    | GaveUp,
-    Field(discriminator="kind"),
-]
+    | GaveUp
+)
+RANK_MESSAGE: TypeAdapter[Any] = TypeAdapter(
+    Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
+)
+NEWS: TypeAdapter[Any] = TypeAdapter(
+    Annotated[Told | Done | Failed | SavedPart | Moved, Field(discriminator="kind")]
+)
+FLOW_MESSAGE: TypeAdapter[Any] = TypeAdapter(
+    Annotated[Enter | Pause | Resume | StopAfter, Field(discriminator="kind")]
+)
+EVENT: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
 
-RANK_MESSAGE: TypeAdapter[Any] = TypeAdapter(RankMessage)
-NEWS: TypeAdapter[Any] = TypeAdapter(News)
-FLOW_MESSAGE: TypeAdapter[Any] = TypeAdapter(FlowMessage)
-EVENT: TypeAdapter[Any] = TypeAdapter(Event)
+
+# --- what an inbox asks of its rank -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """On the engine thread: drop samples, copies, groups and queued writes. Then `Inbox.cleared(key)`."""
+
+    key: NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """On the engine thread: join the generation's groups and load a step. Then `Inbox.loaded(key)`.
+
+    step  the commit to load; None: initialise the roles from their sources and write the parts of step 0
+    """
+
+    key: NodeKey
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """On the engine thread: run a node. Then `Inbox.finished(result)` or `Inbox.failed(failure)`."""
+
+    request: NodeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """End the engine thread's job, whose peers are gone, by aborting the process groups. Best effort."""
+
+    key: NodeKey
+
+
+# --- what a ledger asks of the controller -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ResetRank:
+    """Move a rank to a new generation -> `Inbox.reset`."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRank:
+    """Give the rank a new process; when it is up, `Ledger.rank_started`.
+
+    lost  True: its process is gone, and a nanny may already be starting the next; False: it is stuck, so kill it
+    """
+
+    rank: int
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRank:
+    """Have a rank join the generation's groups and load a step (None: initialise) -> `Inbox.restore`."""
+
+    rank: int
+    generation: int
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All ranks hold the state before `iteration`. From there, iterations may be entered under this generation."""
+
+    generation: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a rank its requests of one iteration, as one message -> `Inbox.deliver`."""
+
+    rank: int
+    requests: tuple[NodeRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationDone:
+    """Every node of an iteration is done. Its snapshot may not be durable yet."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCommit:
+    """Write the manifest and rename the folder; then `Ledger.commit_done(step)` or `Ledger.commit_failed(step, ...)`.
+
+    step        number of committed iterations
+    iterations  the iterations that this commit makes final: their metrics are appended now
+    parts       save node -> rank -> the details of its files that the rank reported
+    cursor      global id of the first sample of the next iteration
+    versions    trained role -> number of its train_step calls
+    plan        the attempt's
+    """
+
+    step: int
+    iterations: tuple[int, ...]
+    parts: Mapping[str, Mapping[int, Any]]
+    cursor: int
+    versions: Mapping[str, int]
+    plan: ExecutionPlan
+
+
+RankInstruction = Clear | Load | Run | Interrupt | Told | Done | Failed
+LedgerInstruction = ResetRank | RestartRank | RestoreRank | Ready | Send | IterationDone | WriteCommit | Event

@@ -1,18 +1,26 @@
-"""The engine host: the part of ours that runs in a rank's Dask worker.
+"""The part of ours that runs in a Dask worker: the plugin that makes it a rank or the controller, and a rank's host.
 
-The inbox, which decides, and the connections are on the event loop. One engine thread runs one job at a time: clear,
-load, or a plan node. So the rank answers while it computes, and notices when its controller is gone.
+The plugin sets `process`, the only module attribute that is set at run time: the `EngineHost` of a rank, the
+`Controller` of the controller's worker, None elsewhere. It knows nothing of a run: a host learns its rank and its
+controller from the controller's first request.
+
+A rank's inbox, which decides, and the connections are on the event loop. One engine thread runs one job at a time:
+clear, load, or a plan node. So the rank answers while it computes, and notices when its controller is gone.
+
+Torch-free: the flows import this module; a worker loads what it needs in `setup`.
 """
 
 import asyncio
+import atexit
 import logging
 import os
 import queue
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pkgutil import resolve_name
 from typing import Any, Protocol
 from uuid import uuid4
@@ -20,34 +28,91 @@ from uuid import uuid4
 from distributed import Worker
 from distributed.comm import Comm, CommClosedError
 from distributed.core import Status
+from distributed.diagnostics.plugin import WorkerPlugin
 from pydantic import BaseModel
 
-from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.instructions import SETUP
 from rlhf_tasks.protocol.messages import (
     HOST,
     RANK_MESSAGE,
+    SETUP,
+    Clear,
     Deliver,
     Done,
     Failed,
     GenerationSpec,
+    Interrupt,
+    Load,
     Moved,
     Reset,
     Restore,
+    Run,
     SavedPart,
     Told,
 )
 from rlhf_tasks.protocol.progress import INTERRUPT_GRACE_S
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.system.child_processes import end_with_starter
 from rlhf_tasks.system.durable import ByteCount
 from rlhf_tasks.system.failpoints import Point, at, reach
 from rlhf_tasks.system.reading import printable
-from rlhf_tasks.system.writer import Writer
 from rlhf_tasks.user_code.errors import UserCodeError
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
+CONTROLLER_RESOURCE = "controller"
+RANK_RESOURCES = ("GPU", "slot")
+CLASSES = {
+    CONTROLLER_RESOURCE: "rlhf_tasks.controller.controller:Controller",
+    **dict.fromkeys(RANK_RESOURCES, "rlhf_tasks.rank.host:EngineHost"),
+}
+
+process: Any = None
+
+
+class ProcessPlugin(WorkerPlugin):
+    """Makes a worker that offers a resource of CLASSES a rank or the controller. Registered once per cluster."""
+
+    name = "prefect-rlhf"
+    idempotent = True
+
+    async def setup(self, worker: Worker) -> None:
+        global process
+        kind = offered(worker.state.total_resources)
+        if kind is not None:
+            logging.getLogger(Worker.__module__).addFilter(is_news)
+            if (
+                worker.nanny
+            ):  # the kernel ends this worker with it; Dask's thread for that cannot run in a stopped one
+                end_with_starter()
+            if worker.nanny and threading.current_thread() is threading.main_thread():
+                # Ctrl-C in a terminal reaches every process, and so does the SIGTERM of a worker of Prefect's. The
+                # flow decides, and ends this one through the nanny.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGTERM, lambda *_: None)  # a handler is not inherited by other programs
+                # Python's teardown of torch and Prefect takes a core more than a second, and the nanny kills a
+                # process that is not gone after four. By now the worker is closed and its streams are flushed.
+                atexit.register(os._exit, 0)
+            process = resolve_name(CLASSES[kind])(worker)
+            worker.handlers.update(process.handlers)
+
+    async def teardown(self, worker: Worker) -> None:
+        if process is not None:
+            await process.close()
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """A filter without the traceback of a heartbeat during which the scheduler has closed the connection.
+
+    A cluster of ours closes it when a run ends. If it is lost before, the flow says so.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, CommClosedError) and "heartbeat" in str(record.msg))
+
+
+def offered(resources: Mapping[str, float]) -> str | None:
+    """The first resource of CLASSES that a worker offers; None when it offers none."""
+    return next((name for name in CLASSES if resources.get(name, 0) > 0), None)
 
 
 class Executor(Protocol):
@@ -78,6 +143,37 @@ class Executor(Protocol):
 
 ExecutorFactory = Callable[[int, Callable[[SavedPart], None]], Executor]
 """(rank, on_saved) -> executor. Called on the event loop, once per process and rank number, so it must be quick."""
+
+
+class Writer:
+    """Writes messages to one connection, in order, from the event loop.
+
+    A function in the queue is called when all messages before it have been passed to the kernel: these arrive even if
+    this process is killed at once. When the connection is closed, remaining messages are dropped; the reader notices
+    the closed connection.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._items: asyncio.Queue[BaseModel | Callable[[], None] | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._write())
+
+    def put(self, item: BaseModel | Callable[[], None]) -> None:
+        """Queue a message to write, or a function to call, after everything queued before."""
+        self._items.put_nowait(item)
+
+    def close(self) -> None:
+        """Close the connection. Remaining messages are dropped; remaining functions are still called."""
+        self._comm.abort()
+        self._items.put_nowait(None)
+
+    async def _write(self) -> None:
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, BaseModel):
+                with suppress(CommClosedError):
+                    await self._comm.write(item.model_dump_json().encode())
+            else:
+                item()
 
 
 class EngineThread:
@@ -132,10 +228,10 @@ class EngineHost:
         self._job: tuple[str, float] = ("", 0.0)  # what the engine thread does, and since when (time.time())
         self._ticking = asyncio.create_task(self._tick())
         self._act: dict[type, Callable[[Any], None]] = {
-            do.Clear: self._clear,
-            do.Load: self._load,
-            do.Run: self._run,
-            do.Interrupt: self._interrupt,
+            Clear: self._clear,
+            Load: self._load,
+            Run: self._run,
+            Interrupt: self._interrupt,
             Told: self._tell,
             Done: self._tell,
             Failed: self._tell,
@@ -205,7 +301,7 @@ class EngineHost:
             spec = request.spec
             names = (spec.run, spec.attempt, spec.generation)
             instructions = self._inbox.restore(*names, spec.restore_step)
-            if any(isinstance(instruction, do.Load) for instruction in instructions):
+            if any(isinstance(instruction, Load) for instruction in instructions):
                 self._spec = spec
         else:
             instructions = self._inbox.deliver(request.requests)
@@ -215,7 +311,7 @@ class EngineHost:
         for instruction in instructions:
             self._act[type(instruction)](instruction)
 
-    def _clear(self, instruction: do.Clear) -> None:
+    def _clear(self, instruction: Clear) -> None:
         executor = self._executor
 
         def close() -> None:
@@ -238,7 +334,7 @@ class EngineHost:
             rank, make_executor = self._made_for = self._wanted
             self._executor = make_executor(rank, self._on_saved)
 
-    def _load(self, instruction: do.Load) -> None:
+    def _load(self, instruction: Load) -> None:
         spec, executor = self._spec, self._executor
         assert spec is not None
         assert executor is not None
@@ -253,7 +349,7 @@ class EngineHost:
 
         self._submit(instruction.key, load, ended)
 
-    def _run(self, instruction: do.Run) -> None:
+    def _run(self, instruction: Run) -> None:
         request, executor = instruction.request, self._executor
         assert executor is not None
         node = self._nodes[request.key.node]
@@ -265,7 +361,7 @@ class EngineHost:
 
         self._submit(request.key, run, self._inbox.finished)
 
-    def _interrupt(self, instruction: do.Interrupt) -> None:
+    def _interrupt(self, instruction: Interrupt) -> None:
         """Abort the engine thread's current job."""
         target = self._engine.finished + 1
         threading.Thread(target=self._abort, args=(target,), name="abort", daemon=True).start()

@@ -7,9 +7,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.messages import Deliver, Done, Failed, Moved, Reset, Restore, SavedPart, Told
+from rlhf_tasks.protocol.messages import (
+    Clear,
+    Deliver,
+    Done,
+    Failed,
+    Interrupt,
+    Load,
+    Moved,
+    Reset,
+    Restore,
+    Run,
+    SavedPart,
+    Told,
+)
 from rlhf_tasks.protocol.progress import INTERRUPT_GRACE_S
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, SaveNode, SaveSamplesNode
 
@@ -56,10 +68,10 @@ class Process:
         self._is_writing = False
         self._asked_s: float | None = None  # when the controller has asked for a reset or a restore
         self._act: dict[type, Callable[[Any], None]] = {
-            do.Clear: self._clear,
-            do.Load: self._load,
-            do.Run: self._run,
-            do.Interrupt: self._interrupt,
+            Clear: self._clear,
+            Load: self._load,
+            Run: self._run,
+            Interrupt: self._interrupt,
             Told: self._tell,
             Done: self._tell,
             Failed: self._tell,
@@ -121,7 +133,7 @@ class Process:
 
     # --- jobs -------------------------------------------------------------------------------------------
 
-    def _clear(self, instruction: do.Clear) -> None:
+    def _clear(self, instruction: Clear) -> None:
         self.job = instruction.key
         self.forget()
         self.lose_copies()
@@ -133,11 +145,11 @@ class Process:
 
         self.cluster.start(work())
 
-    def _load(self, instruction: do.Load) -> None:
+    def _load(self, instruction: Load) -> None:
         self.job = instruction.key
         self.cluster.join(self, lambda: self.cluster.start(self._read(instruction)))
 
-    async def _read(self, instruction: do.Load) -> None:
+    async def _read(self, instruction: Load) -> None:
         """Read models and commit; without a commit, save step 0."""
         cluster = self.cluster
         size_bytes = cluster.load_bytes(self.rank, instruction.step)
@@ -173,7 +185,7 @@ class Process:
                 )
             )
 
-    def _run(self, instruction: do.Run) -> None:
+    def _run(self, instruction: Run) -> None:
         self.job = instruction.request.key
         self.cluster.enter(self, instruction.request)
         if self.raises:
@@ -203,7 +215,7 @@ class Process:
             failure = NodeFailure(key=key, rank=self.rank, error=error)
             self.end(key, lambda: self.inbox.failed(failure))
 
-    def _interrupt(self, instruction: do.Interrupt) -> None:
+    def _interrupt(self, instruction: Interrupt) -> None:
         """Abort the groups: a collective raises soon. Any other job that does not end by itself costs the process."""
         if self.meeting is not None and not self.hangs:
             self.cluster.call_later(self.cluster.machines.interrupt_s, self._raised, instruction.key)

@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 from rlhf_tasks.checkpoint.manifest import READERS
-from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.protocol.messages import WriteCommit
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.system.durable import ByteCount
 

@@ -19,7 +19,7 @@ from flows.run.prepare import Prepared
 from flows.run.runs import Attempts, Restarts, carry_out
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
 from flows.view.prefect_api import PrefectApi
-from rlhf_tasks.checkpoint.plan_log import RunPlan
+from rlhf_tasks.checkpoint.changes import RunPlan
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
 from tests.flows.run.test_orders import states_after
 from tests.flows.run.test_training import FAKES

@@ -16,9 +16,9 @@ from flows.run.summary import read_jsonl
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
 from planner.pricing.figures import read_figures
+from rlhf_tasks.checkpoint.changes import PLAN, logged_changes, plan_digest
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import read_manifest
-from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, plan_digest
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment
 from rlhf_tasks.system import failpoints

@@ -6,7 +6,7 @@ import pytest
 
 from flows.cli import run_command
 from flows.run.examination import Patient, default_strategies
-from rlhf_tasks.doctor.examination import Finding
+from rlhf_tasks.doctor import Finding
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from tests.adapter_folders import write_adapter
 from tests.tiny_models import tiny_config, tiny_model

@@ -14,7 +14,7 @@ from flows.run.orders import Orders
 from flows.run.runs import Attempts, Restarts
 from flows.run.training import ControllerLost, TrainingResult
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.checkpoint.plan_log import RunPlan
+from rlhf_tasks.checkpoint.changes import RunPlan
 from tests.flows.checked_files import refused
 from tests.rlhf_tasks.plans import small_plan
 

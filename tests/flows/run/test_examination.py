@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flows.run.examination import Patient, keep_verdict, refuse_unexamined
 from flows.run.prepare import prepare
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.doctor.examination import Finding
+from rlhf_tasks.doctor import Finding
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.weight_files import VERDICT

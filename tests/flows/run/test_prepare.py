@@ -21,7 +21,7 @@ from planner.pricing.devices import Gpu, device_of, preset
 from planner.pricing.figures import store
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
-from rlhf_tasks.checkpoint.plan_log import PLAN
+from rlhf_tasks.checkpoint.changes import PLAN
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ExecutionPlan

@@ -15,7 +15,7 @@ from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
 from planner.pricing.figures import read_figures
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.checkpoint.plan_log import PLAN, RunPlan, log_change, logged_changes
+from rlhf_tasks.checkpoint.changes import PLAN, RunPlan, log_change, logged_changes
 from rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan
 from tests.flows.run.test_summary import lineage_of
 from tests.rlhf_tasks.plans import small_plan, swapped_plan

@@ -12,7 +12,7 @@ from flows.run.run_folder import new_run_folder
 from flows.run.run_identity import keep_identity, model_digests
 from flows.run.summary import read_jsonl
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.checkpoint.accepted_changes import last_accepted
+from rlhf_tasks.checkpoint.changes import last_accepted
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
 from rlhf_tasks.checkpoint.manifest import CheckpointError, PartReport, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.checkpoint.snapshots import packed_bytes
@@ -20,8 +20,7 @@ from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.state.files import pieces_of, write_checked
-from rlhf_tasks.protocol.instructions import WriteCommit
-from rlhf_tasks.protocol.messages import RunSpec
+from rlhf_tasks.protocol.messages import RunSpec, WriteCommit
 from rlhf_tasks.spec import NodeKey, NodeResult
 from tests.flows.checked_files import model_folder
 from tests.rlhf_tasks.settings import limits

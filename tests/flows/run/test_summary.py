@@ -16,7 +16,7 @@ from flows.view.artifacts import _planned_row
 from planner.plan.steady_state import SteadyState, steady_state
 from planner.pricing.devices import preset
 from planner.pricing.figures import RanCall, keep_figures, read_figures
-from rlhf_tasks.checkpoint.plan_log import RunPlan
+from rlhf_tasks.checkpoint.changes import RunPlan
 from rlhf_tasks.spec import EvaluateNode, Part
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
 from tests.tiny_runs import ppo_config

@@ -30,7 +30,7 @@ from rlhf_tasks.checkpoint.manifest import (
 )
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.protocol.messages import WriteCommit
 from rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeResult, RolePlacements
 from rlhf_tasks.system.durable import ByteCount, NotWritable
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf_tasks.checkpoint.accepted_changes import Accepted, has_samples_in_flight, write_accepted
+from rlhf_tasks.checkpoint.changes import Accepted, has_samples_in_flight, write_accepted
 from rlhf_tasks.checkpoint.commits import RunSnapshots, commit, step_folder, unfinished_folder
 from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, PartReport, StoredFile, read_manifest
@@ -31,8 +31,7 @@ from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.state import files
 from rlhf_tasks.parallel.state.files import pieces_of, state_size_bytes, write_checked, write_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
-from rlhf_tasks.protocol.instructions import WriteCommit
-from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart, WriteCommit
 from rlhf_tasks.spec import ExecutionPlan, RolePlacements
 from rlhf_tasks.system import failpoints
 from rlhf_tasks.system.durable import ByteCount, NotWritable

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_tasks.controller.attempt import Attempt, Surroundings, group_timeout_s
-from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol import ledger
 from rlhf_tasks.protocol.messages import (
     Aborted,
@@ -26,6 +25,7 @@ from rlhf_tasks.protocol.messages import (
     NodeEnded,
     RunSpec,
     Told,
+    WriteCommit,
 )
 from rlhf_tasks.protocol.progress import Timeouts
 from rlhf_tasks.protocol.sequencer import Deadlines
@@ -347,7 +347,7 @@ def test_an_attempt_that_ends_leaves_no_commit_half_written(tmp_path):
         await closing.start()
         disk = closing._snapshots
         closing._apply(
-            [do.WriteCommit(step=0, cursor=0, iterations=(), parts={}, versions={}, plan=small_plan())]
+            [WriteCommit(step=0, cursor=0, iterations=(), parts={}, versions={}, plan=small_plan())]
         )
         await asyncio.to_thread(disk.begun.wait)
         await closing.close()

@@ -14,7 +14,7 @@ from distributed.comm import CommClosedError
 
 from flows.run.prepare import prepare
 from flows.run.run_identity import accept_changes
-from rlhf_tasks.checkpoint.accepted_changes import has_samples_in_flight
+from rlhf_tasks.checkpoint.changes import has_samples_in_flight
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import read_manifest
 from rlhf_tasks.protocol.messages import Faulted, Held

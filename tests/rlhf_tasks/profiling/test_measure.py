@@ -16,7 +16,6 @@ from planner.pricing.rooflines import sizes
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling
-from rlhf_tasks.profiling.executor import ProfileExecutor
 from rlhf_tasks.profiling.measure import (
     DEEP,
     FEW_STEPS,
@@ -27,13 +26,13 @@ from rlhf_tasks.profiling.measure import (
     ROUNDS,
     SHALLOW,
     Bench,
+    ProfileExecutor,
     _generation,
     _means_s,
     exchange_sets,
     measure_model,
 )
-from rlhf_tasks.profiling.measurements import Grid, Measurements
-from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.profiling.measurements import Grid, Measurements, ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import GenerationSpec
 from tests import rendezvous
 from tests.tiny_models import tiny_config

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from rlhf_tasks.controller.attempt import Attempt, Surroundings
-from rlhf_tasks.protocol.instructions import Run, WriteCommit
 from rlhf_tasks.protocol.messages import (
     Committed,
     Done,
@@ -23,7 +22,9 @@ from rlhf_tasks.protocol.messages import (
     Held,
     NodeEnded,
     NotEntered,
+    Run,
     RunSpec,
+    WriteCommit,
 )
 from rlhf_tasks.rehearsal.assumptions import ControllerFault, Costs, Machines, Noise, RankFault
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster

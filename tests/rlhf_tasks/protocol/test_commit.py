@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_tasks.protocol.commit import MOST_UNWRITTEN, WRITING_SHARE, Cadence, CommitOrder, SnapshotSchedule
-from rlhf_tasks.protocol.instructions import SETUP
-from rlhf_tasks.protocol.messages import Committed, Finished
+from rlhf_tasks.protocol.messages import SETUP, Committed, Finished
 from tests.rlhf_tasks.protocol.ledgers import do_nodes, do_parts, failure, key, rebuilt, result, running
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.protocol.simulation import World

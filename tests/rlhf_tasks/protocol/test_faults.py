@@ -8,8 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.messages import Committed, Done, Finished, GaveUp, NodeEnded, Told
+from rlhf_tasks.protocol.messages import (
+    Clear,
+    Committed,
+    Done,
+    Finished,
+    GaveUp,
+    IterationDone,
+    Load,
+    NodeEnded,
+    Ready,
+    ResetRank,
+    RestoreRank,
+    Run,
+    Send,
+    Told,
+    WriteCommit,
+)
 from rlhf_tasks.spec import NodeFailure
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.protocol.simulation import Controller, Rank, World
@@ -74,9 +89,9 @@ def test_the_trace_covers_every_instruction_of_a_quiet_run():
     """The enumeration below is only worth what it enumerates."""
     kinds = {type(instruction) for _, _, instruction in undisturbed()[1].seen}
     assert kinds == {
-        *(do.Clear, do.Load, do.Run, Told, Done),
-        *(do.ResetRank, do.RestoreRank, do.Ready, do.Send, NodeEnded, do.IterationDone),
-        *(do.WriteCommit, Committed, Finished),
+        *(Clear, Load, Run, Told, Done),
+        *(ResetRank, RestoreRank, Ready, Send, NodeEnded, IterationDone),
+        *(WriteCommit, Committed, Finished),
     }
 
 
@@ -100,7 +115,7 @@ def test_a_rank_that_hangs_at_each_of_its_instructions_is_restarted():
     expected, trace = undisturbed()
     for number in numbers(Rank):
         _, moment, instruction = trace.seen[number]
-        if (moment, type(instruction)) in {("before", do.Run), ("before", do.Clear), ("before", do.Load)}:
+        if (moment, type(instruction)) in {("before", Run), ("before", Clear), ("before", Load)}:
             world = run_with({number: hang_itself})
             assert world.final == expected
             assert world.now < 200, "a hang is noticed by a deadline"
@@ -124,12 +139,12 @@ def test_a_second_death_at_every_transition_of_the_rebuild():
         n
         for n, (process, moment, i) in enumerate(trace.seen)
         if isinstance(process, Rank) and process.rank == 1 and moment == "after"
-        and isinstance(i, do.Run) and i.request.key.iteration == 1
+        and isinstance(i, Run) and i.request.key.iteration == 1
     )  # fmt: skip
     again = Trace({first: kill_itself})
     world = World(small_plan(), iterations=ITERATIONS, watch=again)
     world.run_to_end()
-    ready = [n for n, (_, _, i) in enumerate(again.seen) if isinstance(i, do.Ready) and n > first]
+    ready = [n for n, (_, _, i) in enumerate(again.seen) if isinstance(i, Ready) and n > first]
     for number in range(first + 1, ready[0] + 2):
         for act in (kill_itself, kill_rank(0), kill_rank(1), hang_itself):
             assert run_with({first: kill_itself, number: act}).final == expected, (number, act)
@@ -156,7 +171,7 @@ def test_random_plans_random_deaths_and_late_messages(seed, n_nodes, n_devices, 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_cause_names_the_lost_rank_and_its_call_not_the_peer_that_noticed_first(seed):
     def watch(world: World, process: Rank | Controller, moment: str, instruction: object) -> None:
-        if isinstance(instruction, do.Run) and moment == "after" and process.rank == 1:
+        if isinstance(instruction, Run) and moment == "after" and process.rank == 1:
             key = instruction.request.key
             if (key.generation, key.iteration, key.node) == (0, 1, "generate"):
                 world.kill(1)
@@ -172,7 +187,7 @@ def test_the_same_rank_killed_in_every_generation_ends_the_attempt():
     deaths = Counter()
 
     def watch(world: World, process: Rank | Controller, moment: str, instruction: object) -> None:
-        if isinstance(instruction, do.Run) and process.rank == 2 and instruction.request.key.iteration == 1:
+        if isinstance(instruction, Run) and process.rank == 2 and instruction.request.key.iteration == 1:
             deaths[instruction.request.key.generation] += 1
             world.kill(2)
 
@@ -187,7 +202,7 @@ def test_the_same_rank_killed_in_every_generation_ends_the_attempt():
     assert len(deaths) <= 5
 
 
-def fails_by_user_code(process: Rank, instruction: do.Run) -> None:
+def fails_by_user_code(process: Rank, instruction: Run) -> None:
     """What the rank runs ends by an error of the user's code."""
     key = instruction.request.key
     error = NodeFailure(key=key, rank=process.rank, error="reward", traceback="mine", lasting=True)
@@ -209,7 +224,7 @@ def test_the_users_code_failing_at_each_node_ends_the_run_at_a_commit_and_repeat
     expected, trace = undisturbed()
     for number in numbers(Rank):
         process, moment, instruction = trace.seen[number]
-        if (moment, type(instruction)) != ("after", do.Run):
+        if (moment, type(instruction)) != ("after", Run):
             continue
         when: list[float] = []
 

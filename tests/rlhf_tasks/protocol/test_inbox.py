@@ -5,16 +5,18 @@ import random
 import pytest
 
 from rlhf_tasks.protocol.inbox import TRANSITIONS, Inbox, InboxPhase, Lease, refusal
-from rlhf_tasks.protocol.instructions import (
+from rlhf_tasks.protocol.messages import (
     RESET,
     RESTORE,
     SETUP,
     Clear,
+    Done,
+    Failed,
     Interrupt,
     Load,
     Run,
+    Told,
 )
-from rlhf_tasks.protocol.messages import Done, Failed, Told
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
 
 

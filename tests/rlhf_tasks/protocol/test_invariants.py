@@ -3,8 +3,7 @@
 import pytest
 
 from rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
-from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, Pace, Timeouts
-from rlhf_tasks.protocol.rebuild import Rebuild
+from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, Pace, Rebuild, Timeouts
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.system.invariants import InvariantError
 from tests.rlhf_tasks.protocol.ledgers import pair_plan, result

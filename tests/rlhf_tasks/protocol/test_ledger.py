@@ -2,11 +2,21 @@
 
 import pytest
 
-from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.account import State
-from rlhf_tasks.protocol.instructions import SETUP
 from rlhf_tasks.protocol.ledger import TRANSITIONS, Phase
-from rlhf_tasks.protocol.messages import Committed, Finished, NodeEnded, NotEntered
+from rlhf_tasks.protocol.messages import (
+    SETUP,
+    Committed,
+    Finished,
+    IterationDone,
+    NodeEnded,
+    NotEntered,
+    Ready,
+    ResetRank,
+    RestoreRank,
+    Send,
+    WriteCommit,
+)
 from rlhf_tasks.protocol.progress import Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
     committed,
@@ -28,13 +38,13 @@ PACE = {"io_floor_s": 100, "io_least_bytes_per_s": 10}
 
 def test_from_the_start_to_ready():
     books = ledger()
-    assert books.start(0) == [do.ResetRank(0, 0), do.ResetRank(1, 0)]
+    assert books.start(0) == [ResetRank(0, 0), ResetRank(1, 0)]
     assert books.rank_reset(0, 0, 1) == []
     assert books.rank_reset(0, 0, 1) == [], "a repeat"
-    assert books.rank_reset(1, 0, 2) == [do.RestoreRank(0, 0, 0), do.RestoreRank(1, 0, 0)]
+    assert books.rank_reset(1, 0, 2) == [RestoreRank(0, 0, 0), RestoreRank(1, 0, 0)]
     assert books.rank_restored(1, 0, 3) == []
     assert books.enterable is None
-    assert books.rank_restored(0, 0, 3) == [do.Ready(generation=0, iteration=0)]
+    assert books.rank_restored(0, 0, 3) == [Ready(generation=0, iteration=0)]
     assert books.enterable == 0
 
 
@@ -42,13 +52,13 @@ def test_a_run_without_a_commit_initialises_its_roles_and_commits_step_0_first()
     books = ledger(committed_step=None)
     books.start(0)
     books.rank_reset(0, 0, 0)
-    assert books.rank_reset(1, 0, 0) == [do.RestoreRank(0, 0, None), do.RestoreRank(1, 0, None)]
+    assert books.rank_reset(1, 0, 0) == [RestoreRank(0, 0, None), RestoreRank(1, 0, None)]
     assert do_parts(books, SETUP) == [], "a rank is still initialising"
     books.rank_restored(0, 0, 0)
     (commit,) = books.rank_restored(1, 0, 0)
-    assert commit == do.WriteCommit(0, (), {"save": {0: "a", 1: "b"}}, 0, {"actor": 0}, pair_plan())
+    assert commit == WriteCommit(0, (), {"save": {0: "a", 1: "b"}}, 0, {"actor": 0}, pair_plan())
     assert books.enterable is None
-    assert books.commit_done(0, 0) == [do.Ready(0, 0)]
+    assert books.commit_done(0, 0) == [Ready(0, 0)]
 
 
 def test_one_iteration_from_entry_to_commit():
@@ -65,9 +75,9 @@ def test_one_iteration_from_entry_to_commit():
     (done,) = books.rank_done(result(1, "train"), 0)
     assert done == NodeEnded(iteration=0, generation=0, node="train", started_s=0, ended_s=1)
     books.rank_done(result(0, "save"), 0)
-    assert kinds(books.rank_done(result(1, "save"), 0)) == [NodeEnded, do.IterationDone]
+    assert kinds(books.rank_done(result(1, "save"), 0)) == [NodeEnded, IterationDone]
     parts = {"save": {0: "a", 1: "b"}}
-    assert do_parts(books, 0) == [do.WriteCommit(1, (0,), parts, 8, {"actor": 1}, pair_plan())]
+    assert do_parts(books, 0) == [WriteCommit(1, (0,), parts, 8, {"actor": 1}, pair_plan())]
     assert do_parts(books, 0) == [], "repeats"
     assert books.commit_done(1, 0) == [committed(0)]
     assert books.commit_done(1, 0) == []
@@ -75,8 +85,8 @@ def test_one_iteration_from_entry_to_commit():
 
 def test_two_iterations_are_in_flight_and_the_third_waits_for_the_first_ones_commit():
     books = running()
-    assert kinds(books.enter(0, 0, 0)) == [do.Send, do.Send]
-    assert kinds(books.enter(1, 0, 0)) == [do.Send, do.Send]
+    assert kinds(books.enter(0, 0, 0)) == [Send, Send]
+    assert kinds(books.enter(1, 0, 0)) == [Send, Send]
     (refused,) = books.enter(2, 0, 0)
     assert refused.reason == "iterations 1 to 2 are in flight; 3 may enter when 1 is committed."
     do_nodes(books, 0)

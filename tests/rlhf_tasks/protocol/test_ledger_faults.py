@@ -2,11 +2,23 @@
 
 import pytest
 
-from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.account import State
-from rlhf_tasks.protocol.instructions import RESET, RESTORE, SETUP
 from rlhf_tasks.protocol.ledger import Phase
-from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, Faulted, GaveUp
+from rlhf_tasks.protocol.messages import (
+    RESET,
+    RESTORE,
+    SETUP,
+    Aborted,
+    Cause,
+    Committed,
+    Faulted,
+    GaveUp,
+    Ready,
+    ResetRank,
+    RestartRank,
+    RestoreRank,
+    WriteCommit,
+)
 from rlhf_tasks.protocol.progress import Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
     committed,
@@ -32,15 +44,15 @@ def test_a_lost_rank_aborts_what_cannot_commit_and_rebuilds():
         Faulted(generation=0, cause=cause),
         Aborted(iteration=0, generation=0, cause=cause),
         Aborted(iteration=1, generation=0, cause=cause),
-        do.ResetRank(0, 1),
-        do.RestartRank(1, lost=True),
+        ResetRank(0, 1),
+        RestartRank(1, lost=True),
     ]
     assert str(cause) == "rank 1, call train, iteration 1: lost: killed"
     assert books.rank_reset(0, 1, 6) == []
-    assert books.rank_started(1, 7) == [do.ResetRank(1, 1)]
-    assert books.rank_reset(1, 1, 8) == [do.RestoreRank(0, 1, 0), do.RestoreRank(1, 1, 0)]
+    assert books.rank_started(1, 7) == [ResetRank(1, 1)]
+    assert books.rank_reset(1, 1, 8) == [RestoreRank(0, 1, 0), RestoreRank(1, 1, 0)]
     books.rank_restored(0, 1, 9)
-    assert books.rank_restored(1, 1, 9) == [do.Ready(1, 0)]
+    assert books.rank_restored(1, 1, 9) == [Ready(1, 0)]
     (send, _) = books.enter(0, 1, 9)
     assert (send.requests[0].number, send.requests[0].key) == (0, key("train", 0, 1))
 
@@ -72,8 +84,8 @@ def test_a_complete_iteration_commits_through_a_fault_and_the_restore_waits_for_
     assert books.rank_reset(1, 1, 0) == []
     assert books.commit_done(1, 0) == [
         committed(0),
-        do.RestoreRank(0, 1, 1),
-        do.RestoreRank(1, 1, 1),
+        RestoreRank(0, 1, 1),
+        RestoreRank(1, 1, 1),
     ]
 
 
@@ -121,21 +133,21 @@ def test_a_stuck_rank_is_restarted_after_the_grace_and_its_late_reset_ignored():
     books.start(0)
     books.rank_reset(0, 0, 1)
     assert books.tick(20) == []
-    assert books.tick(20.1) == [do.RestartRank(1, lost=False)]
+    assert books.tick(20.1) == [RestartRank(1, lost=False)]
     assert books.rank_reset(1, 0, 21) == []
     assert books.rank_lost(1, "restarted", 22) == []
-    assert books.rank_started(1, 23) == [do.ResetRank(1, 0)]
-    assert kinds(books.rank_reset(1, 0, 24)) == [do.RestoreRank, do.RestoreRank]
+    assert books.rank_started(1, 23) == [ResetRank(1, 0)]
+    assert kinds(books.rank_reset(1, 0, 24)) == [RestoreRank, RestoreRank]
 
 
 def test_a_rank_lost_while_others_reset_is_awaited_in_the_same_generation():
     books = ledger()
     books.start(0)
     books.rank_reset(1, 0, 1)
-    assert books.rank_lost(1, "killed", 2) == [do.RestartRank(1, lost=True)]
+    assert books.rank_lost(1, "killed", 2) == [RestartRank(1, lost=True)]
     assert books.rank_reset(0, 0, 3) == []
-    assert books.rank_started(1, 4) == [do.ResetRank(1, 0)]
-    assert kinds(books.rank_reset(1, 0, 5)) == [do.RestoreRank, do.RestoreRank]
+    assert books.rank_started(1, 4) == [ResetRank(1, 0)]
+    assert kinds(books.rank_reset(1, 0, 5)) == [RestoreRank, RestoreRank]
 
 
 def test_a_rank_that_is_still_away_when_a_rebuild_fails_is_awaited_by_the_next_one():
@@ -143,13 +155,13 @@ def test_a_rank_that_is_still_away_when_a_rebuild_fails_is_awaited_by_the_next_o
     books.start(0)
     books.rank_lost(1, "killed", 1)
     books.rank_reset(0, 0, 2)
-    assert books.tick(140.1)[1:] == [do.ResetRank(0, 1), do.RestartRank(1, lost=True)]
+    assert books.tick(140.1)[1:] == [ResetRank(0, 1), RestartRank(1, lost=True)]
 
 
 def test_a_rank_that_cannot_reset_gets_a_new_process():
     books = ledger()
     books.start(0)
-    assert books.rank_failed(failure(1, RESET, SETUP), 0) == [do.RestartRank(1, lost=False)]
+    assert books.rank_failed(failure(1, RESET, SETUP), 0) == [RestartRank(1, lost=False)]
 
 
 def test_a_rank_whose_process_was_replaced_unnoticed_is_a_fault():
@@ -157,7 +169,7 @@ def test_a_rank_whose_process_was_replaced_unnoticed_is_a_fault():
     books.enter(0, 0, 0)
     instructions = books.rank_started(1, 0)
     assert instructions[0].cause.error == "lost: its process was replaced"
-    assert instructions[-2:] == [do.ResetRank(0, 1), do.ResetRank(1, 1)]
+    assert instructions[-2:] == [ResetRank(0, 1), ResetRank(1, 1)]
 
 
 @pytest.mark.parametrize("how", ["lost", "failed", "refused"])
@@ -195,7 +207,7 @@ def test_a_gap_or_a_refused_request_is_a_fault():
 def test_three_rebuilds_without_a_commit_then_a_clear_stop():
     books = running(max_restarts=3)
     for _ in range(3):
-        assert isinstance(books.rank_lost(1, "killed", 0)[-1], do.RestartRank)
+        assert isinstance(books.rank_lost(1, "killed", 0)[-1], RestartRank)
         books.rank_started(1, 0)
         rebuilt(books)
     assert books.rank_lost(1, "killed", 0)[-1] == GaveUp(
@@ -210,7 +222,7 @@ def test_a_commit_in_between_allows_further_rebuilds_also_when_it_ends_during_on
         books.enter(generation, generation, 0)
         do_nodes(books, generation)
         do_parts(books, generation)
-        assert isinstance(books.rank_lost(1, "killed", 0)[-1], do.RestartRank)
+        assert isinstance(books.rank_lost(1, "killed", 0)[-1], RestartRank)
         books.commit_done(generation + 1, 0)
         books.rank_started(1, 0)
         rebuilt(books)
@@ -223,7 +235,7 @@ def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt()
     do_nodes(books, 0)
     do_parts(books, 0, now=5)
     told = books.commit_failed(1, "bits", False, 6)
-    assert kinds(told) == [Faulted, Aborted, do.ResetRank, do.ResetRank]
+    assert kinds(told) == [Faulted, Aborted, ResetRank, ResetRank]
     assert str(told[0].cause) == "step 1 could not be committed: bits"
     rebuilt(books, 7)
     books.enter(0, 1, 8)
@@ -287,10 +299,10 @@ def test_a_commit_after_which_another_one_waits_is_written_too():
         books.enter(iteration, 0, 0)
         do_nodes(books, iteration)
     books.part_durable(0, key("save", 0), "a", 0)
-    assert kinds(books.part_durable(1, key("save", 0), "b", 0)) == [do.WriteCommit]
+    assert kinds(books.part_durable(1, key("save", 0), "b", 0)) == [WriteCommit]
     do_parts(books, 1)
     assert kinds(books.rank_failed(by_user_code(1, "train", 1), 0)) == [Faulted]
-    assert kinds(books.commit_done(1, 0)) == [Committed, do.WriteCommit]
+    assert kinds(books.commit_done(1, 0)) == [Committed, WriteCommit]
     assert books.commit_done(2, 0)[-1] == GaveUp(
         reason="rank 1, call train, iteration 2: broke", committed_step=2, traceback="where"
     )

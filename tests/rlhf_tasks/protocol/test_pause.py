@@ -4,9 +4,8 @@ import functools
 
 import pytest
 
-from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.ledger import Phase
-from rlhf_tasks.protocol.messages import Committed, Faulted, Finished, Held
+from rlhf_tasks.protocol.messages import Committed, Faulted, Finished, Held, Ready, WriteCommit
 from tests.rlhf_tasks.protocol.ledgers import committed, do_nodes, do_parts, failure, kinds, rebuilt, running
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.protocol.simulation import Rank, World
@@ -135,7 +134,7 @@ def test_a_rank_that_dies_while_the_run_is_held_is_replaced_and_the_run_stays_he
     for stimulus in (books.rank_reset, books.rank_restored):
         for rank in (0, 1):
             told = stimulus(rank, 1, 0)
-    assert told == [do.Ready(1, 0)], "the hold has been told"
+    assert told == [Ready(1, 0)], "the hold has been told"
     assert books.enterable is None
 
 
@@ -181,7 +180,7 @@ def test_whoever_dies_when_the_run_pauses_the_run_ends_with_the_same_bits():
     paused(watch=listen)
     begin = next(n for n, (is_paused, _) in enumerate(moments) if is_paused)
     held = next(n for n, (_, i) in enumerate(moments) if isinstance(i, Held))
-    end = next(n for n, (_, i) in enumerate(moments) if n > held and isinstance(i, do.WriteCommit))
+    end = next(n for n, (_, i) in enumerate(moments) if n > held and isinstance(i, WriteCommit))
     assert begin < held < end
     for number in range(begin, end + 1):
         count = iter(range(len(moments) * 9))

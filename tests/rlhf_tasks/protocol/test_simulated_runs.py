@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.messages import Done, Finished
+from rlhf_tasks.protocol.messages import Done, Finished, Run
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.protocol.simulation import World
 
@@ -33,7 +32,7 @@ def overlaps(seed: int) -> bool:
     order = []
 
     def watch(world, process, moment, instruction):
-        if isinstance(instruction, do.Run) and moment == "after":
+        if isinstance(instruction, Run) and moment == "after":
             order.append(("begins", *instruction.request.key[3:]))
         if isinstance(instruction, Done):
             order.append(("ends", *instruction.result.key[3:]))

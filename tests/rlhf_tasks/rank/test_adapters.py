@@ -16,8 +16,7 @@ from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.protocol.instructions import WriteCommit
-from rlhf_tasks.protocol.messages import GenerationSpec, RunSpec, SavedPart
+from rlhf_tasks.protocol.messages import GenerationSpec, RunSpec, SavedPart, WriteCommit
 from rlhf_tasks.rank.export import export_commit
 from rlhf_tasks.rank.plan_nodes import plan_device_sets
 from rlhf_tasks.rank.role_engines import RoleEngines

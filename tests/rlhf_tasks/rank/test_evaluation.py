@@ -9,8 +9,7 @@ import torch.distributed as dist
 from flows.run.prepare import Prepared, prepare
 from rlhf_tasks.checkpoint.commits import RunSnapshots
 from rlhf_tasks.checkpoint.journals import BEFORE
-from rlhf_tasks.protocol.instructions import WriteCommit
-from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart, WriteCommit
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.plan_nodes import NodeExecutor
 from rlhf_tasks.spec import NodeResult

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.instructions import Clear, Load, Run
-from rlhf_tasks.protocol.messages import Told
+from rlhf_tasks.protocol.messages import Clear, Load, Run, Told
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.protocol.plans import random_plan

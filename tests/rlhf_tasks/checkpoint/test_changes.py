@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_tasks.checkpoint.plan_log import CHANGES, log_change, logged_changes, plan_digest
+from rlhf_tasks.checkpoint.changes import CHANGES, log_change, logged_changes, plan_digest
 from rlhf_tasks.system.reading import ConfigError
 from tests.rlhf_tasks.plans import small_plan, swapped_plan
 

@@ -12,15 +12,16 @@ from distributed import Scheduler, Worker
 from distributed.comm import CommClosedError
 
 from flows.cluster.forks import begin_to_load
-from rlhf_tasks.rank import worker_process
-from rlhf_tasks.rank.worker_process import CLASSES, ProcessPlugin, end_with_nanny
+from rlhf_tasks.rank import host
+from rlhf_tasks.rank.host import CLASSES, ProcessPlugin
+from rlhf_tasks.system.child_processes import end_with_starter
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_lives_however_its_nanny_starts_processes(method):
     """Of a fork server the starter is not the parent."""
     begin_to_load(1)  # else the session would keep a fork server that has loaded nothing
-    process = multiprocessing.get_context(method).Process(target=end_with_nanny)
+    process = multiprocessing.get_context(method).Process(target=end_with_starter)
     process.start()
     process.join(60)
     assert process.exitcode == 0
@@ -39,7 +40,7 @@ def test_a_heartbeat_that_is_lost_as_the_scheduler_ends_prints_no_traceback(monk
     told = SimpleQueue[logging.LogRecord]()
     handler = logging.handlers.QueueHandler(told)
     logger = logging.getLogger(Worker.__module__)
-    monkeypatch.setattr(worker_process, "process", None)
+    monkeypatch.setattr(host, "process", None)
     monkeypatch.setitem(CLASSES, "slot", f"{__name__}:part")
     monkeypatch.setattr(logger, "filters", [])
     logger.addHandler(handler)
@@ -62,7 +63,7 @@ async def _lose_a_heartbeat(monkeypatch):
         Worker(scheduler.address, resources={"slot": 1}, **local) as worker,
     ):
         await worker.plugin_add(ProcessPlugin())
-        assert worker_process.process.worker is worker
+        assert host.process.worker is worker
         with monkeypatch.context() as closed:
             closed.setattr(worker, "scheduler", SimpleNamespace(heartbeat_worker=lost))
             await worker.heartbeat()

@@ -1,18 +1,27 @@
-"""The plans of a run in its folder, and the log of the iteration at which each begins. Torch-free.
+"""What has changed between the attempts of a run, in its folder: plans, and what its user has accepted. Torch-free.
 
 `plan.json` is the run's first plan; `plan-2.json`, `plan-3.json`, ... are later ones. Each line of `plans.jsonl`
 names a later plan and the iteration from which on the run follows it: that after the commit at which an attempt ended
 for the change. The line is written before the next attempt begins, and is never removed. So an attempt has one plan,
 the newest in the log, and a run that is resumed keeps it.
+
+A run is resumed as its last commit left it. Any other difference is refused (flows/run/run_identity.py) unless a line
+of `accepted.jsonl` records it. An accepted change drops the samples that the commit has in flight, for they may
+depend on it.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
 
+from rlhf_tasks.checkpoint.journals import JournalMarks
+from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest
 from rlhf_tasks.config.files import first_fault, read_document
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 from rlhf_tasks.system.durable import append_lines, sync, write_file
@@ -20,8 +29,9 @@ from rlhf_tasks.system.reading import ConfigError, reading, shown
 
 PLAN = "plan.json"
 CHANGES = "plans.jsonl"
-
-
+ACCEPTED = "accepted.jsonl"
+DRAWN = "old_logprobs/lengths"  # of drawn samples: numbers of tokens
+BEGUN = "left_number/values"  # of samples in segments: the number of the one in each place; negative in a free one
 _PLAN = TypeAdapter(ExecutionPlan)
 
 
@@ -62,12 +72,10 @@ def plan_digest(plan: ExecutionPlan) -> str:
 
 def log_change(folder: Path, iteration: int, plan: ExecutionPlan) -> PlanChange:
     """Write a plan into the run folder, append its first iteration to the log, and sync both. Raises OSError."""
-    lines = _lines(folder)
-    file = f"plan-{2 + len(lines)}.json"
+    file = f"plan-{2 + len(_lines(folder / CHANGES))}.json"
     change = PlanChange(iteration=iteration, file=file, sha256=plan_digest(plan))
     write_file(folder / file, plan.model_dump_json(indent=1).encode())
-    written_bytes = sum(len(line.encode()) + 1 for line in lines)
-    append_lines(folder / CHANGES, written_bytes, [change.model_dump_json()])
+    _append(folder / CHANGES, change.model_dump_json())
     sync(folder)
     return change
 
@@ -117,7 +125,7 @@ def _read(path: Path, change: PlanChange) -> ExecutionPlan:
 def _changes(folder: Path) -> Sequence[PlanChange]:
     path = folder / CHANGES
     with reading(path, "it is not as the run wrote it", remedy="Put it back."):
-        lines = _lines(folder)
+        lines = _lines(path)
     try:
         return [PlanChange.model_validate_json(line) for line in lines]
     except ValidationError as error:
@@ -126,7 +134,66 @@ def _changes(folder: Path) -> Sequence[PlanChange]:
         ) from None
 
 
-def _lines(folder: Path) -> list[str]:
-    """The complete lines of the log. A last line without line end was not acknowledged, so it is ignored."""
-    path = folder / CHANGES
-    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+class Accepted(Frozen):
+    """The changes that were accepted at a commit.
+
+    step      of the commit that the run resumes from
+    changes   a sentence for each change
+    config    the run's configuration from now on
+    journals  each journal -> the part of it that counts as committed, instead of that in the commit's manifest
+    """
+
+    step: int = Field(ge=0)
+    changes: tuple[str, ...]
+    config: dict[str, Any]
+    journals: JournalMarks
+
+
+def write_accepted(run_folder: Path, accepted: Accepted) -> None:
+    """Append accepted changes to the file, and sync it. Raises OSError."""
+    _append(run_folder / ACCEPTED, accepted.model_dump_json())
+
+
+def last_accepted(run_folder: Path) -> Accepted | None:
+    """The changes accepted last; None if there are none. Raises CheckpointError naming a damaged file."""
+    accepted = _accepted(run_folder)
+    return accepted[-1] if accepted else None
+
+
+def samples_count(run_folder: Path, step: int) -> bool:
+    """Whether the samples that a commit has in flight still count: no change was accepted at this commit, nor at a
+    later one, which was lost. Raises CheckpointError naming a damaged file."""
+    return all(accepted.step < step for accepted in _accepted(run_folder))
+
+
+def has_samples_in_flight(step_folder: Path, manifest: Manifest) -> bool:
+    """Whether a commit has samples of iterations to come: drawn ahead of their training, or begun in segments. Files
+    that cannot be read are left out."""
+    for stored in manifest.files:
+        if stored.role in manifest.roles:
+            continue
+        with suppress(OSError, SafetensorError), safe_open(step_folder / stored.file, "np") as file:
+            names = set(file.keys())
+            if DRAWN in names and file.get_tensor(DRAWN).any():
+                return True
+            if BEGUN in names and (file.get_tensor(BEGUN) >= 0).any():
+                return True
+    return False
+
+
+def _accepted(run_folder: Path) -> list[Accepted]:
+    try:
+        return [Accepted.model_validate_json(line) for line in _lines(run_folder / ACCEPTED)]
+    except ValidationError:
+        raise CheckpointError(f"{run_folder / ACCEPTED} is not as the run wrote it. Put it back.") from None
+
+
+def _append(path: Path, line: str) -> None:
+    """Append a line after the complete ones, and sync it. Raises OSError."""
+    written = path.read_bytes() if path.exists() else b""
+    append_lines(path, written.rfind(b"\n") + 1, [line])
+
+
+def _lines(path: Path) -> list[str]:
+    """The complete lines of a log. A last line without line end was not acknowledged, so it is ignored."""
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
