@@ -18,7 +18,7 @@ import yaml
 from bench.harness import command, options, write
 from bench.plan_runs import ppo_of, write_models
 from flows.commands.rehearsals import rehearsable, rehearsed
-from planner.pricing.provenance import figures_source
+from planner.report import figures_source
 from rlhf_tasks.algorithms.configurations import load_config
 from rlhf_tasks.rehearsal.assumptions import Machines
 

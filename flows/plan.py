@@ -12,9 +12,7 @@ from blocks.plan import StoredPlan
 from flows.run.planning import compare, decided, hardware_of, limits_of, plan_for, problem_of
 from flows.view import artifacts
 from flows.view.forms import Form
-from planner.pricing.provenance import extrapolation
-from planner.report.alternatives import rejected_alternatives
-from planner.report.report import plan_document, result_document
+from planner.report import extrapolation, plan_document, rejected_alternatives, result_document
 from planner.search.search import SearchResult
 from rlhf_tasks.algorithms.configurations import OfAnyAlgorithm, RunConfig, resolve_paths
 from rlhf_tasks.config.settings import MOST_SECONDS

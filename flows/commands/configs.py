@@ -16,7 +16,7 @@ from flows.run.prepare import prepare
 from flows.run.run_folder import open_run
 from flows.run.stages import check_stages
 from flows.view.terminal import Console
-from planner.report.text import plan_table
+from planner.text import plan_table
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.pipelines import (

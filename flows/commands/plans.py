@@ -45,30 +45,31 @@ from flows.run.planning import (
 )
 from flows.run.run_folder import refuse_unwritable
 from flows.view.terminal import Console
-from planner.deadline import Deadline
 from planner.plan.build import PlanError
 from planner.pricing.calls import CostModel
 from planner.pricing.figures import write_profiles
 from planner.pricing.plans import PlanPrice, shortfall
-from planner.pricing.problem import Problem
-from planner.pricing.provenance import extrapolation, figures_source
-from planner.report.alternatives import Alternative, rejected_alternatives
-from planner.report.report import (
+from planner.pricing.problem import Deadline, Problem
+from planner.report import (
     ALTERNATIVES,
+    Alternative,
     alternative_rows,
     call_rows,
     corrections,
+    extrapolation,
+    figures_source,
     host_sentences,
     mode_rows,
     plan_document,
     proof_sentence,
+    rejected_alternatives,
     reserve_sentences,
     result_document,
     told_limits,
 )
-from planner.report.text import algorithm_graph, dataflow_mermaid, dataflow_table, draw_bars, steady_bars
 from planner.search.baselines import heuristic_plan
 from planner.search.search import SearchResult
+from planner.text import algorithm_graph, dataflow_mermaid, dataflow_table, draw_bars, steady_bars
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, load_config, read_assignments
 from rlhf_tasks.config.settings import MOST_SECONDS
 from rlhf_tasks.spec import CallNode, ExecutionPlan

@@ -22,9 +22,8 @@ from flows.view.terminal import Console
 from planner.plan.workload import EvaluationWork
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import Hardware
-from planner.pricing.plans import PlanPrice, price_plan
+from planner.pricing.plans import COPIES, PlanPrice, loaded_bytes, price_plan, saved_bytes
 from planner.pricing.problem import Problem
-from planner.pricing.storage import COPIES, loaded_bytes, saved_bytes
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.protocol.messages import RunSpec

@@ -20,7 +20,6 @@ from flows.cluster.this_machine import (
     ranks_here,
     threads_of_ranks,
 )
-from planner.deadline import never
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
@@ -40,7 +39,7 @@ from planner.pricing.figures import (
     read_profiles,
 )
 from planner.pricing.plans import price_plan
-from planner.pricing.problem import Problem, ProblemError
+from planner.pricing.problem import Problem, ProblemError, never
 from planner.search.baselines import Priced, priced_plan
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import MADE_PLANS, ConfigError

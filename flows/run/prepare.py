@@ -16,7 +16,7 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing.plans import plan_memory, shortfall
 from planner.pricing.problem import Problem, ProblemError
-from planner.pricing.provenance import extrapolation
+from planner.report import extrapolation
 from planner.search.balance import balanced
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan

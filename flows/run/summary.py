@@ -32,8 +32,8 @@ from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.figures import RanCall, drifted, keep_figures
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
-from planner.pricing.provenance import figures_source, not_measured
-from planner.report.text import plan_table
+from planner.report import figures_source, not_measured
+from planner.text import plan_table
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.changes import RunPlan, plan_at
 from rlhf_tasks.config.public import public_document

@@ -23,19 +23,19 @@ from prefect.runtime import flow_run
 from flows.view.clocks import Span
 from flows.view.pictures import curves, drawn_metrics, plan_graph, timeline
 from planner.pricing.calls import CostModel
-from planner.pricing.provenance import figures_source
-from planner.report.alternatives import Alternative
-from planner.report.report import (
+from planner.report import (
     ALTERNATIVES,
+    Alternative,
     alternative_rows,
     call_rows,
+    figures_source,
     mode_rows,
     proof_sentence,
     reserve_sentences,
     told_limits,
 )
-from planner.report.text import format_devices, node_detail, node_devices, short_names, steady_bars
 from planner.search.search import SearchResult
+from planner.text import format_devices, node_detail, node_devices, short_names, steady_bars
 from rlhf_tasks.spec import ExecutionPlan
 
 SECONDS = "s per iteration"

@@ -37,7 +37,7 @@ from prefect.events import Event, RelatedResource, Resource
 from prefect.runtime import flow_run
 
 from flows.view.prefect_api import Away, PrefectApi, Refused, prompt_client
-from planner.report.text import short_names
+from planner.text import short_names
 from rlhf_tasks.protocol.messages import (
     Aborted,
     IterationRan,

@@ -19,7 +19,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from flows.view.clocks import Span
-from planner.report.text import node_devices, short_names
+from planner.text import node_devices, short_names
 from rlhf_tasks.spec import CallNode, ExecutionPlan, PlanNode
 
 WIDTH_IN = 7.2

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
-import numpy as np
 
 from planner.plan.graph import FETCH, DataflowGraph, blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, MeshError
-from planner.plan.order import OrderProblem, OrderRule, levels, node_order, total_order, with_trailing
+from planner.plan.order import OrderRule, call_orders, fastest_order, levels, node_order, with_trailing
+from planner.plan.steady_state import copy_of, with_copies, work_of
 from planner.plan.template import PlanTemplate, Slot, plan_template
 from planner.plan.workload import fullest_share
 from rlhf_tasks.parallel.layout.topology import Placement
@@ -43,14 +43,6 @@ class Draft:
 
     nodes: Mapping[str, PlanNode]
     template: PlanTemplate
-
-    @property
-    def after(self) -> Mapping[str, set[str]]:
-        return self.template.after
-
-    @property
-    def across(self) -> Mapping[str, set[str]]:
-        return self.template.across
 
 
 def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Draft:
@@ -106,22 +98,17 @@ def role_placements(
     return found
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where a call's samples lie. Two calls have every sample on the same rank if and only if these are equal."""
-
-    heads: tuple[int, ...]
-    dealing: tuple[str, ...]
-
-
-def where(call: ModelFunctionCall, placement: Placement, balance: Balance) -> Where:
-    """Where a call's samples lie (docs/architecture.md, "who holds which sample").
+def where(
+    call: ModelFunctionCall, placement: Placement, balance: Balance
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Where a call's samples lie (docs/architecture.md, "who holds which sample"): heads, and how they are dealt. Two
+    calls have every sample on the same rank if and only if these are equal.
 
     With one dp rank, all samples are on its head. If samples are dealt by count, the number of blocks (mini-batches
     or parts) matters only where dp does not divide a block's groups. If they are dealt by tokens, two calls agree
     when they have the same number of blocks and the same key gives the lengths.
     """
-    return Where(placement.heads, dealing(call, placement.strategy.dp, balance))
+    return placement.heads, dealing(call, placement.strategy.dp, balance)
 
 
 def dealing(call: ModelFunctionCall, dp: int, balance: Balance) -> tuple[str, ...]:
@@ -203,9 +190,6 @@ _WORK_S = {"generate": 8.0, "inference": 1.0, "train_step": 3.0}
 _MOVE_S = 0.02
 """Rough seconds of any other node, for the same purpose."""
 
-_COPY_S = 0.1
-"""Rough seconds of the copy that an onload starts, for the same purpose."""
-
 
 def rough_duration_s(node: PlanNode) -> float:
     """Rough seconds of a node, for ordering nodes where there is no profile."""
@@ -214,9 +198,9 @@ def rough_duration_s(node: PlanNode) -> float:
     return _MOVE_S
 
 
-def rough_copy_s(node: OnloadNode) -> float:
+def rough_copy_s(_: OnloadNode) -> float:
     """Rough seconds of the copy that an onload starts."""
-    return _COPY_S
+    return 0.1
 
 
 def build_plan(
@@ -229,10 +213,10 @@ def build_plan(
 ) -> ExecutionPlan:
     """The execution plan of a graph under assignments (call -> placement, micro-batches, balance, order).
 
-    duration_s  seconds of a node; decides only which of two nodes on a shared device comes first
+    duration_s  seconds of a node; decides only the order where none is given
     call_order  all calls in a topological order of the graph; planner.plan.order then places the inserted
-                nodes. None: the order that the assignments give, or, where they give none, the order that
-                planner.plan.order finds with `duration_s` and `copy_s`
+                nodes. None: the order that the assignments give, or, where they give none, the fastest one
+                by `duration_s` and `copy_s`
     copy_s      seconds of the copy that an onload starts
 
     Raises PlanError when an assignment is missing or names an unknown call; when its devices are not a device
@@ -250,13 +234,11 @@ def build_plan(
             name: given.model_copy(update={"order": place[name]}) for name, given in assignments.items()
         }
     made = draft(graph, assignments)
-    if call_order is None:
-        found = total_order(_order_problem(made, duration_s, copy_s))
-        places = np.array([[found.index(name) for name in made.template.moving]])
-    else:
-        places = OrderRule(levels(graph), [node_order(graph, call_order)]).places(made.template)
-    names = list(made.template.slots)
-    order = [names[int(i)] for i in with_trailing(made.template, places)[0].argsort()]
+    orders = [call_order] if call_order is not None else call_orders(graph)
+    rule = OrderRule(levels(graph), [node_order(graph, order) for order in orders])
+    names, places = list(made.template.slots), with_trailing(made.template, rule.places(made.template))
+    legal = [[names[int(i)] for i in row.argsort()] for row in places]
+    order = legal[_fastest(made, legal, duration_s, copy_s) if len(legal) > 1 else 0]
     edges = _edges(made, order)
     nodes = tuple(
         made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})
@@ -381,18 +363,19 @@ def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:
             )
 
 
-def _order_problem(
-    made: Draft, duration_s: Callable[[PlanNode], float], copy_s: Callable[[OnloadNode], float]
-) -> OrderProblem:
-    """The input of planner.plan.order: the nodes whose order is chosen, with rough durations."""
-    moving = {name: made.nodes[name] for name in made.template.moving}
-    return OrderProblem(
-        after={name: frozenset(made.after[name]) for name in moving},
-        across={name: frozenset(made.across[name] & moving.keys()) for name in moving},
-        devices={name: frozenset(node.devices) for name, node in moving.items()},
-        duration_s={name: duration_s(node) for name, node in moving.items()},
-        late=frozenset(name for name, node in moving.items() if node.brings is not None),
-        copy_s={name: copy_s(node) for name, node in moving.items() if isinstance(node, OnloadNode)},
+def _fastest(
+    made: Draft,
+    orders: Sequence[Sequence[str]],
+    duration_s: Callable[[PlanNode], float],
+    copy_s: Callable[[OnloadNode], float],
+) -> int:
+    """`fastest_order` of orders of the nodes."""
+    copies = {name: copy_s(node) for name, node in made.nodes.items() if isinstance(node, OnloadNode)}
+    seconds = {name: duration_s(node) for name, node in made.nodes.items()}
+    seconds |= {copy_of(name): taken_s for name, taken_s in copies.items()}
+    work = work_of(made.template.after, {name: node.devices for name, node in made.nodes.items()}, copies)
+    return fastest_order(
+        [with_copies(order, copies) for order in orders], work, made.template.across, seconds
     )
 
 
@@ -405,12 +388,12 @@ def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tu
     graph: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
     for t in (0, 1):
         for name in order:
-            graph.add_edges_from(((t, before), (t, name)) for before in made.after[name])
+            graph.add_edges_from(((t, before), (t, name)) for before in made.template.after[name])
             graph.add_node((t, name))
         for release, call in _memory_edges(made, order):
             graph.add_edge((t, release), (t, call))
     for name in order:
-        graph.add_edges_from(((0, before), (1, name)) for before in made.across[name])
+        graph.add_edges_from(((0, before), (1, name)) for before in made.template.across[name])
     reduced: nx.DiGraph[tuple[int, str]] = nx.transitive_reduction(graph)
     position = {name: i for i, name in enumerate(order)}
 

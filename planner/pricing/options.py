@@ -29,14 +29,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import add, sub
 from typing import Any, NamedTuple
 
-from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.graph import blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
 from planner.plan.workload import least_share
 from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.plans import active_part, kept_samples_bytes, remedy
-from planner.pricing.problem import OptionsTakeTooLongError, Problem, ProblemError
-from planner.pricing.storage import copied_bytes
+from planner.pricing.plans import active_part, copied_bytes, kept_samples_bytes, remedy
+from planner.pricing.problem import NO_DEADLINE, Deadline, OptionsTakeTooLongError, Problem, ProblemError
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 

@@ -1,11 +1,38 @@
-"""The problem of a plan search: a dataflow graph, a cluster with its devices, and the roles' models."""
+"""The problem of a plan search: dataflow graph, cluster with its devices, models of the roles; and a deadline."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from math import inf
+from time import monotonic
+from typing import NamedTuple
 
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing.calls import CostModel
+
+
+def never() -> bool:
+    """The default `called_off` of a Deadline: the search is never called off."""
+    return False
+
+
+class Deadline(NamedTuple):
+    """A search ends at a given time, or earlier when it is called off.
+
+    at_s        the time, in seconds of time.monotonic()
+    called_off  returns True once the best plan found so far is to be used
+    """
+
+    at_s: float
+    called_off: Callable[[], bool] = never
+
+    def is_past(self) -> bool:
+        """Whether the search must end now."""
+        return self.called_off() or monotonic() > self.at_s
+
+
+NO_DEADLINE = Deadline(inf)
+"""A deadline that never passes."""
 
 
 class ProblemError(ValueError):

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.steady_state import steady_state
 from planner.plan.workload import Lengths
 from planner.pricing.plans import shortfall
-from planner.pricing.problem import Problem
+from planner.pricing.problem import NO_DEADLINE, Deadline, Problem
 from planner.search.baselines import Priced, priced_plan
-from planner.search.choices import assignments_of
+from planner.search.compiled.tables import assignments_of
 from rlhf_tasks.parallel.layout.transfers import partition
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 

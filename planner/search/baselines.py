@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
-from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph, blocks_of, groups_of
 from planner.plan.mesh import Cluster, meshes_from_start
@@ -28,6 +27,7 @@ from planner.pricing.plans import (
     scarcest_device,
     shortfall,
 )
+from planner.pricing.problem import NO_DEADLINE, Deadline
 from planner.search.compiled.tables import Tables, Value
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import (
@@ -73,6 +73,13 @@ class Priced(NamedTuple):
     plan: ExecutionPlan
     price: PlanPrice
 
+    def fitting(self, model: CostModel) -> "Priced":
+        """Itself. Raises PlanError, with device, bytes and remedy, when it does not fit memory."""
+        missing = shortfall(self.price, model)
+        if missing is not None:
+            raise PlanError(missing)
+        return self
+
 
 def heuristic_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = NO_DEADLINE) -> Priced:
     """Every call on the whole cluster, with the smallest replica of its role that fits memory.
@@ -90,23 +97,14 @@ def symmetric_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = 
     return _fit(graph, model, symmetric, deadline)
 
 
-def manual_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
-    """The plan of given assignments. Raises PlanError as `priced_plan` does, and, with device, bytes and remedy, when
-    it does not fit memory."""
-    priced = priced_plan(graph, model, assignments)
-    missing = shortfall(priced.price, model)
-    if missing is not None:
-        raise PlanError(missing)
-    return priced
-
-
 def priced_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
     """The plan of given assignments, whether it fits memory or not.
 
     Raises PlanError when they are for another graph or cluster, and when a strategy does not suit its model.
     """
     check_strategies(graph, model, assignments)
-    return _price(graph, model, assignments)
+    plan = _plan(graph, model, assignments)
+    return Priced(plan, price_plan(plan, model))
 
 
 def check_strategies(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> None:
@@ -119,14 +117,8 @@ def check_strategies(graph: DataflowGraph, model: CostModel, assignments: Assign
                 raise PlanError(f"Call {call.name!r}: {error}") from None
 
 
-def _price(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
-    """The plan of assignments, priced."""
-    plan = _plan(graph, model, assignments)
-    return Priced(plan, price_plan(plan, model))
-
-
 def _plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> ExecutionPlan:
-    """The plan of assignments. The seconds of calls decide which of two nodes on a device comes first."""
+    """The plan of assignments, in the order of calls that is fastest by their seconds."""
 
     def duration_s(node: PlanNode) -> float:
         seconds = model.call(node.call, node.assignment).seconds if isinstance(node, CallNode) else 0.0

@@ -1,38 +1,58 @@
 """Branch and bound: proofs that no choice of options has a period below a threshold.
 
 A bisection chooses thresholds between the proved lower bound and the best plan's time, so an interrupted search still
-has a bound. The first thresholds are tested with the sizes of meshes alone, which takes little time
-(planner/search/bounds/tree_search.py). `proof_class` says in words for which plans bounds and proofs hold.
+has a bound. The first thresholds are tested with the sizes of meshes alone, which takes little time. `proof_class`
+says in words for which plans bounds and proofs hold.
+
+Each threshold is tested by a compiled depth-first search of the tree of partial choices. Its levels are: the group of
+every call (all options on meshes of one size); for one call after another, a strategy and a placement; and the
+micro-batches (planner/search/bounds/relaxation.py). Offloaded options are in no group: the bounds are the same for
+their resident twins (planner/search/compiled/arrays.py).
+
+A branch is cut if all its completions provably exceed the threshold (bounds/period_bound.py), or if they lack memory.
+The remaining complete choices are priced exactly, with every subset of calls replaced by their offloaded twins.
+
+Mirror images are both visited. Samples are on the last stage of a pipeline, so a plan and its image (devices numbered
+from the other end) may differ in cost.
 """
 
+# pyright: reportArgumentType=false, reportReturnType=false
+# (compiled code takes elements of arrays for the numbers they are)
+
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.deadline import Deadline
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.plan.order import MOST_ORDERS, has_more_orders
 from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
-from planner.pricing.problem import Problem
+from planner.pricing.problem import Deadline, Problem
 from planner.search.annealing import Neighbours, PricedChoice, annealing, better, metropolis, polishing
-from planner.search.bounds.relaxation import Relaxation, relaxation
-from planner.search.bounds.root_bound import Cycles
-from planner.search.bounds.tree_search import (
-    DONE,
-    FOUND,
-    PAUSED,
-    SearchState,
-    Tree,
-    begin_search,
-    continue_search,
-    search_tree,
+from planner.search.bounds.period_bound import SLACK, Cover, covering, covers, exceeds_period
+from planner.search.bounds.relaxation import (
+    MEET,
+    OPEN,
+    UNKNOWN,
+    Relaxation,
+    lacks,
+    may_offload,
+    moves_s,
+    must_offload,
+    placed,
+    relation,
+    relaxation,
+    seconds_of,
 )
-from planner.search.compiled.compile import Ints
+from planner.search.bounds.root_bound import Cycles, allowance
+from planner.search.compiled.compile import Floats, Ints, compiled, inner
+from planner.search.compiled.evaluator import priced
 from planner.search.compiled.tables import Tables
 
+DONE, FOUND, PAUSED = range(3)
 NODES = 1_000  # tree nodes visited before the clock is read for the first time
 LOOK_S = 0.1  # about the seconds between later readings
 ANYTHING = 4  # without a plan, the upper bound is this many times the sum of all calls' slowest options
@@ -43,37 +63,95 @@ PATIENCE = 0.25  # share of the time left after which a search is abandoned for 
 WALK = 0.7  # share of the time left that the random walk then has, where calls are cut into parts
 
 
-class Proofs(NamedTuple):
-    """The data of proofs about a problem.
+class Tree(NamedTuple):
+    """The data of searches through a problem's partial choices. Integers are int64.
 
-    by_size, to_options  [steps] steps of a search (SearchState): by groups, and down to options
+    start       [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
+    group       [groups] rows of Relaxation
+    by_size, to_options  [steps] steps of a search (SearchState): by groups, and down to options. The calls whose
+                lightest options have the largest load (seconds x devices) come first
     """
 
     relaxation: Relaxation
-    tree: Tree
+    start: Ints
+    group: Ints
+    cycles: Cycles
+    cover: Cover
     by_size: Ints
     to_options: Ints
 
 
-def proofs(tables: Tables, cycles: Cycles) -> Proofs:
-    """The data of proofs about a problem."""
+def search_tree(tables: Tables, cycles: Cycles) -> Tree:
+    """The data of searches through a problem's partial choices."""
     r = relaxation(tables)
-    t = search_tree(tables, r, cycles)
+    o, n = r.arrays.options, r.arrays.start[-1]
+    groups = n + np.flatnonzero(o.strategy[n:] == OPEN)
+    member = groups
+    while (member >= n).any():  # down to some option of each group, whose row tells the call
+        member = r.below[r.begin[member - n]]
+    call = np.searchsorted(r.arrays.start, member, side="right") - 1
+    groups = groups[np.lexsort((o.seconds[groups], call))]
+    start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
+    load = o.seconds * o["size"]
+    lightest = [load[a:b].min() for a, b in pairwise(r.arrays.start)]
+    heaviest = np.argsort(-np.array(lightest), kind="stable")
     # Calls with moves come first, so that moves are priced early.
-    moved = sorted(t.order, key=lambda call: call not in {*r.trainer, *r.reader})
+    moved = sorted(heaviest, key=lambda call: call not in {*r.trainer, *r.reader})
     placing = [call for call in moved for _ in range(2)]  # first a strategy, then a placement
-    return Proofs(r, t, t.order, np.concatenate([t.order, placing, moved]))
+    to_options = np.concatenate([heaviest, placing, moved])
+    return Tree(r, start, groups, cycles, covering(tables.problem.graph), heaviest, to_options)
 
 
-def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: Deadline) -> Iterator[float]:
+class SearchState(NamedTuple):
+    """How far a search has come. Integers are int64, other numbers float64.
+
+    steps   [steps] for each depth the call that gets a row: its group first, later a row one level below its row
+    depth   [1] current depth
+    place   [steps] for each depth: index of the current alternative
+    choice  [calls] rows, or OPEN
+    found   [calls] rows of the last complete choice that was found
+    meet    [calls, calls] whether the meshes of two rows share a device: UNKNOWN, APART, MEET
+    moves   [moves, 4] seconds of the moves between rows (planner.search.bounds.relaxation.moves_s)
+    allowed [steps + 1, calls] for each depth: the most seconds that each call may take
+    counts  [2] number of alternatives tried, number of complete choices priced
+    """
+
+    steps: Ints
+    depth: Ints
+    place: Ints
+    choice: Ints
+    found: Ints
+    meet: Ints
+    moves: Floats
+    allowed: Floats
+    counts: Ints
+
+
+def begin_search(t: Tree, steps: Ints) -> SearchState:
+    """A search at its beginning. steps: [steps] int64, as in SearchState."""
+    r, n = t.relaxation, t.relaxation.arrays.n_calls
+    return SearchState(
+        steps,
+        np.zeros(1, np.int64),
+        np.full(len(steps), -1),
+        np.full(n, OPEN),
+        np.full(n, OPEN),
+        np.where(np.eye(n, dtype=np.bool_), MEET, UNKNOWN),
+        np.zeros((len(r.trainer), 4)),
+        np.full((len(steps) + 1, n), np.inf),
+        np.zeros(2, np.int64),
+    )
+
+
+def bounds_by_groups(t: Tree, lower_bound_s: float, upper: float, deadline: Deadline) -> Iterator[float]:
     """Rising lower bounds, in seconds, that searches by groups alone prove.
 
     lower_bound_s  the root bound; upper: seconds of a plan
     deadline       ends the bisection early
     """
     while upper - lower_bound_s > GROUP_STEP * upper and not deadline.is_past():
-        threshold, search = (lower_bound_s + upper) / 2, begin_search(p.relaxation, p.by_size)
-        if _searched(p, search, threshold, deadline)[0] == DONE:
+        threshold, search = (lower_bound_s + upper) / 2, begin_search(t, t.by_size)
+        if _searched(t, search, threshold, deadline)[0] == DONE:
             lower_bound_s = threshold
             yield lower_bound_s
         else:
@@ -84,7 +162,7 @@ def branching(
     tables: Tables,
     near: Neighbours,
     cycles: Cycles,
-    p: Proofs,
+    t: Tree,
     starts: Sequence[Sequence[int]],
     state: PricedChoice,
     lower_bound_s: float,
@@ -117,9 +195,9 @@ def branching(
         threshold = (lower_bound_s + min(upper, tedious)) / 2
         if search is not None or (upper - lower_bound_s < LAST_STEP * upper and tedious > upper):
             threshold = upper * (1 - PROVED)
-        search = search or begin_search(p.relaxation, p.to_options)
+        search = search or begin_search(t, t.to_options)
         priced_before = int(search.counts[1])
-        code, time_s = _searched(p, search, threshold, deadline)
+        code, time_s = _searched(t, search, threshold, deadline)
         n_priced = int(search.counts[1]) - priced_before
         if code == DONE:
             lower_bound_s, search = threshold, None
@@ -152,16 +230,172 @@ def _until(
     return state, n_priced
 
 
-def _searched(p: Proofs, search: SearchState, threshold: float, deadline: Deadline) -> tuple[int, float]:
+def _searched(t: Tree, search: SearchState, threshold: float, deadline: Deadline) -> tuple[int, float]:
     """`continue_search` until the search ends or has used its share of the time left (PATIENCE)."""
     looked, nodes = monotonic(), NODES
     until = looked + PATIENCE * (deadline.at_s - looked)
     while True:
-        code, time_s = continue_search(p.relaxation, p.tree, search, threshold, nodes)
+        code, time_s = continue_search(t, search, threshold, nodes)
         now = monotonic()
         if code != PAUSED or now > until or deadline.called_off():
             return code, time_s
         nodes, looked = int(nodes * min(2.0, LOOK_S / max(now - looked, 1e-9))) + 1, now
+
+
+@compiled
+def continue_search(t: Tree, state: SearchState, threshold: float, nodes: int) -> tuple[int, float]:
+    """Continues a search for about `nodes` alternatives. threshold: seconds per iteration.
+
+    The result is
+    - (DONE, infinity) if no further choice has a period below the threshold;
+    - (FOUND, seconds per iteration) at a choice that has; it is written to state.found;
+    - (PAUSED, infinity) otherwise.
+    If the steps do not lead down to options, a partial choice that the bounds do not exclude gives (FOUND, infinity).
+    """
+    r, depth, until = t.relaxation, state.depth[0], state.counts[0] + nodes
+    while depth >= 0 and state.counts[0] <= until:
+        found, time_s = False, np.inf
+        if not _give_next(t, state, depth):
+            depth -= 1
+        elif _may_stay(t, state, depth, threshold):
+            if depth < len(state.steps) - 1:
+                depth += 1
+                state.place[depth] = -1
+            elif state.choice[state.steps[depth]] < r.arrays.start[-1]:
+                time_s = _complete(r, state, threshold)
+                found = time_s < threshold
+            else:
+                found = True
+        state.depth[0] = depth
+        if found:
+            return FOUND, time_s
+    return DONE if depth < 0 else PAUSED, np.inf
+
+
+@inner
+def _complete(r: Relaxation, state: SearchState, threshold: float) -> float:
+    """Prices a complete choice and its variants with offloaded twins.
+
+    Returns the least seconds per iteration, and writes that variant to state.found, if it fits memory and is below
+    the threshold; else infinity.
+    """
+    a, n, fastest_s = r.arrays, r.arrays.n_calls, np.inf
+    must = [must_offload(r, state.choice, call) for call in range(n)]
+    for twins in range(1 << n):  # bit c: call c takes its offloaded twin
+        choice, exist = state.choice.copy(), True
+        for call in range(n):
+            if twins >> call & 1:
+                exist = exist and may_offload(a, call)
+                choice[call] = _twin(r, call, choice[call])
+            else:
+                exist = exist and not must[call]
+        if exist:
+            state.counts[1] += 1
+            time_s, excess_bytes, _ = priced(a, choice - a.start[:n], min(threshold, fastest_s), False)
+            if excess_bytes <= 0 and time_s < min(threshold, fastest_s):
+                state.found[:], fastest_s = choice, time_s
+    return fastest_s
+
+
+@inner
+def _twin(r: Relaxation, call: int, row: int) -> int:
+    """The offloaded twin of an option: twins follow in the same order as the resident options."""
+    return row + r.arrays.offloaded[call] - r.arrays.start[call]
+
+
+@inner
+def _give_next(t: Tree, state: SearchState, depth: int) -> bool:
+    """Takes the next alternative at a depth and returns True; if none is left that the cycles allow, undoes the
+    decision and returns False."""
+    r, call, n_options = t.relaxation, state.steps[depth], t.relaxation.arrays.start[-1]
+    state.counts[0] += 1
+    state.place[depth] += 1
+    # At the first alternative the call still has the row above; later it has one of the rows below that.
+    above = state.choice[call] if state.place[depth] == 0 else r.above[state.choice[call]]
+    if above == OPEN:
+        among, low, high = t.group, t.start[call], t.start[call + 1]
+    else:
+        among, low, high = r.below, r.begin[above - n_options], r.begin[above - n_options + 1]
+    # Rows are sorted by seconds, so the first one that is too slow ends the alternatives.
+    at = low + state.place[depth]
+    left = at < high and r.arrays.options[among[at]].seconds <= state.allowed[depth, call]
+    state.choice[call] = among[at] if left else above
+    for other in range(len(state.choice)):
+        if other != call:
+            related = relation(r.arrays.options, r.n_devices, state.choice[call], state.choice[other])
+            state.meet[call, other] = state.meet[other, call] = related
+    _note_moves(r, state, call)
+    return left
+
+
+@inner
+def _may_stay(t: Tree, state: SearchState, depth: int, threshold: float) -> bool:
+    """Whether the bounds admit a completion. If so, writes what is allowed at the next depth."""
+    r, allowed, choice = t.relaxation, state.allowed[depth + 1], state.choice
+    o = r.arrays.options
+    row = choice[state.steps[depth]]
+    allowed[:] = state.allowed[depth]
+    if o[row].strategy == OPEN:
+        fits = _allow(t, choice, allowed, threshold)
+        return fits and covers(r, t.cover, choice, state.meet, state.moves, threshold)
+    if exceeds_period(r, choice, state.meet, state.moves, threshold, allowed):
+        return False
+    for call in range(len(allowed)):
+        allowed[call] = min(allowed[call], state.allowed[depth, call])
+    return not placed(o, row) or (
+        covers(r, t.cover, choice, state.meet, state.moves, threshold)
+        and not lacks(r, choice, OPEN)
+        and _fast_enough(r, state, threshold)
+    )
+
+
+@inner
+def _allow(t: Tree, choice: Ints, allowed: Floats, threshold: float) -> bool:
+    """Writes the seconds that the cycles allow each call if the others take their least seconds.
+
+    Returns whether every call's least seconds are allowed.
+    """
+    least_s = seconds_of(t.relaxation, choice)
+    for call in range(len(allowed)):
+        spare = allowance(call, least_s, t.cycles.members, t.cycles.delays, threshold) * SLACK
+        allowed[call] = min(allowed[call], spare)
+        if allowed[call] < least_s[call]:
+            return False
+    return True
+
+
+@inner
+def _fast_enough(r: Relaxation, state: SearchState, threshold: float) -> bool:
+    """Whether the fastest options at the calls' placements, with unlimited memory but for train_steps that must be
+    offloaded, have a period below the threshold.
+
+    True if some call has no placement yet.
+    """
+    a, n_options = r.arrays, r.arrays.start[-1]
+    rows = state.choice.copy()
+    for call in range(len(rows)):
+        if not placed(r.arrays.options, rows[call]):
+            return True
+        if rows[call] >= n_options:
+            rows[call] = r.below[r.begin[rows[call] - n_options]]
+    for call in range(len(rows)):
+        if must_offload(r, state.choice, call):
+            rows[call] = _twin(r, call, rows[call])
+    state.counts[1] += 1
+    return priced(a, rows - a.start[: len(rows)], threshold, True)[0] < threshold
+
+
+@inner
+def _note_moves(r: Relaxation, state: SearchState, call: int) -> None:
+    """Writes the seconds of a call's moves to state.moves."""
+    for k in range(len(r.trainer)):
+        a, b = r.trainer[k], r.reader[k]
+        if a == call or b == call:
+            trainer, reader = state.choice[a], state.choice[b]
+            if trainer == OPEN or reader == OPEN:
+                state.moves[k] = 0.0
+            else:
+                moves_s(r, k, trainer, reader, state.moves[k])
 
 
 def proof_class(problem: Problem) -> str:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from planner.deadline import Deadline, never
 from planner.plan.build import PlanError
-from planner.pricing.plans import PlanPrice, price_plan, shortfall
-from planner.pricing.problem import OptionsTakeTooLongError, Problem
+from planner.pricing.plans import PlanPrice, price_plan
+from planner.pricing.problem import Deadline, OptionsTakeTooLongError, Problem, never
 from planner.search.annealing import (
     PricedChoice,
     anneal,
@@ -30,15 +29,20 @@ from planner.search.baselines import (
     Priced,
     disjoint_choice,
     heuristic_plan,
-    manual_plan,
+    priced_plan,
     side_by_side,
     symmetric_plan,
 )
 from planner.search.bounds.root_bound import call_cycles, front, root_bound
-from planner.search.bounds.tree_search import begin_search, continue_search
-from planner.search.branch_and_bound import bounds_by_groups, branching, proof_class, proofs
-from planner.search.choices import assignments_of, counterparts, nearest_choice
-from planner.search.compiled.tables import Tables, uncollected
+from planner.search.branch_and_bound import (
+    begin_search,
+    bounds_by_groups,
+    branching,
+    continue_search,
+    proof_class,
+    search_tree,
+)
+from planner.search.compiled.tables import Tables, assignments_of, counterparts, nearest_choice, uncollected
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a smaller gap counts as zero
@@ -277,10 +281,10 @@ def _compile(tables: Tables) -> float:
     near = neighbours(tables)
     anneal(tables.arrays, near, cycles, start, draws, 1.0, 1.0, True)
     descend(tables.arrays, nobody(tables), cycles, start, 0)
-    found = proofs(tables, cycles)
-    state = begin_search(found.relaxation, found.to_options)
+    tree = search_tree(tables, cycles)
+    state = begin_search(tree, tree.to_options)
     state.depth[0] = -1
-    continue_search(found.relaxation, found.tree, state, 1.0, 0)
+    continue_search(tree, state, 1.0, 0)
     return time.monotonic() - began
 
 
@@ -300,12 +304,8 @@ def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
 
     Raises PlanError when it does not fit memory.
     """
-    plan = tables.plan(choice)
-    price = price_plan(plan, tables.problem.model)
-    missing = shortfall(price, tables.problem.model)
-    if missing is not None:
-        raise PlanError(missing)
-    return Priced(plan, price)
+    plan, model = tables.plan(choice), tables.problem.model
+    return Priced(plan, price_plan(plan, model)).fitting(model)
 
 
 def _best_rule(request: Request) -> Found:
@@ -313,12 +313,9 @@ def _best_rule(request: Request) -> Found:
     return Found(min(plans, key=lambda one: one.price.iteration_time_s), 0.0, 1, request.rules.trace)
 
 
-def _heuristic(request: Request) -> Found:
-    return Found(heuristic_plan(request.problem.graph, request.problem.model), request.lower_bound_s)
-
-
-def _symmetric(request: Request) -> Found:
-    return Found(symmetric_plan(request.problem.graph, request.problem.model), request.lower_bound_s)
+def _by_one(rule: Callable[..., Priced]) -> Callable[[Request], Found]:
+    """The mode that follows a rule."""
+    return lambda request: Found(rule(request.problem.graph, request.problem.model), request.lower_bound_s)
 
 
 def _disjoint(request: Request) -> Found:
@@ -330,8 +327,8 @@ def _disjoint(request: Request) -> Found:
 def _manual(request: Request) -> Found:
     if request.evaluate is None:
         raise PlanError("Mode 'manual' prices given assignments; give one for each call.")
-    problem = request.problem
-    return Found(manual_plan(problem.graph, problem.model, request.evaluate), request.lower_bound_s)
+    graph, model = request.problem.graph, request.problem.model
+    return Found(priced_plan(graph, model, request.evaluate).fitting(model), request.lower_bound_s)
 
 
 def _search(request: Request) -> Found:
@@ -361,14 +358,14 @@ def _search(request: Request) -> Found:
         progress.note(better(progress.state, start_state(tables, choice)), evaluations)
         others = [choice, *others]
     parts = annealing(tables, near, cycles, [progress.state.choice.tolist(), *others], seed)
-    found = proofs(tables, cycles)
+    tree = search_tree(tables, cycles)
     for lower_bound_s in bounds_by_groups(
-        found, progress.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
+        tree, progress.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
     ):
         progress.note(progress.state, 0, lower_bound_s)
     progress.follow(parts)
     state, proved_s, deadline = progress.state, progress.lower_bound_s, progress.deadline_of()
-    for step in branching(tables, near, cycles, found, others, state, proved_s, seed, deadline):
+    for step in branching(tables, near, cycles, tree, others, state, proved_s, seed, deadline):
         state, lower_bound_s, n_priced = step
         progress.note(state, n_priced, lower_bound_s)
     return progress.found()
@@ -408,8 +405,8 @@ SEARCHING = ("search", "mcmc", "disjoint")
 MODES: dict[str, Callable[[Request], Found]] = {
     "search": _search,
     "mcmc": _mcmc,
-    "heuristic": _heuristic,
-    "symmetric": _symmetric,
+    "heuristic": _by_one(heuristic_plan),
+    "symmetric": _by_one(symmetric_plan),
     "disjoint": _disjoint,
     "manual": _manual,
 }

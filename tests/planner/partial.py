@@ -21,7 +21,7 @@ class Partial(NamedTuple):
     chosen  [calls] the resident rows of the choice; time_s, excess_bytes: its value
     away    [calls] bool: what the choice offloads
     bounded_s  its seconds if no optimizer were offloaded, what bounds are bounds of
-    rows, meet, moves  of the partial choice, as planner.search.bounds.tree_search.SearchState has them
+    rows, meet, moves  of the partial choice, as planner.search.branch_and_bound.SearchState has them
     """
 
     rungs: int | None

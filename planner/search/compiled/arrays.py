@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.deadline import NO_DEADLINE, Deadline
 from planner.plan.build import dealing
 from planner.plan.graph import FETCH as FETCHED
 from planner.plan.graph import DataflowGraph
@@ -24,7 +23,7 @@ from planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, w
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.options import Option
 from planner.pricing.plans import evaluation_s, save_s, transfer_size
-from planner.pricing.problem import OptionsTakeTooLongError, Problem
+from planner.pricing.problem import NO_DEADLINE, Deadline, OptionsTakeTooLongError, Problem
 from planner.search.compiled.compile import Floats, Ints
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ModelFunctionCall

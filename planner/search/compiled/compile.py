@@ -20,7 +20,8 @@ from rlhf_tasks.spec import IN_FLIGHT
 
 LINKED = (
     "search.annealing",
-    *(f"search.bounds.{name}" for name in ("period_bound", "relaxation", "root_bound", "tree_search")),
+    "search.branch_and_bound",
+    *(f"search.bounds.{name}" for name in ("period_bound", "relaxation", "root_bound")),
     *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks")),
     "pricing.resharding",
 )

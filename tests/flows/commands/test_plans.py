@@ -21,7 +21,7 @@ from flows.commands.plans import limiting, show_alternatives, show_calls, show_c
 from flows.run.planning import hardware_of, problem_of
 from planner.plan.steady_state import SteadyState
 from planner.pricing.plans import PlanPrice
-from planner.report.alternatives import Alternative
+from planner.report import Alternative
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
 from rlhf_tasks.spec import CallAssignment, CallNode

@@ -6,7 +6,7 @@ import pytest
 
 from flows.run.planning import hardware_of, problem_of
 from planner.pricing.figures import read_profiles
-from planner.pricing.provenance import figures_source
+from planner.report import figures_source
 from rlhf_tasks.algorithms.configurations import make_config
 from tests.flows.checked_files import LLAMA, refused
 

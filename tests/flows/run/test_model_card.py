@@ -4,7 +4,7 @@ import yaml
 
 from flows.run.prepare import prepare
 from flows.run.summary import model_card
-from planner.report.text import plan_table
+from planner.text import plan_table
 from tests.tiny_runs import ppo_config
 
 

@@ -31,7 +31,7 @@ from flows.run.progress import RunView
 from flows.run.runs import cluster_of
 from flows.run.summary import read_jsonl
 from flows.view import prefect_api
-from planner.report.text import short_names
+from planner.text import short_names
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.protocol.messages import Cause, Enterable, Faulted, IterationRan

@@ -14,21 +14,21 @@ PAGE = """
  2  reallocate_actor_to_actor_generate              0:1  1:1                -20
  3  actor_generate                                  0:2  1:2                1 2
  4  release_actor_of_actor_generate                 0:3  1:3                3
- 5  reallocate_critic_to_critic_inference           2:0  3:0                -22
- 6  transfer_actor_generate_to_critic_inference     0:4  1:4  3:1           3
- 7  transfer_actor_generate_to_reward_inference     0:5  1:5  2:1           3
- 8  reward_inference                                2:2                     7
- 9  critic_inference                                3:2                     5 6
+ 5  transfer_actor_generate_to_critic_inference     0:4  1:4  3:0           3
+ 6  transfer_actor_generate_to_reward_inference     0:5  1:5  2:0           3
+ 7  transfer_actor_generate_to_ref_inference        0:6  1:6                3
+ 8  reallocate_critic_to_critic_inference           2:1  3:1                -22
+ 9  critic_inference                                3:2                     5 8
 10  release_critic_of_critic_inference              3:3                     9
-11  transfer_actor_generate_to_ref_inference        0:6  1:6                3
-12  ref_inference                                   0:7  1:7                4 11
+11  reward_inference                                2:2                     6
+12  ref_inference                                   0:7  1:7                4 7
 13  transfer_actor_generate_to_actor_train          0:8  1:8                3
 14  transfer_ref_inference_to_actor_train           0:9  1:9                12
 15  transfer_critic_inference_to_actor_train        0:10  1:10  3:4         9
-16  transfer_reward_inference_to_actor_train        0:11  1:11  2:3         8
+16  transfer_reward_inference_to_actor_train        0:11  1:11  2:3         11
 17  transfer_actor_generate_to_critic_train         0:12  1:12  2:4  3:5    3
 18  transfer_ref_inference_to_critic_train          0:13  1:13  2:5  3:6    12
-19  transfer_reward_inference_to_critic_train       2:6  3:7                8
+19  transfer_reward_inference_to_critic_train       2:6  3:7                11
 20  actor_train                                     0:14  1:14              13 14 15 16 -21
 21  save_actor                                      0:15  1:15              20
 22  critic_train                                    2:7  3:8                10 17 18 19 -23

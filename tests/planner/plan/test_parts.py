@@ -12,7 +12,7 @@ from planner.plan.mesh import Cluster
 from planner.plan.order import call_orders, levels, node_order
 from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem
-from planner.report.report import plan_document
+from planner.report import plan_document
 from planner.search.bounds.root_bound import call_cycles
 from planner.search.compiled.tables import Tables
 from planner.search.search import bound_of, find_plan

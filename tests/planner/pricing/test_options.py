@@ -10,8 +10,8 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster, meshes
 from planner.pricing.devices import preset
 from planner.pricing.options import call_options, candidate_meshes, cut_points, micro_batch_counts
+from planner.pricing.plans import kept_on_hosts
 from planner.pricing.problem import Problem, ProblemError
-from planner.pricing.storage import kept_on_hosts
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 
 ONE_HOST = Cluster(1, 8)

@@ -4,14 +4,13 @@ from math import inf
 
 import pytest
 
-from planner.deadline import Deadline
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.devices import preset
-from planner.pricing.problem import Problem
+from planner.pricing.problem import Deadline, Problem
 from planner.search.balance import balanced, expected, expected_s
 from planner.search.baselines import heuristic_plan, priced_plan
-from planner.search.choices import assignments_of
+from planner.search.compiled.tables import assignments_of
 from planner.search.search import find_plan
 from rlhf_tasks.spec import CallNode
 

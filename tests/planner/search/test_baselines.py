@@ -2,15 +2,15 @@ from math import inf
 
 import pytest
 
-from planner.deadline import Deadline
 from planner.plan.build import PlanError, build_plan
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
 from planner.pricing.devices import preset
 from planner.pricing.plans import shortfall
+from planner.pricing.problem import Deadline
 from planner.search import baselines
 from planner.search.baselines import Limits, heuristic, heuristic_plan, symmetric
-from planner.search.choices import assignments_of
+from planner.search.compiled.tables import assignments_of
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from tests.planner.sampled import ALL_FOR_TENSORS
 

@@ -7,17 +7,26 @@ import numpy as np
 import pytest
 
 from bench.random_problems import enumerated
-from planner import deadline
-from planner.deadline import Deadline
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
+from planner.pricing import problem as deadlines
 from planner.pricing.plans import price_plan
-from planner.pricing.problem import Problem
+from planner.pricing.problem import Deadline, Problem
 from planner.search import branch_and_bound as branch
 from planner.search.annealing import greedy_choice, neighbours, start_state
 from planner.search.bounds.root_bound import call_cycles
-from planner.search.bounds.tree_search import PAUSED
-from planner.search.branch_and_bound import LOOK_S, NODES, bounds_by_groups, branching, proofs
+from planner.search.branch_and_bound import (
+    DONE,
+    FOUND,
+    LOOK_S,
+    NODES,
+    PAUSED,
+    begin_search,
+    bounds_by_groups,
+    branching,
+    continue_search,
+    search_tree,
+)
 from planner.search.compiled.tables import Tables
 from planner.search.search import bound_of
 from rlhf_tasks.algorithms.registry import in_parts
@@ -34,7 +43,7 @@ def proved(tables: Tables):
         tables,
         neighbours(tables),
         cycles,
-        proofs(tables, cycles),
+        search_tree(tables, cycles),
         [],
         start,
         bound_of(tables),
@@ -161,7 +170,7 @@ def test_a_walk_looks_at_the_clock_more_often_where_options_take_longer(small_pr
     (it has more than its first look's worth of it), without a look at the clock every few options."""
     now, looks = [0.0], [0]
 
-    def continue_search(relaxation, tree, search, threshold, nodes):
+    def continue_search(tree, search, threshold, nodes):
         now[0] += nodes * option_s
         return PAUSED, np.inf
 
@@ -170,11 +179,11 @@ def test_a_walk_looks_at_the_clock_more_often_where_options_take_longer(small_pr
         return now[0]
 
     tables = Tables(small_problem(Cluster(1, 2)))
-    found = proofs(tables, call_cycles(tables.problem.graph))
+    tree = search_tree(tables, call_cycles(tables.problem.graph))
     monkeypatch.setattr(branch, "continue_search", continue_search)
-    for module in (branch, deadline):
+    for module in (branch, deadlines):
         monkeypatch.setattr(module, "monotonic", monotonic)
-    assert list(bounds_by_groups(found, 1.0, 2.0, Deadline(100.0))) == []
+    assert list(bounds_by_groups(tree, 1.0, 2.0, Deadline(100.0))) == []
     assert 90 < now[0] < 100 + NODES * option_s
     assert looks[0] < 2 * now[0] / LOOK_S
 
@@ -188,8 +197,8 @@ def test_a_walk_that_is_called_off_ends_at_its_next_look(small_problem, monkeypa
 
     monkeypatch.setattr(branch, "continue_search", lambda *_: (PAUSED, np.inf))
     tables = Tables(small_problem(Cluster(1, 2)))
-    found = proofs(tables, call_cycles(tables.problem.graph))
-    assert list(bounds_by_groups(found, 1.0, 2.0, Deadline(monotonic() + 3600, called_off))) == []
+    tree = search_tree(tables, call_cycles(tables.problem.graph))
+    assert list(bounds_by_groups(tree, 1.0, 2.0, Deadline(monotonic() + 3600, called_off))) == []
     assert asked[0] == 5
 
 
@@ -263,9 +272,9 @@ def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
     tables = Tables(small_problem(Cluster(1, 4)))
     state = start_state(tables, greedy_choice(tables))
     cycles = call_cycles(tables.problem.graph)
-    found = proofs(tables, cycles)
+    tree = search_tree(tables, cycles)
     steps = branching(
-        tables, neighbours(tables), cycles, found, [], state, bound_of(tables), 0, Deadline(monotonic())
+        tables, neighbours(tables), cycles, tree, [], state, bound_of(tables), 0, Deadline(monotonic())
     )
     assert len(list(steps)) <= 1
 
@@ -273,8 +282,8 @@ def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
 def test_bounds_by_groups_rise_and_stay_below_the_best_plan(small_problem):
     tables = Tables(small_problem(Cluster(2, 2), ("actor_generate", "ref_inference", "actor_train"), 1))
     best, root = enumerated(tables), bound_of(tables)
-    found = proofs(tables, call_cycles(tables.problem.graph))
-    bounds = [*bounds_by_groups(found, root, 2 * best, Deadline(monotonic() + 600))]
+    tree = search_tree(tables, call_cycles(tables.problem.graph))
+    bounds = [*bounds_by_groups(tree, root, 2 * best, Deadline(monotonic() + 600))]
     assert bounds == sorted(bounds)
     assert root < bounds[-1] <= best
 
@@ -285,3 +294,42 @@ def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem)
     state, lower_bound_s = proved(tables)
     assert state.excess_bytes > 0
     assert lower_bound_s > state.time_s
+
+
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
+
+
+def walked(tree, threshold: float, nodes: int) -> tuple[list[tuple[float, tuple[int, ...]]], int]:
+    """Every choice that a search finds, each faster than the one before, and the steps that it takes."""
+    state, faster = begin_search(tree, tree.to_options), []
+    while True:
+        code, time_s = continue_search(tree, state, threshold, nodes)
+        if code == DONE:
+            return faster, int(state.counts[0])
+        if code == FOUND:
+            faster.append((time_s, tuple(state.found.tolist())))
+            threshold = time_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("slower", [1, 100])
+def test_a_walk_in_pieces_finds_the_same_and_the_best(small_problem, slower):
+    calls = ("actor_generate", "critic_inference", "critic_train")
+    tables = Tables(small_problem(Cluster(2, 2), calls, 2, links_slower=slower))
+    tree = search_tree(tables, call_cycles(tables.problem.graph))
+    values = [tables.evaluate(choice) for choice in product(*(range(len(own)) for own in tables.options))]
+    times = [value.time_s for value in values if value.excess_bytes <= 0]
+    whole = walked(tree, 1.1 * float(np.median(times)), nodes=10**9)
+    assert whole == walked(tree, 1.1 * float(np.median(times)), nodes=0)
+    assert len(whole[0]) > 1
+    assert whole[0][-1][0] == pytest.approx(min(times), rel=1e-9)
+
+
+def test_of_a_choices_offloaded_twins_the_fastest_is_found(small_problem):
+    """One device that cannot hold both frozen models all the time: either may be away, or both."""
+    calls = ("actor_generate", "ref_inference", "reward_inference", "actor_train")
+    tables = Tables(small_problem(Cluster(1, 1), calls, 1, 0.9e9))
+    tree = search_tree(tables, call_cycles(tables.problem.graph))
+    values = [tables.evaluate(choice) for choice in product(*(range(len(own)) for own in tables.options))]
+    times = [value.time_s for value in values if value.excess_bytes <= 0]
+    (*_, (fastest_s, _)), _ = walked(tree, 1.5 * max(times), nodes=10**9)
+    assert fastest_s == pytest.approx(min(times), rel=1e-9)

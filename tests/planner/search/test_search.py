@@ -4,26 +4,23 @@ import numpy as np
 import pytest
 
 from bench.random_problems import compared, enumerated, random_problem
-from planner import deadline
-from planner.deadline import NO_DEADLINE
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.plan.order import call_orders
 from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.pricing import problem as deadlines
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.plans import price_plan
-from planner.pricing.problem import Problem, ProblemError
-from planner.report.report import proof_sentence
+from planner.pricing.problem import NO_DEADLINE, Problem, ProblemError
+from planner.report import proof_sentence
 from planner.search import annealing as anneal
 from planner.search import branch_and_bound as branch
 from planner.search import search
 from planner.search.baselines import side_by_side
-from planner.search.bounds.tree_search import FOUND, PAUSED
-from planner.search.branch_and_bound import proof_class
-from planner.search.choices import assignments_of, counterparts, nearest_choice
-from planner.search.compiled.tables import Tables
+from planner.search.branch_and_bound import FOUND, PAUSED, proof_class
+from planner.search.compiled.tables import Tables, assignments_of, counterparts, nearest_choice
 from planner.search.search import MODES, find_plan, priced_choice
 from rlhf_tasks.algorithms.registry import in_parts
 from rlhf_tasks.spec import ModelFunctionCall
@@ -331,7 +328,7 @@ def test_plans_with_few_micro_batches_stand_before_all_options_are_priced(small_
     problem, now = small_problem(Cluster(2, 2)), [0.0]
     rules = [find_plan(problem, rule, TO_THE_END_S).iteration_time_s for rule in ("heuristic", "symmetric")]
     monkeypatch.setattr(search, "Tables", tables_of_all(now, 60.0))
-    for module in (branch, deadline, search.time):
+    for module in (branch, deadlines, search.time):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     result = find_plan(problem, "search", TO_THE_END_S)
     early = [point for point in result.trace if point.seconds < 1]
@@ -347,7 +344,7 @@ def test_where_all_options_take_longer_than_the_limit_a_plan_with_few_micro_batc
     problem, now = small_problem(Cluster(2, 2)), [0.0]
     rules = [find_plan(problem, rule, TO_THE_END_S).iteration_time_s for rule in ("heuristic", "symmetric")]
     monkeypatch.setattr(search, "Tables", tables_of_all(now, 60.0))
-    for module in (branch, deadline, search.time):
+    for module in (branch, deadlines, search.time):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     result = find_plan(problem, "search", 1.0)
     assert result.late
@@ -419,18 +416,18 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
 
         return slow
 
-    def continue_search(relaxation, tree, state, threshold, nodes):
+    def continue_search(tree, state, threshold, nodes):
         if code == FOUND:
-            state.found[:] = relaxation.arrays.start[:-1]
+            state.found[:] = tree.relaxation.arrays.start[:-1]
         return code, threshold * (1 - 1e-6)
 
     slow_anneal = taking(anneal.anneal, lambda *arguments: 5e-4 * len(arguments[4]))
     monkeypatch.setattr(anneal, "anneal", slow_anneal)
     monkeypatch.setattr(
-        branch, "continue_search", taking(continue_search, lambda *arguments: 5e-4 * arguments[4])
+        branch, "continue_search", taking(continue_search, lambda *arguments: 5e-4 * arguments[3])
     )
     monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 0.05))
-    for module in (branch, deadline, search.time):
+    for module in (branch, deadlines, search.time):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     result = find_plan(problem, mode, limit_s)
     assert 0.8 * limit_s < result.seconds <= limit_s + 0.5

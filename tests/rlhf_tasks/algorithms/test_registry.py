@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.report.text import algorithm_graph
+from planner.text import algorithm_graph
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names

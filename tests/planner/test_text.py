@@ -5,7 +5,7 @@ import pytest
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
 from planner.pricing.plans import price_plan
-from planner.report.text import (
+from planner.text import (
     Bar,
     DeviceLane,
     algorithm_graph,

@@ -1,4 +1,6 @@
-"""What is said of the figures after a price, and of those beyond what was measured."""
+"""Plans as data: documents, sentences, alternatives, and whence prices come."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,9 +11,110 @@ from planner.pricing.analytic import computed_profile
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.figures import ProfileTables, RanCall
-from planner.pricing.provenance import STRETCH, asked_of, extrapolation, figures_source, not_measured
+from planner.pricing.problem import Problem
+from planner.report import (
+    STRETCH,
+    asked_of,
+    extrapolation,
+    figures_source,
+    mode_rows,
+    not_measured,
+    proof_sentence,
+    rejected_alternatives,
+)
+from planner.search.search import find_plan
 from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.spec import CallNode
+
+
+def searched(time_s: float, lower_bound_s: float) -> SimpleNamespace:
+    """What a search found, as far as its sentence needs it."""
+    return SimpleNamespace(
+        iteration_time_s=time_s,
+        lower_bound_s=lower_bound_s,
+        compile_s=0.0,
+        mode="search",
+        evaluations=7,
+        late=False,
+        seconds=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lower_bound_s", "told"),
+    [
+        (20.0, "at most 0.0% above the optimum"),
+        (19.9999, "at most 0.1% above the optimum"),
+        (19.75, "at most 1.3% above the optimum"),  # 1.27%: at most 1.2% would be too little
+        (16.0, "at most 25.0% above the optimum"),
+        (0.0, "no bound on its distance from the optimum"),
+    ],
+)
+def test_a_gap_is_never_told_as_less_than_it_is(lower_bound_s, told):
+    assert f": {told} (search" in proof_sentence(searched(20.0, lower_bound_s))
+
+
+def test_a_mode_that_is_hardly_slower_is_not_told_to_be_nothing_above_the_best():
+    found = {
+        "search": searched(20.0, 20.0),
+        "mcmc": searched(20.001, 20.0),
+        "heuristic": searched(25.0, 20.0),
+    }
+    assert [row.remark for row in mode_rows(found, 100)] == ["", "less than +0.1%", "+25.0%"]
+
+
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles
+
+
+@pytest.fixture
+def problem(small_problem) -> Problem:
+    return small_problem(Cluster(1, 2))
+
+
+def test_alternatives_have_another_mesh_and_a_reason(problem):
+    result = find_plan(problem, "heuristic", 60.0)
+    rows = rejected_alternatives(result)
+    assert [row.call for row in rows] == [call.name for call in problem.graph.calls]
+    for row in rows:
+        chosen = result.plan.node(row.call).assignment.placement
+        assert set(row.assignment.placement.devices) != set(chosen.devices)
+        assert row.loses_s == pytest.approx(row.time_s - result.iteration_time_s)
+        assert row.reason
+
+
+def test_plans_that_are_faster_than_the_chosen_one_are_called_so(problem, assign):
+    """All calls on one of two devices leave the other one idle."""
+    on_one = {call.name: assign([0]) for call in problem.graph.calls}
+    result = find_plan(problem, "manual", 60.0, evaluate=on_one)
+    rows = rejected_alternatives(result)
+    assert any(row.is_better for row in rows)
+    for row in rows:
+        assert row.is_better == (row.time_s < result.iteration_time_s * (1 - 1e-9))
+        assert row.is_better == ("the plan is not the best" in row.reason)
+        if row.is_better:
+            assert row.reason.startswith(f"faster by {result.iteration_time_s - row.time_s:.3g} s")
+
+
+def test_nothing_is_better_than_the_best_plan(problem):
+    result = find_plan(problem, "search", time_limit_s=600)
+    assert result.proven_optimal
+    for row in rejected_alternatives(result):
+        assert not row.is_better
+        assert "not the best" not in row.reason
+        if row.loses_s <= 1e-9 * result.iteration_time_s:
+            assert row.reason == "takes as long"
+
+
+def test_the_other_calls_may_move_too(problem, assign):
+    """What the caption says: a row is a plan of its own, not the chosen one with one call changed."""
+    on_one = {call.name: assign([0]) for call in problem.graph.calls}
+    result = find_plan(problem, "manual", 60.0, evaluate=on_one)
+
+    def alone_s(row) -> float:
+        changed = {**on_one, row.call: row.assignment}
+        return find_plan(problem, "manual", 60.0, evaluate=changed).iteration_time_s
+
+    assert any(alone_s(row) > row.time_s * (1 + 1e-6) for row in rejected_alternatives(result))
 
 
 @pytest.fixture
