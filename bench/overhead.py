@@ -5,7 +5,7 @@
 
 The demo's plan runs on four ranks that do no work: a node sleeps its share of the iteration, then takes part in one
 real collective of its mesh. Overhead is defined in docs/architecture.md: per rank, the time in which no node runs
-although all predecessors of its next node have ended. Runs with and without dispatch ahead alternate. The CPU seconds
+although all predecessors of its next node have ended. The CPU seconds
 per iteration of the workers, of this process (flow, scheduler, nannies) and of the Prefect server are reported too.
 The first two iterations of each run are left out.
 
@@ -27,10 +27,10 @@ import psutil
 from distributed import Client
 from prefect import flow
 
-from bench.harness import Spread, in_turn, options, write
+from bench.harness import Spread, options, write
 from flows.cluster.cluster import DaskCluster, Member, local_cluster
 from flows.cluster.server import own_server
-from flows.run.training import RunControl, run_training
+from flows.run.training import run_training
 from flows.view.clocks import Span, idle_while_ready_s, predecessors_of
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
@@ -81,14 +81,15 @@ def demo_plan() -> ExecutionPlan:
 
 
 def run_once(
-    cluster: DaskCluster, plan: ExecutionPlan, iterations: int, iteration_s: float, ahead: bool
+    cluster: DaskCluster, plan: ExecutionPlan, iterations: int, iteration_s: float
 ) -> tuple[Committed, ...]:
     """One run. Returns its iterations with every node's results."""
     config = {"sleep_s": {name: share * iteration_s for name, share in SHARES.items()}}
     iterations_done: list[Committed] = []
 
-    async def on_commit(committed: Committed, control: RunControl) -> None:
-        iterations_done.append(committed)
+    def on_event(event: Any) -> None:
+        if isinstance(event, Committed):
+            iterations_done.append(event)
 
     @flow(name="bench-overhead", persist_result=False)
     async def parent() -> tuple[Committed, ...]:
@@ -103,7 +104,7 @@ def run_once(
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
             )
-            await run_training(spec, cluster, on_commit=on_commit, dispatch_ahead=ahead)
+            await run_training(spec, cluster, on_event=on_event)
         return tuple(iterations_done)
 
     return asyncio.run(parent())
@@ -201,30 +202,26 @@ def main() -> None:
     ):
         controller_pid = pid_of(cluster, cluster.controller)
 
-        def run(ahead: bool) -> dict[str, float]:
+        def run() -> dict[str, float]:
             before = cpu_s(controller_pid)
-            committed = run_once(cluster, plan, arguments.iterations, arguments.iteration_s, ahead)
+            committed = run_once(cluster, plan, arguments.iterations, arguments.iteration_s)
             after = cpu_s(controller_pid)
             used = {f"cpu_{k}_s": (after[k] - before[k]) / arguments.iterations for k in before}
             return {**overhead(plan, committed), **used}
 
-        rows = in_turn({"ahead": lambda: run(True), "one by one": lambda: run(False)}, arguments.rounds)
+        rows = [run() for _ in range(arguments.rounds)]
     report(rows, arguments.json)
 
 
-def report(rows: dict[str, list[dict[str, float]]], path: Path | None) -> None:
+def report(rows: list[dict[str, float]], path: Path | None) -> None:
     """Print medians over the rounds with their range."""
     figures: dict[str, Any] = {}
-    for mode, runs in rows.items():
-        print(f"dispatch {mode}")
-        figures[mode] = {}
-        for name in runs[0]:
-            spread = Spread.of([run[name] for run in runs])
-            figures[mode][name] = spread._asdict()
-            print(f"  {name:24} {spread}")
-        share = figures[mode]["overhead_s"]["median"] / figures[mode]["iteration_s"]["median"]
-        figures[mode]["overhead_share"] = share
-        print(f"  overhead                 {share:8.2%} of an iteration")
+    for name in rows[0]:
+        spread = Spread.of([row[name] for row in rows])
+        figures[name] = spread._asdict()
+        print(f"  {name:24} {spread}")
+    figures["overhead_share"] = figures["overhead_s"]["median"] / figures["iteration_s"]["median"]
+    print(f"  overhead                 {figures['overhead_share']:8.2%} of an iteration")
     write(figures, path)
 
 

@@ -70,13 +70,10 @@ class Trackers:
         document = public_document(config)
         self._all = [_Tracker(name, folder, document, say) for name in config.report_to]
 
-    async def tell(self, committed: int) -> None:
+    def tell(self, committed: int) -> None:
         """Tell all trackers how many iterations are committed. Waits for no tracker."""
         for tracker in self._all:
-            try:
-                await tracker.tell(committed)
-            except OSError as error:  # no process, no file
-                tracker.failed(str(error))
+            tracker.tell(committed)
 
     async def close(self, finished: bool) -> None:
         """End them; finished: the run has ended well, so they have END_S to take their last rows."""
@@ -91,6 +88,7 @@ class _Tracker:
     def __init__(self, name: TrackerName, folder: Path, config: object, say: Callable[[str], None]) -> None:
         self._name, self._folder, self._config, self._say = name, folder, config, say
         self._process: Process | None = None
+        self._beginning: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._committed = self._done = 0
         self._waits_since_s = 0.0  # since when there are rows that it has not answered for; 0: none
@@ -98,18 +96,19 @@ class _Tracker:
         self._pause_s = AGAIN_S
         self._fault = ""
 
-    async def tell(self, committed: int) -> None:
+    def tell(self, committed: int) -> None:
         self._committed = committed
-        if self._process is None and time.monotonic() >= self._next_try_s:
-            await self._begin()
+        if self._process is None and self._beginning is None and time.monotonic() >= self._next_try_s:
+            self._beginning = asyncio.create_task(self._begin())
         elif self._waits_since_s and time.monotonic() - self._waits_since_s > ANSWER_S:
             self.failed(f"no answer in {ANSWER_S:g} s")
         self._send({"rows": committed})
 
     async def close(self, finished: bool, limit_s: float) -> None:
-        if finished and self._process is None and self._committed > self._done:
-            with suppress(OSError):
-                await self._begin()
+        if finished and self._process is None and self._beginning is None and self._committed > self._done:
+            self._beginning = asyncio.create_task(self._begin())
+        if self._beginning is not None:
+            await asyncio.wait([self._beginning])
         self._send({"rows": self._committed, "finished": finished})
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=limit_s)
@@ -130,18 +129,25 @@ class _Tracker:
 
     async def _begin(self) -> None:
         place = self._folder / TRACKERS
-        place.mkdir(exist_ok=True)
-        with ChildOutput(f"the process of {self._name}", place / f"{self._name}.log") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *kept_call("flows.trackers:serve"),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=output,
-                env=users_environment(),
-                start_new_session=True,  # Ctrl-C is the run's to handle
-            )
+        try:
+            place.mkdir(exist_ok=True)
+            with ChildOutput(f"the process of {self._name}", place / f"{self._name}.log") as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    *kept_call("flows.trackers:serve"),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=output,
+                    env=users_environment(),
+                    start_new_session=True,  # Ctrl-C is the run's to handle
+                )
+        except OSError as error:
+            self.failed(str(error))
+            return
+        finally:
+            self._beginning = None
         self._reading = asyncio.create_task(self._read(self._process))
         self._send({"tracker": self._name, "folder": str(self._folder), "config": self._config})
+        self._send({"rows": self._committed})
 
     def _send(self, message: dict[str, object]) -> None:
         """Send a message, or leave it out if the tracker has not read earlier ones: a later message replaces it."""

@@ -48,6 +48,7 @@ class Order(Enum):
     """An order to a run. All except END take effect at the next commit."""
 
     CONTINUE = "continue"
+    RENEW = "end there, for another attempt to begin under a better plan"
     PAUSE = "pause, with its devices kept: models stay loaded, ranks are idle"
     RELEASE = "pause, with its devices released: the ranks end; resuming starts new ones"
     STOP = "end there as at its last iteration, with model and summary"
@@ -104,6 +105,18 @@ class Orders:
         self._news.set()
         if step is not None and step != told and self.wanted in (Order.PAUSE, Order.RELEASE):
             self.say(f"paused at commit {step}")
+
+    def renew(self) -> None:
+        """Have the attempt end at its next commit, for another one to begin there. Orders of people come first."""
+        if self.wanted is Order.CONTINUE:
+            self.wanted = Order.RENEW
+            self._news.set()
+
+    def begin(self) -> None:
+        """Note that an attempt begins."""
+        self.held = None
+        if self.wanted is Order.RENEW:
+            self.wanted = Order.CONTINUE
 
     async def news(self) -> None:
         """Wait until there is another order, or the run is held. One at a time may wait."""
@@ -214,7 +227,9 @@ class StateWatch:
             state = paused_state(run, step, self._orders.wanted)
             if (shown.type, shown.name, shown.message) == (state.type, state.name, state.message):
                 return
-        elif self._orders.wanted in (Order.CONTINUE, Order.STOP) and (is_pause(shown) or is_resumed(run)):
+        elif self._orders.wanted in (Order.CONTINUE, Order.RENEW, Order.STOP) and (
+            is_pause(shown) or is_resumed(run)
+        ):
             state = Running(message=f"Resumed: {self._orders.why}")
         else:
             return

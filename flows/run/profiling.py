@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from prefect import flow
 
@@ -26,8 +27,7 @@ from flows.run.planning import (
     rank_counts,
     typed,
 )
-from flows.run.runs import cluster_of
-from flows.run.training import RunControl, run_training
+from flows.run.training import cluster_of, run_training
 from planner.pricing.figures import MeasuredProfile, store
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.profiling.measurements import Measurements, ProfileSpec, pieces_of, profile_plan
@@ -69,8 +69,9 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
     results: dict[str, Sequence[NodeResult]] = {}
     limits = {"deadline_floor_s": PIECE_DEADLINE_S, "max_restarts": 0, "snapshot_every": 1}
 
-    async def on_commit(committed: Committed, control: RunControl) -> None:
-        results.update(committed.results)
+    def on_event(event: Any) -> None:
+        if isinstance(event, Committed):
+            results.update(event.results)
 
     with (
         ending_in_time(asyncio.current_task()),
@@ -87,7 +88,7 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
             executor="rlhf_tasks.profiling.measure:make_executor",
             snapshots="rlhf_tasks.profiling.measurements:NoSnapshots",
         )
-        await run_training(run, cluster, on_commit=on_commit)
+        await run_training(run, cluster, on_event=on_event)
     shared = [m for node, piece in pieces.items() if piece.folder == "" for m in _measured(results[node])]
     dispatch_s = dispatch_of(results, [node for node, piece in pieces.items() if piece.kind == "idle"])
     return [

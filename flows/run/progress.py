@@ -18,9 +18,7 @@ from uuid import UUID
 from prefect.logging import get_run_logger
 
 from flows.run.prepare import Prepared
-from flows.run.replanning import Replanning
-from flows.run.summary import Planned, read_jsonl
-from flows.run.training import RunControl
+from flows.run.summary import read_jsonl
 from flows.trackers import Trackers
 from flows.view import artifacts
 from flows.view.clocks import spans_of
@@ -37,7 +35,7 @@ from rlhf_tasks.protocol.messages import (
     Faulted,
     IterationRan,
 )
-from rlhf_tasks.spec import ExecutionPlan, NodeResult
+from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.user_code.rewards import SAMPLES
 
 DRAWN_S = 40.0  # for a picture that is drawn first, on a core that others use too
@@ -63,20 +61,20 @@ logger = logging.getLogger(__name__)
 
 
 class RunView:
-    """What a person sees of a run: lines in the terminal, artifacts in the UI."""
+    """What a person sees of a run: lines in the terminal, artifacts in the UI.
 
-    def __init__(self, prepared: Prepared, folder: Path, expected: Mapping[int, Planned]) -> None:
+    peak_flops_per_s  of all devices of the cluster together
+    """
+
+    def __init__(self, prepared: Prepared, folder: Path, peak_flops_per_s: float) -> None:
         self._prepared, self._folder = prepared, folder
         self._progress: UUID | None = None
         self.api = PrefectApi(folder.name)
         self._events = CommitEvents(folder.name, self.api)
-        self._lines = MetricsLines(expected[0].peak_flops_per_s)
+        self._lines = MetricsLines(peak_flops_per_s)
         # Lineage of the newest iterations of one plan. A long run's journal is too large to read again and again.
-        self._shown = prepared.plan
+        self._shown = prepared.plans[-1].plan
         self._recent: deque[dict[str, Any]] = deque()
-        self.replanning = Replanning(
-            prepared.config, folder, prepared.plans, expected, prepared.iterations, self.say
-        )
         self._committed = newest_step(folder) or 0
         self._complete = self._committed
         self._uncommitted: deque[dict[str, Any]] = deque(maxlen=KEPT)  # rows as the journal will have them
@@ -103,8 +101,7 @@ class RunView:
         self._showing = asyncio.create_task(self._show_all())
 
     def on_event(self, event: Any) -> None:
-        """News for the terminal, which shows it at once, and for the Prefect server, where it may lag behind."""
-        self.replanning.cost.hear(event, time.monotonic())
+        """News for the terminal, which shows it at once, and for trackers and Prefect, where it may lag."""
         match event:
             case Enterable() if not self._loaded:
                 self._loaded = True
@@ -116,9 +113,15 @@ class RunView:
                 self._reached(iteration + 1)
             case Aborted(iteration=iteration):
                 self._reached(min(self._complete, iteration))
-            case Committed(iteration=iteration):
+            case Committed(iteration=iteration) as committed:
                 self._terminal.committed(iteration + 1)
                 self._committed = iteration + 1
+                results = committed.by_rank()
+                self._recent.extend(map(json.loads, lineage_lines(iteration, results)))
+                while len(self._recent) > TIMELINE_ITERATIONS * len(self._shown.nodes):
+                    self._recent.popleft()
+                self._events.tell(iteration, json.loads(self._lines.line(iteration, results)))
+                self._trackers.tell(iteration + 1)
                 self._reached(max(self._complete, iteration + 1))
             case Faulted(cause=cause, generation=generation):
                 self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
@@ -140,38 +143,16 @@ class RunView:
         self._uncommitted = deque(rows, KEPT)
         self._news.set()
 
-    async def on_commit(self, committed: Committed, control: RunControl) -> None:
-        """After each commit: an event and the bar in the UI, news for trackers; sometimes curves and timeline."""
-        results = by_rank(committed)
-        metrics = json.loads(self._lines.line(committed.iteration, results))
-        rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
-        self._keep_recent(rows)
-        self._events.tell(committed.iteration, metrics)
+    def plan_changed(self, plan: ExecutionPlan) -> None:
+        """The next attempt follows another plan."""
+        self._shown = self._plan_due = plan
+        self._recent.clear()
         self._news.set()
-        await self._trackers.tell(committed.iteration + 1)
-        if self._prepared.config.replan == "auto":
-            await self.replanning.on_commit(committed.iteration, rows, control)
-
-    async def between_attempts(self) -> None:
-        """Change to the better plan, if one was found, and show it in the UI."""
-        step = newest_step(self._folder)
-        if step is not None and await self.replanning.take(step):
-            self._plan_due = self.replanning.present.plan
-            self._news.set()
 
     def say(self, line: str) -> None:
         """A line in the terminal and in the flow run's log."""
         get_run_logger().info(line)
         tell(f"{self._folder.name}: {line}")
-
-    def _keep_recent(self, rows: list[dict[str, Any]]) -> None:
-        plan = self.replanning.present.plan
-        if plan is not self._shown:
-            self._shown = plan
-            self._recent.clear()
-        self._recent.extend(rows)
-        while len(self._recent) > TIMELINE_ITERATIONS * len(plan.nodes):
-            self._recent.popleft()
 
     def starting(self) -> None:
         """An attempt begins: there is no cluster yet, or none any more. What was not committed is lost."""
@@ -180,7 +161,6 @@ class RunView:
 
     def loading(self) -> None:
         """The cluster is there, its ranks load the models."""
-        self.replanning.cost.begins(time.monotonic())
         self._loaded = False
         self._terminal.begin_phase("models")
 
@@ -203,9 +183,8 @@ class RunView:
         await self._trackers.close(finished=True)
 
     async def close(self) -> None:
-        """End what moves in the terminal, a search for a plan that is under way, and what is shown in the UI."""
+        """End what moves in the terminal, and what is shown in the UI."""
         self._terminal.close()
-        await self.replanning.close()
         await self._trackers.close(finished=False)
         await self._stop_showing()
 
@@ -289,11 +268,6 @@ class RunView:
             shown = await self.api.show(lambda: artifacts.show_page(page, known))
             if shown is not None:
                 self._pages[page.key] = shown
-
-
-def by_rank(committed: Committed) -> dict[str, dict[int, NodeResult]]:
-    """Node -> rank -> result, as the journals have it."""
-    return {node: {result.rank: result for result in ranks} for node, ranks in committed.results.items()}
 
 
 def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:

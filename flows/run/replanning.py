@@ -6,19 +6,22 @@ at which iteration that was (rlhf_tasks/checkpoint/changes.py).
 """
 
 import asyncio
+import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from flows.run.planning import hardware_of, on_ranks, problem_of
+from flows.run.prepare import Prepared
 from flows.run.run_folder import existing_run_folder
 from flows.run.summary import ENOUGH, Planned, keep_drift, planned, planned_and_measured
-from flows.run.training import RunControl
 from planner.pricing.plans import price_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.checkpoint.changes import PLAN, RunPlan, log_change, logged_changes, read_plan
+from rlhf_tasks.checkpoint.journals import lineage_lines
 from rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 from rlhf_tasks.system.child_processes import die_with_parent, python_call
@@ -134,6 +137,7 @@ class Replanning:
 
     plans     of the run so far
     expected  first iteration of each plan -> what was expected of it before it ran
+    better    that the run is to take at its next commit
     cost      what a change of plan costs
     say       tells the user a line
     propose   default: `propose_beside`
@@ -141,16 +145,14 @@ class Replanning:
 
     def __init__(
         self,
-        config: RunConfig,
+        prepared: Prepared,
         folder: Path,
-        plans: Sequence[RunPlan],
         expected: Mapping[int, Planned],
-        iterations: int,
         say: Callable[[str], None],
         propose: Propose | None = None,
     ) -> None:
-        self._config, self._folder, self._iterations = config, folder, iterations
-        self.plans = tuple(plans)
+        self._config, self._iterations, self._folder = prepared.config, prepared.iterations, folder
+        self.plans = prepared.plans
         self.expected = dict(expected)
         self.cost = ChangeCost()
         self._say, self._propose = say, propose or propose_beside
@@ -158,19 +160,28 @@ class Replanning:
         self._seen: set[int] = set()  # the first iterations of the present plan
         self._newest = -1
         self._judging: asyncio.Task[None] | None = None
-        self._better: Proposal | None = None  # which the run takes at its next commit
+        self.better: Proposal | None = None
 
     @property
     def present(self) -> RunPlan:
         """The plan that the run follows now."""
         return self.plans[-1]
 
-    async def on_commit(self, iteration: int, rows: Sequence[Mapping[str, Any]], control: RunControl) -> None:
+    @property
+    def expectation(self) -> Planned:
+        """What was expected of the present plan before it ran."""
+        return self.expected[self.present.iteration]
+
+    def on_event(self, event: Any) -> None:
+        """An event of the controller."""
+        self.cost.hear(event, time.monotonic())
+        if self._config.replan == "auto" and isinstance(event, Committed):
+            self.committed(event.iteration, map(json.loads, lineage_lines(event.iteration, event.by_rank())))
+
+    def committed(self, iteration: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """An iteration is committed; rows: its lineage."""
         self._newest = iteration
-        if self._better is not None:
-            control.end_at_commit()
-        elif len(self._seen) <= ENOUGH:
+        if len(self._seen) <= ENOUGH:
             self._seen.add(iteration)
             self._rows.extend(rows)
             if len(self._seen) > ENOUGH:
@@ -178,11 +189,11 @@ class Replanning:
 
     async def take(self, step: int) -> bool:
         """Between two attempts, at the commit of a step: whether the run follows another plan from here on."""
-        proposal, self._better = self._better, None
+        proposal, self.better = self.better, None
         if proposal is None:
             return False
         try:
-            expected = await asyncio.to_thread(self._expectation, proposal.plan)
+            expected = await asyncio.to_thread(self._priced, proposal.plan)
             await asyncio.to_thread(log_change, self._folder, step, proposal.plan)
         except (OSError, ValueError) as error:
             self._say(
@@ -196,7 +207,7 @@ class Replanning:
         self._say(f"a new plan from iteration {step + 1} on")
         return True
 
-    def _expectation(self, plan: ExecutionPlan) -> Planned:
+    def _priced(self, plan: ExecutionPlan) -> Planned:
         """By the figures that are kept by now."""
         return planned(self._config, plan, problem_of(self._config, hardware_of(self._config)))
 
@@ -207,7 +218,7 @@ class Replanning:
             await asyncio.gather(self._judging, return_exceptions=True)
 
     async def _judge(self) -> None:
-        plan, expected = self.present.plan, self.expected[self.present.iteration]
+        plan, expected = self.present.plan, self.expectation
         found = planned_and_measured(plan, expected, self._rows)
         if not await asyncio.to_thread(keep_drift, plan, expected, found):
             return
@@ -230,4 +241,4 @@ class Replanning:
             f"{'changes' if worth else 'stays'}"
         )
         if worth:
-            self._better = proposal
+            self.better = proposal

@@ -4,26 +4,22 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prefect import Flow
-from prefect.exceptions import Abort
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, State
 
-from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
 from flows.cluster.forks import begin_to_load_for, in_fork, refuse_unguarded_script
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time, patient
-from flows.cluster.this_machine import gpus_here
 from flows.rewards import secret_blocks
 from flows.run.orders import ENDINGS, Order, Orders, cancelled_by_signals, leave_to_prefect, watched_orders
-from flows.run.planning import hardware_of, users_seconds
 from flows.run.prepare import Prepared, prepare
 from flows.run.progress import RunView
 from flows.run.replanning import Replanning
@@ -40,19 +36,16 @@ from flows.run.summary import (
     rows_by_plan,
     run_figures,
 )
-from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
+from flows.run.training import Attempts, Restarts, RunFailed
 from flows.view import artifacts
 from flows.view.prefect_api import PrefectApi
-from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.algorithms.held_out import HELD_OUT
 from rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
 from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.config.base import OnePass
-from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.reading import read_json, reading
+from rlhf_tasks.system.reading import read_json
 from rlhf_tasks.user_code.rewards import mean_scores
 
 EXPORT = "rlhf_tasks.rank.export:export_written"
@@ -96,8 +89,8 @@ async def carry_out(
         ending_in_time(asyncio.current_task()),
         taken(place, ENDS_S if begun > 1 else 0.0),
     ):
-        async with _cancelled_at_its_commit(place):
-            rebuilds = _take_up(place, most)  # at once: whatever ends the process from here on counts
+        # Before planning: whatever ends the process from here on counts.
+        async with _taken_up(place, most) as rebuilds:
             if prepared is None:
                 prepared = prepare(config, place)
                 refuse_changes(place, prepared)
@@ -116,8 +109,7 @@ async def run_as_flow(folder: Path, prepared: Prepared) -> dict[str, Any]:
         """The parameters are what Prefect shows of the run."""
         blocks = await secret_blocks(config)
         with ending_in_time(asyncio.current_task()):
-            async with _cancelled_at_its_commit(folder):
-                rebuilds = _take_up(folder, config.runtime.max_restarts)
+            async with _taken_up(folder, config.runtime.max_restarts) as rebuilds:
                 return await run_prepared(folder, prepared, blocks, rebuilds)
 
     name = FLOW_NAMES.get(config.type, config.type.replace("_", "-"))
@@ -143,15 +135,13 @@ def _times_begun() -> int:
     return flow_run.run_count or 1
 
 
-def _cancelled_at_its_commit(folder: Path) -> AbstractAsyncContextManager[None]:
-    return cancelled_by_signals(lambda: f"at commit {newest_step(folder) or 0}")
-
-
-def _take_up(folder: Path, max_restarts: int) -> int:
-    """Record in the run folder that this flow run takes the run up. Returns the attempts and rebuilds since the
-    newest commit. Raises RunFailed when they are too many."""
-    remember_folder(folder, flow_run.id)
-    return Restarts(folder, max_restarts).begin(started_again=_times_begun() > 1)
+@asynccontextmanager
+async def _taken_up(folder: Path, max_restarts: int) -> AsyncIterator[int]:
+    """Record in the run folder that this flow run takes the run up; a signal cancels it at its newest commit. Gives
+    the attempts and rebuilds since that commit. Raises RunFailed when they are too many."""
+    async with cancelled_by_signals(lambda: f"at commit {newest_step(folder) or 0}"):
+        remember_folder(folder, flow_run.id)
+        yield Restarts(folder, max_restarts).begin(started_again=_times_begun() > 1)
 
 
 async def run_prepared(
@@ -170,17 +160,19 @@ async def run_prepared(
     with prefect_server(folder):
         keep_identity(folder, prepared)
         prepared.keep_rows(folder)
-        view = RunView(prepared, folder, expected)
+        view = RunView(prepared, folder, expected[0].peak_flops_per_s)
+        replanning = Replanning(prepared, folder, expected, view.say)
         try:
             await view.begin()
             async with watched_orders(folder, flow_run.id, view.say) as orders:
                 restarts = Restarts(folder, config.runtime.max_restarts)
-                attempts = Attempts(prepared, folder, blocks, view, orders, restarts)
+                attempts = Attempts(prepared, folder, blocks, view, orders, replanning, restarts)
                 by_worker = bool(os.environ.get("PREFECT__FLOW_RUN_ID"))
                 with patient(lambda: patience_s(orders)) if by_worker else nullcontext():
                     order = await attempts.run(rebuilds)
-            return await _end(order, orders, prepared, folder, view)
+            return await _end(order, orders, prepared, folder, view, replanning)
         finally:
+            await replanning.close()
             await view.close()
             await view.api.part()
 
@@ -195,7 +187,12 @@ def patience_s(orders: Orders) -> float:
 
 
 async def _end(
-    order: Order, orders: Orders, prepared: Prepared, folder: Path, view: RunView
+    order: Order,
+    orders: Orders,
+    prepared: Prepared,
+    folder: Path,
+    view: RunView,
+    replanning: Replanning,
 ) -> dict[str, Any] | State[Any]:
     """End a run as it was ordered: its summary, or its state."""
     if order is Order.LEAVE:
@@ -204,7 +201,7 @@ async def _end(
         return Cancelled(message=f"at commit {newest_step(folder) or 0}; {orders.why}")
     view.finishing()
     await view.end()  # first: the summary says what Prefect does not show
-    summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning, view.api)
+    summary = await asyncio.to_thread(_finish, folder, prepared, replanning, view.api)
     if (scores := summary.get("scores")) is not None:
         await view.api.show(lambda: artifacts.show_scores(scores))
     compared = summary["planned_and_measured"]
@@ -216,186 +213,6 @@ async def _end(
         )
     view.finished()
     return summary
-
-
-class Restarts:
-    """The count of attempts and rebuilds since the newest commit, which `runtime.max_restarts` bounds, also across
-    processes of one flow run that Prefect starts again: the run folder has it."""
-
-    def __init__(self, folder: Path, most: int) -> None:
-        self._folder, self._most = folder, most
-
-    def begin(self, started_again: bool) -> int:
-        """Count a process that takes the run up. Returns the count. Raises RunFailed when it is one too many.
-
-        started_again  by Prefect: its process before was killed, or left
-        """
-        if not started_again:
-            self.forget()
-        count = self._so_far() + 1 if started_again else 0
-        self.count(count, "its process has ended")
-        return count
-
-    def count(self, count: int, why: str) -> None:
-        """Write down that an attempt begins. Raises RunFailed when it is one too many."""
-        if count > self._most:
-            self.forget()
-            raise RunFailed(
-                f"{why} (after runtime.max_restarts={self._most} restarts without a commit in between). Resume to "
-                "continue from the last commit."
-            )
-        record = {"step": newest_step(self._folder), "rebuilds": count}
-        replace_file(self._folder / RESTARTS, json.dumps(record) + "\n")
-
-    def forget(self) -> None:
-        """Delete the count, so that the next process begins at 0."""
-        (self._folder / RESTARTS).unlink(missing_ok=True)
-
-    def _so_far(self) -> int:
-        """The count so far; -1 if the process before this one has ended properly, 0 for a damaged record."""
-        path = self._folder / RESTARTS
-        if not path.exists():
-            return -1
-        try:
-            with reading(path, "no count of restarts"):
-                record = read_json(path)
-                return int(record["rebuilds"]) if record["step"] == newest_step(self._folder) else 0
-        except ConfigError:
-            return 0
-
-
-class Attempts:
-    """The attempts of a run, one after the other. When a controller or a scheduler is lost, or devices were released,
-    the next attempt continues from the last commit.
-
-    Attempts that end without a commit are counted together with rebuilds.
-
-    blocks  Prefect Secret block that rewards name -> its value
-    """
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        folder: Path,
-        blocks: Mapping[str, str],
-        view: RunView,
-        orders: Orders,
-        restarts: Restarts,
-    ) -> None:
-        self._prepared, self._folder, self._blocks = prepared, folder, dict(blocks)
-        self._view, self._orders, self._restarts = view, orders, restarts
-
-    async def run(self, rebuilds: int) -> Order:
-        """Until the run has reached its last iteration (CONTINUE, or STOP before that), or ends for another order.
-
-        rebuilds  how many there were since the last commit, before this process
-        """
-        again = False
-        while True:
-            try:
-                result = await self._attempt(rebuilds, again)
-            except ControllerLost as lost:
-                wanted = self._orders.wanted
-                if wanted is Order.END:
-                    raise Abort(self._orders.why) from None
-                if wanted in ENDINGS and (wanted is not Order.STOP or newest_step(self._folder)):
-                    return wanted  # which is at the last commit: nothing is gained by another attempt
-                rebuilds, again = lost.rebuilds + 1, True
-                self._restarts.count(rebuilds, str(lost))
-                self._view.say(f"{lost}: a new attempt begins at the last commit")
-                continue
-            if result.order is Order.RELEASE:
-                order = await self._orders.released()
-                if order is Order.CONTINUE or (order is Order.STOP and not newest_step(self._folder)):
-                    rebuilds, again = 0, False
-                    self._restarts.count(rebuilds, "")
-                    continue
-                if self._orders.wanted is Order.END:
-                    raise Abort(self._orders.why)
-            self._restarts.forget()
-            return self._orders.wanted if result.order is Order.RELEASE else result.order
-
-    async def _attempt(self, rebuilds: int, again: bool) -> TrainingResult:
-        prepared, config, view = self._prepared, self._prepared.config, self._view
-        view.starting()
-        await view.between_attempts()
-        present = view.replanning.present
-        needs = view.replanning.expected[present.iteration].needs
-        with entering("cluster", cluster_of(config, self._folder, needs, again), view.say) as cluster:
-            while True:  # attempts on one cluster, each with a plan of its own
-                view.loading()
-                present = view.replanning.present
-                expected = view.replanning.expected[present.iteration]
-                spec = RunSpec(
-                    run=self._folder.name,
-                    plan=present.plan,
-                    config=config.model_dump(mode="json"),
-                    run_folder=str(self._folder),
-                    iterations=prepared.iterations,
-                    limits=config.limits,
-                    rebuilds=rebuilds,
-                    predicted_s=expected.price.longest_s,
-                    users_s=users_seconds(config, present.plan, len(prepared.held_out.get(HELD_OUT, ()))),
-                    peak_flops_per_s=expected.peak_flops_per_s,
-                    blocks=self._blocks,
-                )
-                result = await run_training(
-                    spec,
-                    cluster,
-                    on_commit=view.on_commit,
-                    on_event=view.on_event,
-                    api=view.api,
-                    orders=self._orders,
-                )
-                if not result.again:
-                    return result
-                if self._orders.wanted in (Order.RELEASE, Order.LEAVE, Order.CANCEL):
-                    self._orders.hold(result.committed_step)
-                    return replace(result, order=self._orders.wanted)
-                rebuilds = result.rebuilds
-                await view.between_attempts()
-
-
-@contextmanager
-def cluster_of(
-    config: RunConfig,
-    folder: Path,
-    needs: Mapping[int, float] | None = None,
-    again: bool = False,
-) -> Iterator[DaskCluster]:
-    """The cluster that a configuration names, or one of our own on this machine.
-
-    again  this process has lost it
-    needs  rank -> bytes of tensors by the plan, which a cluster found by address must have room for
-    """
-    place = config.cluster
-    if place.address is not None:
-        with found_cluster(
-            place.address,
-            place.n_devices,
-            folder=folder,
-            devices_per_host=place.per_host,
-            deadline_s=config.runtime.startup_s,
-            assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
-            needs=needs,
-            again=again,
-        ) as cluster:
-            yield cluster
-    else:
-        gpus = gpus_here()
-        if 0 < len(gpus) < place.n_devices:
-            raise ClusterError(
-                f"cluster.n_hosts={place.n_hosts} x devices_per_host={place.per_host} are {place.n_devices} "
-                f"ranks; this machine has {len(gpus)} visible GPUs ({', '.join(gpus)}). Ask for fewer, or name a "
-                "larger cluster by cluster.address."
-            )
-        with local_cluster(
-            place.n_devices,
-            gpus=gpus,
-            folder=folder / "scratch",
-            deadline_s=config.runtime.startup_s,
-        ) as cluster:
-            yield cluster
 
 
 def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: PrefectApi) -> dict[str, Any]:

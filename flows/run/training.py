@@ -1,16 +1,17 @@
-"""The part that all algorithms' flows share: the parent's loop.
+"""The training of a run: attempts, one after another, and an attempt as its flow sees it.
 
-The loop enters an iteration as soon as the controller says that it may be entered (docs/protocol.md, delivery): it
+An attempt enters an iteration as soon as the controller says that it may be entered (docs/protocol.md, delivery): it
 tells the controller, which delivers it, and the iteration's view (flows/view/iterations.py).
 Whatever Prefect does or does not do meanwhile, the ranks continue.
 """
 
 import asyncio
+import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,20 @@ from distributed.comm import CommClosedError
 from distributed.core import connect, rpc
 from prefect.exceptions import Abort
 
-from flows.cluster.cluster import DaskCluster
-from flows.run.orders import Order, Orders
+from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
+from flows.cluster.this_machine import gpus_here
+from flows.run.orders import ENDINGS, Order, Orders
+from flows.run.planning import hardware_of, users_seconds
+from flows.run.prepare import Prepared
+from flows.run.progress import RunView
+from flows.run.replanning import Replanning
 from flows.run.run_folder import ATTEMPTS
 from flows.view.iterations import IterationView
 from flows.view.prefect_api import PrefectApi
+from flows.view.terminal import entering
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
+from rlhf_tasks.algorithms.held_out import HELD_OUT
+from rlhf_tasks.checkpoint.commits import newest_step
 from rlhf_tasks.protocol.messages import (
     EVENT,
     Aborted,
@@ -44,12 +54,13 @@ from rlhf_tasks.protocol.messages import (
     StopAfter,
 )
 from rlhf_tasks.rank.host import Writer
+from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, at, reach
+from rlhf_tasks.system.reading import read_json, reading
 
 logger = logging.getLogger(__name__)
+RESTARTS = "restarts.json"
 ASK_EVERY_S = 5.0  # whether the controller still answers
-HOOKS_S = 60.0  # what hooks may take after the last commit
-CANCELLED_S = 4.0  # the same where the run is cancelled: a worker of Prefect's kills it 30 s after its signal
 ANSWER_S = 60.0  # its event loop waits for nobody, but the interpreter is held while torch is imported
 
 
@@ -75,79 +86,227 @@ class TrainingResult:
     committed_step  number of committed iterations
     faults          the causes of the rebuilds
     order           CONTINUE: the last iteration is committed; else the order for which the attempt ended at a commit
-    again           it ended at a commit for another attempt to begin there (`RunControl.end_at_commit`)
     rebuilds        since the last commit
     """
 
     committed_step: int
     faults: tuple[str, ...]
     order: Order = Order.CONTINUE
-    again: bool = False
     rebuilds: int = 0
 
 
-class RunControl:
-    """Actions of a hook on the run that it watches. They take effect at the first iteration not yet delivered.
+class Attempts:
+    """The attempts of a run, one after the other. When a controller or a scheduler is lost, devices were released, or
+    the plan changes, the next attempt continues from the last commit.
 
-    ends_at_commit  the attempt ends at its next commit, and another one begins there
+    Attempts that end without a commit are counted together with rebuilds.
+
+    blocks  Prefect Secret block that rewards name -> its value
     """
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self.ends_at_commit = False
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: Path,
+        blocks: Mapping[str, str],
+        view: RunView,
+        orders: Orders,
+        replanning: Replanning,
+        restarts: "Restarts",
+    ) -> None:
+        self._prepared, self._folder, self._blocks = prepared, folder, dict(blocks)
+        self._view, self._orders = view, orders
+        self._replanning, self._restarts = replanning, restarts
 
-    def stop_after(self, iteration: int) -> None:
-        """Make an iteration the last one."""
-        self._writer.put(StopAfter(iteration=iteration))
+    async def run(self, rebuilds: int) -> Order:
+        """Until the run has reached its last iteration (CONTINUE, or STOP before that), or ends for another order.
 
-    def end_at_commit(self) -> None:
-        """End the attempt at its next commit, for another one to begin there."""
-        if not self.ends_at_commit:
-            self.ends_at_commit = True
-            self._writer.put(Pause())
+        rebuilds  how many there were since the last commit, before this process
+        """
+        again = False
+        while True:
+            try:
+                result = await self._on_a_cluster(rebuilds, again)
+            except ControllerLost as lost:
+                wanted = self._orders.wanted
+                if wanted is Order.END:
+                    raise Abort(self._orders.why) from None
+                if wanted in ENDINGS and (wanted is not Order.STOP or newest_step(self._folder)):
+                    return wanted  # which is at the last commit: nothing is gained by another attempt
+                rebuilds, again = lost.rebuilds + 1, True
+                self._restarts.count(rebuilds, str(lost))
+                self._view.say(f"{lost}: a new attempt begins at the last commit")
+                continue
+            if result.order is Order.RELEASE:
+                order = await self._orders.released()
+                if order is Order.CONTINUE or (order is Order.STOP and not newest_step(self._folder)):
+                    rebuilds, again = 0, False
+                    self._restarts.count(rebuilds, "")
+                    continue
+                if self._orders.wanted is Order.END:
+                    raise Abort(self._orders.why)
+            self._restarts.forget()
+            return self._orders.wanted if result.order is Order.RELEASE else result.order
+
+    async def _on_a_cluster(self, rebuilds: int, again: bool) -> TrainingResult:
+        """An attempt on a cluster; where it ends for a change of plan, the next one on the same cluster."""
+        self._view.starting()
+        await self._change_plan()
+        needs = self._replanning.expectation.needs
+        with entering(
+            "cluster", cluster_of(self._prepared.config, self._folder, needs, again), self._view.say
+        ) as cluster:
+            while (result := await self._attempt(cluster, rebuilds)).order is Order.RENEW:
+                rebuilds = result.rebuilds
+                await self._change_plan()
+        return result
+
+    async def _change_plan(self) -> None:
+        """Change to the better plan, if one was found."""
+        step = newest_step(self._folder)
+        if step is not None and await self._replanning.take(step):
+            self._view.plan_changed(self._replanning.present.plan)
+
+    async def _attempt(self, cluster: DaskCluster, rebuilds: int) -> TrainingResult:
+        prepared, config = self._prepared, self._prepared.config
+        plan, expected = self._replanning.present.plan, self._replanning.expectation
+        self._view.loading()
+        self._replanning.cost.begins(time.monotonic())
+        spec = RunSpec(
+            run=self._folder.name,
+            plan=plan,
+            config=config.model_dump(mode="json"),
+            run_folder=str(self._folder),
+            iterations=prepared.iterations,
+            limits=config.limits,
+            rebuilds=rebuilds,
+            predicted_s=expected.price.longest_s,
+            users_s=users_seconds(config, plan, len(prepared.held_out.get(HELD_OUT, ()))),
+            peak_flops_per_s=expected.peak_flops_per_s,
+            blocks=self._blocks,
+        )
+        return await run_training(spec, cluster, on_event=self._hear, api=self._view.api, orders=self._orders)
+
+    def _hear(self, event: Any) -> None:
+        """Show an event of the controller, and judge the plan by it."""
+        self._view.on_event(event)
+        self._replanning.on_event(event)
+        if self._replanning.better is not None:
+            self._orders.renew()
 
 
-OnCommit = Callable[[Committed, RunControl], Awaitable[None]]
-OnEvent = Callable[[Any], None]
+class Restarts:
+    """The count of attempts and rebuilds since the newest commit, which `runtime.max_restarts` bounds, also across
+    processes of one flow run that Prefect starts again: the run folder has it."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder, self._most = folder, most
+
+    def begin(self, started_again: bool) -> int:
+        """Count a process that takes the run up. Returns the count. Raises RunFailed when it is one too many.
+
+        started_again  by Prefect: its process before was killed, or left
+        """
+        if not started_again:
+            self.forget()
+        count = self._so_far() + 1 if started_again else 0
+        self.count(count, "its process has ended")
+        return count
+
+    def count(self, count: int, why: str) -> None:
+        """Write down that an attempt begins. Raises RunFailed when it is one too many."""
+        if count > self._most:
+            self.forget()
+            raise RunFailed(
+                f"{why} (after runtime.max_restarts={self._most} restarts without a commit in between). Resume to "
+                "continue from the last commit."
+            )
+        record = {"step": newest_step(self._folder), "rebuilds": count}
+        replace_file(self._folder / RESTARTS, json.dumps(record) + "\n")
+
+    def forget(self) -> None:
+        """Delete the count, so that the next process begins at 0."""
+        (self._folder / RESTARTS).unlink(missing_ok=True)
+
+    def _so_far(self) -> int:
+        """The count so far; -1 if the process before this one has ended properly, 0 for a damaged record."""
+        path = self._folder / RESTARTS
+        if not path.exists():
+            return -1
+        try:
+            with reading(path, "no count of restarts"):
+                record = read_json(path)
+                return int(record["rebuilds"]) if record["step"] == newest_step(self._folder) else 0
+        except ConfigError:
+            return 0
+
+
+@contextmanager
+def cluster_of(
+    config: RunConfig,
+    folder: Path,
+    needs: Mapping[int, float] | None = None,
+    again: bool = False,
+) -> Iterator[DaskCluster]:
+    """The cluster that a configuration names, or one of our own on this machine.
+
+    again  this process has lost it
+    needs  rank -> bytes of tensors by the plan, which a cluster found by address must have room for
+    """
+    place = config.cluster
+    if place.address is not None:
+        with found_cluster(
+            place.address,
+            place.n_devices,
+            folder=folder,
+            devices_per_host=place.per_host,
+            deadline_s=config.runtime.startup_s,
+            assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
+            needs=needs,
+            again=again,
+        ) as cluster:
+            yield cluster
+    else:
+        gpus = gpus_here()
+        if 0 < len(gpus) < place.n_devices:
+            raise ClusterError(
+                f"cluster.n_hosts={place.n_hosts} x devices_per_host={place.per_host} are {place.n_devices} "
+                f"ranks; this machine has {len(gpus)} visible GPUs ({', '.join(gpus)}). Ask for fewer, or name a "
+                "larger cluster by cluster.address."
+            )
+        with local_cluster(
+            place.n_devices,
+            gpus=gpus,
+            folder=folder / "scratch",
+            deadline_s=config.runtime.startup_s,
+        ) as cluster:
+            yield cluster
 
 
 async def run_training(
     spec: RunSpec,
     cluster: DaskCluster,
     *,
-    on_commit: OnCommit | None = None,
+    on_event: Callable[[Any], None] = lambda event: None,
     api: PrefectApi | None = None,
-    on_event: OnEvent | None = None,
-    dispatch_ahead: bool = True,
     orders: Orders | None = None,
 ) -> TrainingResult:
     """Run a plan to its last iteration, from the last commit in the run folder if there is one. Call it in
     a flow.
 
-    spec            the attempt, which gets its number and its ranks here
-    on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged. It
-                    should be quick: commits that it has not handled are kept, and dropped `HOOKS_S` after the last
-                    commit
-    api             the connection to Prefect, which the hooks use too
-    on_event        called at once with each of the controller's events, whatever the other hooks wait for
-    dispatch_ahead  False: an iteration is entered only when the one before is committed, which needs snapshot_every=1
-    orders          what the run is to do; default: continue to its last iteration
-    Raises ValueError where it could never end, RunFailed with the cause, ControllerLost, and
-    `prefect.exceptions.Abort` where it is ordered to END.
+    spec      the attempt, which gets its number and its ranks here
+    on_event  called at once with each of the controller's events, in order; it waits for nothing, and its errors are
+              logged
+    api       the connection to Prefect
+    orders    what the run is to do; default: continue to its last iteration
+    Raises RunFailed with the cause, ControllerLost, and `prefect.exceptions.Abort` where it is ordered to END.
     Cancelling the caller ends the run: the cluster is free again within seconds.
     """
-    every = spec.limits.snapshot_every
-    if not dispatch_ahead and every != 1:
-        raise ValueError(
-            f"dispatch_ahead=False waits for the commit of each iteration, and snapshot_every={every} does not "
-            "commit each. Make it 1."
-        )
     ranks = tuple(member.name for member in cluster.ranks[: spec.plan.n_devices])
     spec = spec.model_copy(update={"attempt": next_attempt(Path(spec.run_folder)), "ranks": ranks})
     with at(attempt=spec.attempt):
         reach(Point.ATTEMPT)
-    hooks, api, orders = Hooks(on_commit, on_event), api or PrefectApi(spec.run), orders or Orders()
-    return await Training(spec, cluster, hooks, api, dispatch_ahead, orders).run()
+    return await Training(spec, cluster, on_event, api or PrefectApi(spec.run), orders or Orders()).run()
 
 
 def next_attempt(run_folder: Path) -> int:
@@ -165,22 +324,6 @@ def next_attempt(run_folder: Path) -> int:
             return number
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What is called beside a training."""
-
-    on_commit: OnCommit | None = None
-    on_event: OnEvent | None = None
-
-    def hear(self, event: Any) -> None:
-        """Pass an event to the code that shows it; an error there is logged, and training continues."""
-        if self.on_event is not None:
-            try:
-                self.on_event(event)
-            except Exception:
-                logger.exception("%s cannot be shown; training continues", event.kind)
-
-
 class Training:
     """One attempt, seen from its flow."""
 
@@ -188,66 +331,51 @@ class Training:
         self,
         spec: RunSpec,
         cluster: DaskCluster,
-        hooks: Hooks,
+        on_event: Callable[[Any], None],
         api: PrefectApi,
-        dispatch_ahead: bool,
         orders: Orders,
     ) -> None:
-        self.spec = spec
-        self.cluster = cluster
+        self._spec, self._cluster = spec, cluster
         self._view = IterationView(spec, api)
-        self._hooks = hooks
-        self._dispatch_ahead = dispatch_ahead
-        self._in_flight: set[tuple[int, int]] = set()  # iteration, generation; kept without dispatch_ahead
-        self._held: Enterable | None = None
-        self._orders = orders
+        self._on_event, self._orders = on_event, orders
         self._faults: list[str] = []
-        self._again = False
         self._rebuilds = spec.rebuilds  # since the last commit
 
     async def run(self) -> TrainingResult:
         """Hold the lease, follow the events, and leave nothing running."""
-        lease = {"op": "rlhf_lease", "spec": self.spec.model_dump_json().encode()}
+        lease = {"op": "rlhf_lease", "spec": self._spec.model_dump_json().encode()}
         try:
-            comm = await connect(self.cluster.controller.address, **self.cluster.connection_args)
+            comm = await connect(self._cluster.controller.address, **self._cluster.connection_args)
             await comm.write(lease)
         except OSError as error:
             raise ControllerLost(
-                f"the controller of run {self.spec.run} is gone: {error}", self._rebuilds
+                f"the controller of run {self._spec.run} is gone: {error}", self._rebuilds
             ) from None
         writer = Writer(comm)
-        news: asyncio.Queue[Committed | None] = asyncio.Queue()
-        control = RunControl(writer)
-        hooks = asyncio.create_task(self._run_hooks(news, control))
         liveness = asyncio.create_task(self._watch_controller(comm))
         try:
-            step, order = await self._obey_and_follow(comm, writer, news, control)
-            news.put_nowait(None)
-            cancelled = order is Order.CANCEL
-            _, late = await asyncio.wait([hooks], timeout=CANCELLED_S if cancelled else HOOKS_S)
-            if late:
-                logger.warning("the hooks take too long; %d events do not reach them", news.qsize())
-            if not (cancelled or self._again):  # closing it has a shorter limit, and the devices wait
+            step, order = await self._obey_and_follow(comm, writer)
+            if order not in (
+                Order.CANCEL,
+                Order.RENEW,
+            ):  # closing it has a shorter limit, and the devices wait
                 await self._view.complete()
         except CommClosedError:
             what = "is gone"
             if liveness.done() and not liveness.cancelled():
                 what = f"has not answered for {ANSWER_S:g} s, as if its process was stopped"
-            raise ControllerLost(f"the controller of run {self.spec.run} {what}", self._rebuilds) from None
+            raise ControllerLost(f"the controller of run {self._spec.run} {what}", self._rebuilds) from None
         finally:
             writer.close()
-            hooks.cancel()
             liveness.cancel()
             await self._view.close()
-        return TrainingResult(step, tuple(self._faults), order, self._again, self._rebuilds)
+        return TrainingResult(step, tuple(self._faults), order, self._rebuilds)
 
-    async def _obey_and_follow(
-        self, comm: Any, writer: Writer, news: asyncio.Queue[Committed | None], control: RunControl
-    ) -> tuple[int, Order]:
+    async def _obey_and_follow(self, comm: Any, writer: Writer) -> tuple[int, Order]:
         """Until the last commit, or the one for which the attempt is to end: its step, and the order."""
-        self._orders.hold(None)
-        obeying = asyncio.create_task(self._obey(writer, control))
-        following = asyncio.create_task(self._follow(comm, writer, news, control))
+        self._orders.begin()
+        obeying = asyncio.create_task(self._obey(writer))
+        following = asyncio.create_task(self._follow(comm, writer))
         try:
             await asyncio.wait({obeying, following}, return_when=asyncio.FIRST_COMPLETED)
             return (following.result(), Order.CONTINUE) if following.done() else obeying.result()
@@ -256,7 +384,7 @@ class Training:
             following.cancel()
             await asyncio.gather(obeying, following, return_exceptions=True)
 
-    async def _obey(self, writer: Writer, control: RunControl) -> tuple[int, Order]:
+    async def _obey(self, writer: Writer) -> tuple[int, Order]:
         """Pass the orders on; ends at the commit, with its step and the order, at which the attempt is to end."""
         orders, passed_on = self._orders, Order.CONTINUE
         while True:
@@ -268,44 +396,35 @@ class Training:
                 if order is Order.CONTINUE:
                     orders.hold(None)
                     writer.put(Resume())
-                    if control.ends_at_commit:
-                        writer.put(Pause())
                 else:
                     writer.put(StopAfter(iteration=0) if order is Order.STOP else Pause())
-            if orders.held is not None and order in (Order.RELEASE, Order.LEAVE, Order.CANCEL):
+            if orders.held is not None and order in (Order.RENEW, Order.RELEASE, Order.LEAVE, Order.CANCEL):
                 return orders.held, order
             await orders.news()
 
-    async def _follow(
-        self, comm: Any, writer: Writer, news: asyncio.Queue[Committed | None], control: RunControl
-    ) -> int:
-        """Act on the controller's events until the last commit, or where another attempt begins; its step."""
+    async def _follow(self, comm: Any, writer: Writer) -> int:
+        """Act on the controller's events until the last commit; its step."""
         while True:
             event = EVENT.validate_json(await comm.read())
-            self._hooks.hear(event)
+            try:
+                self._on_event(event)
+            except Exception:
+                logger.exception("%s cannot be shown; training continues", event.kind)
             match event:
                 case Enterable() as place:
                     self._enter(place, writer)
                 case Held(step=step):
-                    leaves = self._orders.wanted in (Order.RELEASE, Order.LEAVE, Order.CANCEL)
-                    if control.ends_at_commit and not leaves and self._orders.wanted is not Order.STOP:
-                        self._again = True
-                        return step
-                    if leaves or self._orders.wanted is Order.PAUSE:  # else it was taken back meanwhile
+                    if self._orders.wanted not in (
+                        Order.CONTINUE,
+                        Order.STOP,
+                    ):  # else it was taken back meanwhile
                         self._orders.hold(step)
-                case Committed() as committed:
+                case Committed(iteration=iteration):
                     self._rebuilds = 0
-                    news.put_nowait(committed)
-                    self._view.committed(committed.iteration)
-                    self._in_flight = {place for place in self._in_flight if place[0] != committed.iteration}
-                    if self._held is not None:
-                        self._enter(self._held, writer)
+                    self._view.committed(iteration)
                 case NodeBegun() | NodeEnded() as node:
                     self._view.node(node)
-                case IterationRan() as ran:
-                    self._view.ended(ran)
-                case Aborted() | NotEntered() as end:
-                    self._in_flight.discard((end.iteration, end.generation))
+                case IterationRan() | Aborted() | NotEntered() as end:
                     self._view.ended(end)
                 case Faulted(cause=cause, generation=generation):
                     self._faults.append(str(cause))
@@ -318,7 +437,7 @@ class Training:
 
     async def _watch_controller(self, comm: Any) -> None:
         """Break the lease when the controller does not answer any more: its connections outlive a hung process."""
-        address, arguments = self.cluster.controller.address, self.cluster.connection_args
+        address, arguments = self._cluster.controller.address, self._cluster.connection_args
         answered_s = time.monotonic()
         async with rpc(address, connection_args=arguments) as controller:
             while time.monotonic() - answered_s < ANSWER_S:
@@ -330,25 +449,11 @@ class Training:
 
     def _enter(self, place: Enterable, writer: Writer) -> None:
         """Deliver an iteration, and have it shown."""
-        if not self._dispatch_ahead:
-            if self._in_flight:
-                self._held = place
-                return
-            self._held = None
-            self._in_flight.add((place.iteration, place.generation))
-        with at(iteration=place.iteration, generation=place.generation, attempt=self.spec.attempt):
+        with at(iteration=place.iteration, generation=place.generation, attempt=self._spec.attempt):
             reach(Point.ENTER)
             writer.put(Enter(iteration=place.iteration, generation=place.generation))
             reach(Point.ENTERED)
         self._view.entered(place.iteration, place.generation)
-
-    async def _run_hooks(self, news: asyncio.Queue[Committed | None], control: RunControl) -> None:
-        while (committed := await news.get()) is not None:
-            if self._hooks.on_commit is not None:
-                try:
-                    await self._hooks.on_commit(committed, control)
-                except Exception:
-                    logger.exception("a hook failed at %s; training continues", committed.kind)
 
 
 def _ending(end: GaveUp) -> str:

@@ -307,6 +307,10 @@ class Committed(Frozen):
     iteration: int
     results: dict[str, tuple[NodeResult, ...]]
 
+    def by_rank(self) -> dict[str, dict[int, NodeResult]]:
+        """Node -> rank -> result, as the journals have it."""
+        return {node: {result.rank: result for result in ranks} for node, ranks in self.results.items()}
+
 
 class Aborted(Frozen):
     """The iteration will not be committed under this generation."""

@@ -10,7 +10,7 @@ from flows.cluster.cluster import local_cluster
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.run.training import run_training
-from rlhf_tasks.protocol.messages import RunSpec
+from rlhf_tasks.protocol.messages import Committed, RunSpec
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import STARTUP_S, limits
 
@@ -20,8 +20,9 @@ def main(folder: Path, iterations: int, fault: str) -> None:
     if fault:
         config["fault"] = {"kind": fault, "node": "generate", "iteration": 1, "rank": 0, "always": True}
 
-    async def on_commit(committed, control):
-        print("READY", flush=True)
+    def on_event(event):
+        if isinstance(event, Committed):
+            print("READY", flush=True)
 
     with (
         ending_in_time() as watch,
@@ -42,7 +43,7 @@ def main(folder: Path, iterations: int, fault: str) -> None:
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
             )
-            return await run_training(spec, cluster, on_commit=on_commit)
+            return await run_training(spec, cluster, on_event=on_event)
 
         asyncio.run(parent())
 

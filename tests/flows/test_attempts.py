@@ -13,13 +13,21 @@ import pytest
 from distributed import Client, Scheduler
 from prefect import flow
 
-from flows.run import runs
+from flows.run import runs, training
 from flows.run.orders import Order, Orders
 from flows.run.prepare import Prepared
-from flows.run.runs import Attempts, Restarts, carry_out
-from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
+from flows.run.replanning import Replanning
+from flows.run.runs import carry_out
+from flows.run.training import (
+    Attempts,
+    ControllerLost,
+    Restarts,
+    RunFailed,
+    TrainingResult,
+    run_training,
+)
 from flows.view.prefect_api import PrefectApi
-from rlhf_tasks.checkpoint.changes import RunPlan
+from rlhf_tasks.protocol.messages import Committed
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
 from tests.flows.run.test_orders import states_after
 from tests.flows.run.test_training import FAKES
@@ -34,31 +42,25 @@ def attempts(tmp_path, expected):
     """Makes the attempts of a run of fake ranks; `told` are the lines for the user, `committed` its commits."""
     told, committed = [], []
 
-    def make(place, orders=None, on_commit=None, max_restarts=3):
+    def make(place, orders=None, on_commit=lambda iteration: None, max_restarts=3):
         config = ppo_config(tmp_path, cluster=place, runtime={"max_restarts": max_restarts})
-        present = RunPlan(iteration=0, plan=small_plan())
 
-        async def nothing():
-            pass
-
-        async def committed_one(commit, control):
-            committed.append(commit.iteration)
-            if on_commit is not None:
-                await on_commit(commit.iteration)
+        def on_event(event):
+            if isinstance(event, Committed):
+                committed.append(event.iteration)
+                on_commit(event.iteration)
 
         view = SimpleNamespace(
-            replanning=SimpleNamespace(present=present, expected={0: expected}),
-            on_commit=committed_one,
-            between_attempts=nothing,
-            on_event=lambda event: None,
+            on_event=on_event,
             starting=lambda: None,
             loading=lambda: None,
             api=PrefectApi("fake"),
             say=told.append,
         )
         prepared = Prepared(config, small_plan(), None, ITERATIONS, None)  # type: ignore[arg-type]  no search, no rows
+        replanning = Replanning(prepared, tmp_path, {0: expected}, told.append)
         restarts = Restarts(tmp_path, max_restarts)
-        return Attempts(prepared, tmp_path, {}, view, orders or Orders(told.append), restarts)
+        return Attempts(prepared, tmp_path, {}, view, orders or Orders(told.append), replanning, restarts)
 
     return SimpleNamespace(make=make, told=told, committed=committed)
 
@@ -78,7 +80,7 @@ def endings(monkeypatch):
             raise end
         return end
 
-    monkeypatch.setattr(Attempts, "_attempt", attempt)
+    monkeypatch.setattr(Attempts, "_on_a_cluster", attempt)
     return SimpleNamespace(coming=coming, rebuilds=rebuilds)
 
 
@@ -187,7 +189,7 @@ async def in_a_flow(run):
 def fakes(monkeypatch):
     """Ranks are fakes; `clusters` are those that were formed."""
     clusters = []
-    cluster_of = runs.cluster_of
+    cluster_of = training.cluster_of
 
     @contextmanager
     def noted(*arguments):
@@ -199,8 +201,8 @@ def fakes(monkeypatch):
         faked = FAKES | {"config": {"sleep_s": 0.1}, "run": f"f-{uuid4().hex[:8]}"}
         return await run_training(spec.model_copy(update=faked), cluster, **hooks)
 
-    monkeypatch.setattr(runs, "cluster_of", noted)
-    monkeypatch.setattr(runs, "run_training", train)
+    monkeypatch.setattr(training, "cluster_of", noted)
+    monkeypatch.setattr(training, "run_training", train)
     return clusters
 
 
@@ -221,9 +223,9 @@ def end_scheduler(cluster):
 @pytest.mark.parametrize("strike", [kill_controller, pytest.param(end_scheduler, marks=pytest.mark.slow)])
 @pytest.mark.whole
 def test_a_run_on_a_cluster_of_its_own_goes_on_by_itself_without(attempts, fakes, prefect, tmp_path, strike):
-    async def on_commit(iteration):
+    def on_commit(iteration):
         if iteration == 2 and len(fakes) == 1:
-            await asyncio.to_thread(strike, fakes[0])
+            asyncio.get_running_loop().run_in_executor(None, strike, fakes[0])
 
     run = attempts.make({"devices_per_host": 2}, on_commit=on_commit)
     assert asyncio.run(in_a_flow(run)) is Order.CONTINUE
@@ -257,7 +259,7 @@ def test_a_run_on_a_cluster_found_by_address_waits_for_it_to_come_back(
     async def run_on(address, first, again):
         struck = asyncio.Event()
 
-        async def on_commit(iteration):
+        def on_commit(iteration):
             if iteration == 2:
                 struck.set()
 

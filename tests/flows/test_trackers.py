@@ -106,7 +106,7 @@ def test_a_resumed_run_continues_its_tracker_run_with_every_step_once(tmp_path: 
         told = run.begin()
         for iteration in iterations:
             run.write(iteration)
-            await told.tell(iteration + 1)
+            told.tell(iteration + 1)
         run.write(iterations[-1] + 1)  # of a commit that fails: the next attempt overwrites it
         await told.close(finished)
         path = run.folder / "metrics.jsonl"
@@ -135,7 +135,7 @@ def test_where_a_trackers_state_is_damaged_it_is_given_every_row_again(tmp_path:
 
     async def scene() -> None:
         told = run.begin()
-        await told.tell(2)
+        told.tell(2)
         await told.close(finished=True)
 
     asyncio.run(scene())
@@ -151,14 +151,14 @@ def test_a_tracker_that_is_killed_begins_again_and_lacks_nothing(tmp_path: Path,
     async def scene() -> None:
         told = run.begin()
         run.write(0, 1)
-        await told.tell(2)
+        told.tell(2)
         await until(lambda: state.exists() and json.loads(state.read_text())["done"] == 2)
         (keeper,) = children()
         for process in keeper.children(recursive=True):
             os.kill(process.pid, signal.SIGKILL)
         await until(lambda: run.said)
         run.write(2, 3)
-        await told.tell(4)
+        told.tell(4)
         await told.close(finished=True)
 
     asyncio.run(scene())
@@ -176,7 +176,7 @@ def test_a_server_that_never_answers_holds_nothing_up_and_is_named_once(tmp_path
         for iteration in range(6):
             run.write(iteration)
             began_s = time.monotonic()
-            await told.tell(iteration + 1)
+            told.tell(iteration + 1)
             slowest_s = max(slowest_s, time.monotonic() - began_s)
             await asyncio.sleep(0.15)
         await told.close(finished=True)
@@ -199,7 +199,8 @@ def test_a_tracker_whose_keeper_stands_still_is_killed_at_the_end(tmp_path: Path
 
     async def scene() -> list[psutil.Process]:
         told = run.begin()
-        await told.tell(0)
+        told.tell(0)
+        await until(children)
         (keeper,) = children()
         keeper.suspend()
         await told.close(finished=False)
@@ -217,7 +218,7 @@ def test_a_store_that_refuses_is_named_with_its_own_words(tmp_path: Path):
     async def scene() -> None:
         run.write(0)
         told = run.begin()
-        await told.tell(1)
+        told.tell(1)
         await until(lambda: run.said)
         await told.close(finished=False)
 

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows import pipeline
 from flows.cluster import shutdown as ending
 from flows.cluster.shutdown import ending_in_time, leave_if_cancelled, patient, run_in_thread
-from flows.run import runs
+from flows.run import runs, training
 from tests.flows.cluster.signals import Raised, handled_as_by_prefect, lose_a_signal
 from tests.tiny_runs import ppo_config
 
@@ -186,7 +186,7 @@ def test_a_flow_whose_signal_was_swallowed_is_cancelled(tmp_path, monkeypatch, p
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "1")
     monkeypatch.setattr(runs, "cancelled_by_signals", lambda _: nullcontext())  # as for a worker's flow run
-    monkeypatch.setattr(runs, "cluster_of", no_cluster)
+    monkeypatch.setattr(training, "cluster_of", no_cluster)
     monkeypatch.setattr(pipeline, "local_cluster", no_cluster)
     monkeypatch.setattr(runs.RunView, "begin", begin)
     with (

@@ -9,10 +9,10 @@ from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.rewards import secret_blocks, try_rewards
-from flows.run import runs
+from flows.run import training
 from flows.run.orders import Orders
-from flows.run.runs import Attempts, Restarts
-from flows.run.training import ControllerLost, TrainingResult
+from flows.run.replanning import Replanning
+from flows.run.training import Attempts, ControllerLost, Restarts, TrainingResult
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.checkpoint.changes import RunPlan
 from tests.flows.checked_files import refused
@@ -79,26 +79,24 @@ def test_an_attempt_after_a_lost_controller_needs_no_server(
     def no_cluster(*_):
         yield None
 
-    monkeypatch.setattr(runs, "run_training", train)
-    monkeypatch.setattr(runs, "cluster_of", no_cluster)
+    monkeypatch.setattr(training, "run_training", train)
+    monkeypatch.setattr(training, "cluster_of", no_cluster)
 
-    async def nothing():
-        pass
-
-    present = RunPlan(iteration=0, plan=small_plan())
     view = SimpleNamespace(
-        replanning=SimpleNamespace(present=present, expected={0: expected}),
-        **dict.fromkeys(("on_commit", "on_event", "api")),
-        between_attempts=nothing,
+        api=None,
         starting=lambda: None,
         loading=lambda: None,
         say=lambda line: None,
     )
     prepared = SimpleNamespace(
-        config=make_config(document), plan=small_plan(), iterations=2, disk=None, changes=(), held_out={}
+        config=make_config(document),
+        plans=(RunPlan(iteration=0, plan=small_plan()),),
+        iterations=2,
+        held_out={},
     )
     orders, restarts = Orders(lambda line: None), Restarts(tmp_path, 3)
-    attempts = Attempts(prepared, tmp_path, {"mine": "the value"}, view, orders, restarts)
+    replanning = Replanning(prepared, tmp_path, {0: expected}, view.say)
+    attempts = Attempts(prepared, tmp_path, {"mine": "the value"}, view, orders, replanning, restarts)
     asyncio.run(attempts.run(0))
     assert given == [{"mine": "the value"}] * 2
     assert loaded == []

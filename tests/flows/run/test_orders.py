@@ -17,7 +17,7 @@ from flows.run.orders import Order, Orders, StateWatch, order_of, paused_state, 
 from flows.run.run_folder import leave_order, take_order, taken
 from flows.run.training import run_training
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.protocol.messages import RunSpec
+from rlhf_tasks.protocol.messages import Committed, RunSpec
 from tests.flows.run.test_training import FAKES
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import with_limits
@@ -42,6 +42,23 @@ def test_the_last_order_counts_but_an_end_is_not_taken_back(given, counts):
     for order in given:
         orders.give(order, "test")
     assert orders.wanted is counts
+
+
+@pytest.mark.parametrize(
+    ("order", "before", "after"),
+    [
+        (Order.CONTINUE, Order.RENEW, Order.CONTINUE),
+        (Order.PAUSE, Order.PAUSE, Order.PAUSE),
+        (Order.STOP, Order.STOP, Order.STOP),
+    ],
+)
+def test_a_better_plan_waits_for_orders_of_people_and_holds_until_the_next_attempt(order, before, after):
+    orders = Orders()
+    orders.give(order, "test")
+    orders.renew()
+    assert orders.wanted is before
+    orders.begin()
+    assert orders.wanted is after
 
 
 def test_an_order_counts_though_it_cannot_be_told():
@@ -147,7 +164,7 @@ def test_a_command_for_a_run_that_does_not_go_on_is_refused(call, tmp_path, comm
 
 # --- runs on two ranks ----------------------------------------------------------------------------------
 
-ENDLESS = 100_000  # iterations: however busy the machine is, only an order or `stop_after` ends the run
+ENDLESS = 100_000  # iterations: however busy the machine is, only an order ends the run
 
 
 def say(line):
@@ -159,8 +176,8 @@ class Watched:
 
     def __init__(self, cluster, folder, **options):
         self.cluster, self.folder, self.options = cluster, folder, options
-        self.committed, self.progress = [], asyncio.Condition()
-        self.flow_run_id = self.pipeline_id = self.control = None
+        self.committed = []
+        self.flow_run_id = self.pipeline_id = None
 
     async def run_in_pipeline(self):
         @flow(name="rlhf-outer", persist_result=False)
@@ -189,7 +206,7 @@ class Watched:
                         **with_limits(FAKES | self.options),
                     )
                     result = await run_training(
-                        spec, self.cluster, on_commit=self.on_commit, orders=self.orders
+                        spec, self.cluster, on_event=self.on_event, orders=self.orders
                     )
                 if result.order is Order.RELEASE:
                     await self.set_state(Running())  # a flow that is suspended cannot end
@@ -197,15 +214,13 @@ class Watched:
 
         return await parent()
 
-    async def on_commit(self, committed, control):
-        async with self.progress:
-            self.control = control
-            self.committed.append(committed.iteration)
-            self.progress.notify_all()
+    def on_event(self, event):
+        if isinstance(event, Committed):
+            self.committed.append(event.iteration)
 
     async def reached(self, iteration):
-        async with self.progress:
-            await self.progress.wait_for(lambda: iteration in self.committed)
+        while iteration not in self.committed:
+            await asyncio.sleep(0.05)
 
     async def held(self):
         while self.orders.held is None:
@@ -289,7 +304,8 @@ def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluste
         assert len(list(tmp_path.glob("step-*.json"))) == step + 1, "a rank has trained"
         await order("resume", Running())
         await run.shown("Running")
-        run.control.stop_after(step + 3)
+        await run.reached(step + 3)
+        leave_order(tmp_path, "stop")
         return step
 
     run = Watched(cluster, tmp_path)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,16 +62,6 @@ def test_a_change_costs_what_a_commit_and_a_begin_have_taken():
     assert (cost.start_s, cost.commit_s, cost.seconds) == (3.0, 2.0, 5.0)
 
 
-class Control:
-    """Whether a run was told to end its attempt."""
-
-    def __init__(self):
-        self.ended = False
-
-    def end_at_commit(self):
-        self.ended = True
-
-
 @pytest.fixture
 def watched(expected, tmp_path):
     """(replanning of a run of 20 iterations, what it asked for, what it said)."""
@@ -81,18 +72,19 @@ def watched(expected, tmp_path):
         return found[0]
 
     found = [proposal(0.5)]
-    plans = [RunPlan(iteration=0, plan=small_plan())]
-    watching = Replanning(None, tmp_path, plans, {0: expected}, 20, said.append, propose)
+    plans = (RunPlan(iteration=0, plan=small_plan()),)
+    prepared = SimpleNamespace(config=None, plans=plans, iterations=20)
+    watching = Replanning(prepared, tmp_path, {0: expected}, said.append, propose)
     return watching, found, asked, said
 
 
-def follow(watching: Replanning, seconds: float, iterations: int, control: Control) -> None:
+def follow(watching: Replanning, seconds: float, iterations: int) -> None:
     """The run commits so many iterations, of which each takes so long."""
 
     async def commits():
         rows = lineage_of(seconds, iterations)
         for t in range(iterations):
-            await watching.on_commit(t, [row for row in rows if row["iteration"] == t], control)
+            watching.committed(t, [row for row in rows if row["iteration"] == t])
             if watching._judging is not None:
                 await watching._judging
         await watching.close()
@@ -102,11 +94,10 @@ def follow(watching: Replanning, seconds: float, iterations: int, control: Contr
 
 def test_drift_leads_to_a_new_plan(watched, expected, tmp_path, monkeypatch):
     watching, _, asked, said = watched
-    control = Control()
     watching.cost.commit_s, watching.cost.start_s = 0.25, 2.0
-    follow(watching, 2.0, 9, control)
+    follow(watching, 2.0, 9)
     assert asked == [tmp_path], "one judgement, of the plan that begins at iteration 0"
-    assert control.ended
+    assert watching.better is not None
     assert {ran.seconds for ran in read_figures(expected.figures)} == {2.0}
     assert "searching for a new plan" in said[0]
     assert said[1].endswith(
@@ -115,7 +106,7 @@ def test_drift_leads_to_a_new_plan(watched, expected, tmp_path, monkeypatch):
     )
     assert watching.present.plan == small_plan(), "until the attempt has ended"
 
-    monkeypatch.setattr(watching, "_expectation", lambda plan: expected)
+    monkeypatch.setattr(watching, "_priced", lambda plan: expected)
     assert asyncio.run(watching.take(9))
     assert (watching.present.iteration, watching.present.plan) == (9, swapped_plan())
     assert logged_changes(tmp_path) == watching.plans[1:]
@@ -125,12 +116,12 @@ def test_drift_leads_to_a_new_plan(watched, expected, tmp_path, monkeypatch):
 
 def test_a_change_that_cannot_be_priced_is_none(watched, tmp_path, monkeypatch):
     watching, _, _, said = watched
-    follow(watching, 2.0, 9, Control())
+    follow(watching, 2.0, 9)
 
     def refuse(plan):
         raise ConfigError("cluster.yaml is gone")
 
-    monkeypatch.setattr(watching, "_expectation", refuse)
+    monkeypatch.setattr(watching, "_priced", refuse)
     assert not asyncio.run(watching.take(9))
     assert said[-1].endswith("cluster.yaml is gone")
     assert len(watching.plans) == 1
@@ -139,8 +130,8 @@ def test_a_change_that_cannot_be_priced_is_none(watched, tmp_path, monkeypatch):
 
 def test_a_change_that_cannot_be_written_down_is_none(watched, tmp_path, monkeypatch):
     watching, _, _, said = watched
-    follow(watching, 2.0, 9, Control())
-    monkeypatch.setattr(watching, "_expectation", lambda plan: watching.expected[0])
+    follow(watching, 2.0, 9)
+    monkeypatch.setattr(watching, "_priced", lambda plan: watching.expected[0])
     (tmp_path / "plan-2.json").mkdir()
     assert not asyncio.run(watching.take(9))
     assert "the plan stays: the new one could not be priced or written to the log of plans" in said[-1]
@@ -150,15 +141,14 @@ def test_a_change_that_cannot_be_written_down_is_none(watched, tmp_path, monkeyp
 def test_a_better_plan_stays_out_where_the_change_costs_more_than_it_saves(watched):
     watching, _, _, said = watched
     watching.cost.start_s = 9.0
-    control = Control()
-    follow(watching, 2.0, 9, control)
-    assert not control.ended
+    follow(watching, 2.0, 9)
+    assert watching.better is None
     assert said[1].endswith("the plan stays")
 
 
 def test_the_first_iterations_say_nothing_yet(watched):
     watching, _, asked, _ = watched
-    follow(watching, 2.0, ENOUGH, Control())
+    follow(watching, 2.0, ENOUGH)
     assert asked == []
 
 
@@ -166,7 +156,7 @@ def test_a_run_that_goes_as_planned_keeps_its_plan(watched, expected):
     watching, _, asked, said = watched
     as_planned = replace(expected.price, duration_s=dict.fromkeys(expected.price.duration_s, 3.0))
     watching.expected[0] = replace(expected, price=as_planned)
-    follow(watching, 3.0, 9, Control())
+    follow(watching, 3.0, 9)
     assert (asked, said) == ([], [])
 
 
@@ -174,9 +164,8 @@ def test_a_run_that_goes_as_planned_keeps_its_plan(watched, expected):
 def test_no_better_plan_is_no_change(watched, answer):
     watching, found, asked, said = watched
     found[0] = answer
-    control = Control()
-    follow(watching, 2.0, 9, control)
-    assert (len(asked), control.ended) == (1, False)
+    follow(watching, 2.0, 9)
+    assert (len(asked), watching.better) == (1, None)
     assert said[1].endswith("the plan stays")
 
 

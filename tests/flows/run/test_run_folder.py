@@ -15,8 +15,8 @@ from flows.commands.folders import export, ui
 from flows.commands.training import run
 from flows.pipeline import Demo, settle_seed
 from flows.run.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
-from flows.run.runs import Restarts, _exported_step, carry_out
-from flows.run.training import next_attempt
+from flows.run.runs import _exported_step, carry_out
+from flows.run.training import Restarts, next_attempt
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 
 

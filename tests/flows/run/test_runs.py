@@ -28,8 +28,8 @@ from flows.cluster.this_machine import device_here
 from flows.ppo import rlhf_ppo
 from flows.run.prepare import prepare
 from flows.run.progress import RunView
-from flows.run.runs import cluster_of
 from flows.run.summary import read_jsonl
+from flows.run.training import cluster_of
 from flows.view import prefect_api
 from planner.text import short_names
 from rlhf_tasks.algorithms.configurations import make_config
@@ -214,12 +214,10 @@ def test_the_model_folder_has_its_card(finished):
     assert "| reward |" in card
 
 
-def test_a_complete_iteration_shows_before_its_commit_whatever_hooks_wait_for(
-    tmp_path, monkeypatch, capsys, expected
-):
+def test_a_complete_iteration_shows_before_its_commit(tmp_path, monkeypatch, capsys, expected):
     monkeypatch.setattr("flows.run.progress.get_run_logger", lambda: logging.getLogger("test"))
     prepared = replace(prepare(ppo_config(tmp_path)), plan=small_plan(), iterations=9)
-    view = RunView(prepared, tmp_path, {0: expected})
+    view = RunView(prepared, tmp_path, expected.peak_flops_per_s)
     metrics = {"reward": 3.0, "rewards/brevity/mean": 2.0, "time/iteration": 1.5}
     for event in (
         Enterable(iteration=3, generation=0),
@@ -242,7 +240,7 @@ def test_devices_are_checked_against_the_plan_where_nobody_named_them(tmp_path, 
         asked.append((assumed and assumed.name, needs))
         yield None
 
-    monkeypatch.setattr("flows.run.runs.found_cluster", found)
+    monkeypatch.setattr("flows.run.training.found_cluster", found)
     place = {"address": "tcp://127.0.0.1:1", "devices_per_host": 2}
     config = ppo_config(tmp_path, cluster=place, planning={"device": device})
     with cluster_of(config, tmp_path, {0: 5.0}):

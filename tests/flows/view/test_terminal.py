@@ -6,10 +6,8 @@ from io import StringIO
 import pytest
 
 from flows.cli import run_command
-from flows.run.training import Hooks
 from flows.view import terminal
 from flows.view.terminal import Console, RunProgress, as_time, phase, shown_metrics
-from rlhf_tasks.protocol.messages import Finished
 
 METRICS = {
     "iteration": 3,
@@ -91,14 +89,6 @@ def test_a_phase_that_fails_leaves_no_line_of_its_end(shown):
 @pytest.mark.parametrize(("seconds", "text"), [(-3, "0:00:00"), (65.4, "0:01:05"), (90000, "1 day, 1:00:00")])
 def test_time_is_told_in_hours_minutes_and_seconds(seconds, text):
     assert as_time(seconds) == text
-
-
-def test_a_broken_terminal_does_not_end_the_training(caplog):
-    def broken(_):
-        raise BrokenPipeError("nobody reads")
-
-    Hooks(on_event=broken).hear(Finished(step=3))
-    assert "training continues" in caplog.text
 
 
 def test_a_console_prints_markup_but_no_orders_of_others():
