@@ -3,8 +3,8 @@
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_tasks.parallel.comm.copier import Copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.comm.host_memory import Copier
 from rlhf_tasks.parallel.layout.shape import Lora, linear_modules
 from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement

@@ -34,12 +34,11 @@ from flows.cluster.this_machine import described_gpus
 from planner.pricing.devices import device_of
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.copier import copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
+from rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, uniform
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from rlhf_tasks.parallel.state.host_copies import HostCopy
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 CUDA = torch.device("cuda", 0)
@@ -201,7 +200,9 @@ def _offloaded_elements_unlike_resident(
     for kept in (None, copies):
         engine = build_engine(model, ParallelStrategy(), groups, torch.bfloat16, copies=kept)
         assert engine.master is not None
-        parameters = None if kept is None else HostCopy.of_master(engine.master, kept)
+        master, parameters = engine.master, None
+        if kept is not None:
+            parameters = HostCopy([master.weights], lambda own, m=master: m.use(*own), kept, changes=True)
         for _ in range(2):
             if parameters is not None:
                 parameters.onload()

@@ -33,11 +33,12 @@ from planner.pricing.devices import preset
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
-from rlhf_tasks.parallel.generate.sampling import SamplingParams, Vocabulary, sample
-from rlhf_tasks.parallel.layout.portions import SAMPLED_AT_ONCE
+from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample
 from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
 from rlhf_tasks.parallel.layout.slices import Layout, split
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.work import SAMPLED_AT_ONCE
+from rlhf_tasks.parallel.model.logprobs import Vocabulary
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

@@ -22,7 +22,7 @@ from planner.pricing.plans import PlanPrice, price_plan
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 from rlhf_tasks.profiling.measurements import Grid, Measurements, ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.spec import ExecutionPlan
@@ -81,7 +81,7 @@ def measured_profile(
     model                        its folder
     prompt_tokens, total_tokens  tokens of the longest prompt and of the longest sequence
     """
-    n_ranks, shape = pool.n_ranks, ModelShape.from_folder(str(model))
+    n_ranks, shape = pool.n_ranks, read_shape(str(model))
     grid = Grid.around(n_seqs, prompt_tokens, total_tokens, shape.context)
     pieces = pieces_of({str(model): grid}, n_ranks, n_ranks)
     spec = ProfileSpec(dtype="float32", devices_per_host=n_ranks, pieces=pieces)

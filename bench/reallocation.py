@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from bench.harness import Spread, options
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
+from rlhf_tasks.parallel.comm.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -29,9 +30,8 @@ from rlhf_tasks.parallel.layout.transfers import (
     reallocation_bound,
     shares,
 )
-from rlhf_tasks.parallel.state.files import StateTransfer, read_shards, write_shards
-from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
+from rlhf_tasks.parallel.train.state_files import StateTransfer, read_shards, write_shards
 from rlhf_tasks.parallel.train.state_layout import StateLayout
 from rlhf_tasks.spec import DataSide
 from rlhf_tasks.system.counter_random import permutation

@@ -23,7 +23,7 @@ from planner.search.bounds.root_bound import call_cycles
 from planner.search.compiled.tables import Tables, assignments_of, nearest_choice
 from planner.search.search import ROUNDING, SearchResult
 from planner.text import format_devices
-from rlhf_tasks.parallel.layout.portions import PREFILL_TOKENS, slots_of
+from rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, slots_of
 from rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import (
     CallAssignment,

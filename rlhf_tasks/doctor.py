@@ -24,15 +24,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
+from rlhf_tasks.parallel.comm.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout, ParameterSpec
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import ADAPTER, WRAPPED, adapter_of, base_of
+from rlhf_tasks.parallel.layout.weight_files import ADAPTER, WRAPPED, adapter_of, base_of, read_shape
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import load, load_config, stored_rows
-from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.system.child_processes import die_with_parent
 from rlhf_tasks.system.rank_process import OutOfMemory, told_when_out
@@ -249,7 +248,7 @@ class _Examination:
 
     def __init__(self, groups: ProcessGroups, case: Case, placement: Placement) -> None:
         self.groups, self.case, self.placement = groups, case, placement
-        self.layout = Layout(ModelShape.from_folder(case.model), "lm", placement)
+        self.layout = Layout(read_shape(case.model), "lm", placement)
         self.at = placement.coordinate(groups.rank)
         self.stage = Stage(
             load_config(case.model),

@@ -31,7 +31,7 @@ from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.rows import completion_example, pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
-from rlhf_tasks.parallel.layout.weight_files import INDEX, weight_files
+from rlhf_tasks.parallel.layout.weight_files import INDEX, read_shape, weight_files
 from tests.flows.checked_files import LLAMA, model_folder
 from tests.fuzzing import as_json, changed, damaged, fuzz, fuzz_long, survives
 from tests.rlhf_tasks.algorithms.test_configurations import ppo
@@ -173,7 +173,7 @@ def check_model(folder: Path, stored: tuple[str, bytes]) -> None:
     (model / name).write_bytes(content)
 
     def shape() -> None:
-        found = ModelShape.from_folder(model)
+        found = read_shape(model)
         weight_files(model, parameters(found, "lm"), needs_head=True)
 
     survives(shape)

@@ -27,6 +27,7 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
+from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import stored_rows
 
 CONFIGS = {
@@ -119,6 +120,13 @@ def held_slices(layout: Layout, device: int, whole: Mapping[str, Tensor]) -> dic
         name: whole[name].narrow(layout.specs[name].dim, rows.start, rows.size).clone()
         for name, rows in layout.held(device).items()
     }
+
+
+def fill(stage: Stage, model: nn.Module) -> None:
+    """Give a stage its slices of a whole model of transformers."""
+    whole = by_our_names(stage.layout, model, {name: p.detach() for name, p in model.named_parameters()})
+    for name, mine in held_slices(stage.layout, stage.holder, whole).items():
+        stage.named_slices()[name].data.copy_(mine)
 
 
 def tokens(*lengths: int, vocab: int = SIZES["vocab_size"]) -> list[Tensor]:

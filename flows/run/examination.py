@@ -21,7 +21,7 @@ from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import VERDICT, base_of, check_weights, config_digest
+from rlhf_tasks.parallel.layout.weight_files import VERDICT, base_of, check_weights, config_digest, read_shape
 from rlhf_tasks.system.reading import read_json, shown
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Patient:
     @staticmethod
     def of(folder: Path, dtype: str) -> "Patient":
         """Raises ConfigError for a folder without a model, a family that cannot be split, and faulty weights."""
-        shape = ModelShape.from_folder(folder)
+        shape = read_shape(folder)
         check_weights(folder, parameters(shape, "lm"), needs_head=False)
         return Patient(folder, shape, dtype)
 

@@ -53,6 +53,7 @@ from rlhf_tasks.config.models import Role
 from rlhf_tasks.config.reference import MovesReference
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.spec import CallAssignment, CallNode, EvaluateNode, ExecutionPlan, ModelFunctionCall
 from rlhf_tasks.user_code.environments import longest_play_s
@@ -401,7 +402,7 @@ def _shape(role: str, parts: Role) -> ModelShape:
             f"the folder of role {role!r}, {parts.folder}, is not there. Name a Hugging Face model folder."
             f"{how_to_download(parts.folder)}"
         )
-    return ModelShape.from_folder(parts.folder)
+    return read_shape(parts.folder)
 
 
 def plan_for(

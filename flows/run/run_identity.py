@@ -40,8 +40,7 @@ from rlhf_tasks.checkpoint.journals import (
 )
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from rlhf_tasks.data.token_file import TokenFile
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.weight_files import base_of
+from rlhf_tasks.parallel.layout.weight_files import base_of, read_shape
 from rlhf_tasks.system.durable import replace_file, sync, write_file
 from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
 
@@ -193,7 +192,7 @@ def _refuse_another_model(folder: Path, manifest: Manifest, config: RunConfig) -
                 f"{str(follows).lower()} now. Set it as it was, or start a new run."
             )
         if record is not None:
-            shape = ModelShape.from_folder(parts.folder)
+            shape = read_shape(parts.folder)
             difference = record.shape.difference(shape)
             changes = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in difference.items())
             if changes:

@@ -20,8 +20,8 @@ from planner.plan.mesh import Cluster
 from planner.pricing.devices import DeviceLink, DeviceProfile, described
 from planner.pricing.figures import MeasuredProfile
 from planner.pricing.rooflines import ROUTING, Roofline, sizes
-from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from rlhf_tasks.parallel.layout.work import layer_flops
 from rlhf_tasks.profiling.measurements import MOST_S, Exchange, Grid, Pass, Timed, TimedExchange
 
 HEADS: tuple[Head, ...] = ("lm", "scalar")

@@ -20,17 +20,17 @@ from planner.plan.workload import Lengths, Workload, fullest_share
 from planner.pricing.figures import Factor
 from planner.pricing.rooflines import GRADIENT_BYTES, Sizes, Timing, stage_kinds
 from planner.pricing.segments import drawn
-from rlhf_tasks.parallel.layout.flops import layer_flops
-from rlhf_tasks.parallel.layout.portions import (
+from rlhf_tasks.parallel.layout.shape import Recompute
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.parallel.layout.work import (
     LEAST_SHARED,
     LOGITS_AT_ONCE,
     PREFILL_TOKENS,
     REFILL_SHARE,
+    layer_flops,
     rows_at_once,
     slots_of,
 )
-from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.train.state_layout import BUCKET
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 from rlhf_tasks.spec import ModelFunctionCall

@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import Protocol
 
 from planner.pricing.devices import DeviceProfile
-from rlhf_tasks.parallel.layout.flops import head_flops, layer_flops
 from rlhf_tasks.parallel.layout.shape import POSITIONS, Head, Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout, split
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.work import head_flops, layer_flops
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 
 

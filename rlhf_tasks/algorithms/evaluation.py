@@ -24,9 +24,10 @@ from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.redistribution import share_batch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.layout.transfers import shares
-from rlhf_tasks.parallel.train.engine import Engine, share_batch
+from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.spec import DataSide
 from rlhf_tasks.user_code.environments import EnvironmentProcess
 from rlhf_tasks.user_code.rewards import Fault, RewardProcess
@@ -193,4 +194,4 @@ def _batches(
             own = shares(side, ids)[rank]
             found = fetch(rows, config, own or (0,)).to(engine.device)
             mine = found if own else found.take(())  # no samples, with the same keys
-        yield share_batch(mine, engine.placement, engine.groups, rank)
+        yield share_batch(mine, engine.placement, engine.groups)

@@ -18,8 +18,7 @@ from rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_
 from rlhf_tasks.data.rows import Reader, Reading, messages, tools_of
 from rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.weight_files import own_or_base
+from rlhf_tasks.parallel.layout.weight_files import own_or_base, read_shape
 from rlhf_tasks.system.reading import shown
 
 T = TypeVar("T")
@@ -341,8 +340,7 @@ class _Limit(NamedTuple):
     @staticmethod
     def of(config: RunConfig) -> "_Limit":
         found = [
-            (ModelShape.from_folder(parts.folder).context, role, parts.folder)
-            for role, parts in config.roles().items()
+            (read_shape(parts.folder).context, role, parts.folder) for role, parts in config.roles().items()
         ]
         context, role, folder = min(found, key=lambda each: each[0])
         answer = config.sampling.max_completion_length if isinstance(config, Samples) else 0

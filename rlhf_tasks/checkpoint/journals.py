@@ -150,7 +150,7 @@ class MetricsLines:
         return json.dumps(self.metrics(iteration, results), allow_nan=False)
 
     def metrics(self, iteration: int, results: IterationResults) -> dict[str, float | None]:
-        """One iteration's metrics: those of `reported`, ITERATION_S, and `mfu`, the models' FLOPs (layout/flops.py)
+        """One iteration's metrics: those of `reported`, ITERATION_S, and `mfu`, the models' FLOPs (layout/work.py)
         divided by the peak FLOPs of the devices in that time.
 
         Iterations overlap, so the seconds of an iteration count from the end of the previous one. They count from its

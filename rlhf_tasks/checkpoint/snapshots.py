@@ -30,10 +30,11 @@ from rlhf_tasks.checkpoint.manifest import (
     read_manifest,
 )
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.copier import host_copies
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.comm.host_memory import host_copies
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.state.files import (
+from rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
+from rlhf_tasks.parallel.train.state_files import (
     Written,
     pieces_of,
     read_shards,
@@ -41,7 +42,6 @@ from rlhf_tasks.parallel.state.files import (
     write_checked,
     write_shards,
 )
-from rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.system.durable import ByteCount, NotWritable, explained, refuse_full, sync
 from rlhf_tasks.system.failpoints import Point, at, reach

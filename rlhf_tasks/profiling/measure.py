@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 
 from rlhf_tasks.config.models import OptimizerConfig
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.redistribution import redistribute
+from rlhf_tasks.parallel.batch.redistribution import redistribute, share_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import (
     Blank,
@@ -37,15 +37,16 @@ from rlhf_tasks.parallel.comm.groups import (
     join_world,
     leave_world,
 )
+from rlhf_tasks.parallel.comm.reallocation import reallocate
 from rlhf_tasks.parallel.generate.generation import Segments, generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.layout.shape import Head, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise, load_config
-from rlhf_tasks.parallel.state.reallocation import reallocate
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 from rlhf_tasks.parallel.train.gradients import reduce_scatter
 from rlhf_tasks.parallel.train.optimizer import all_gather
 from rlhf_tasks.profiling.measurements import (
@@ -489,7 +490,7 @@ def _redistribute(
 
 def _share(batch: SampleBatch, placement: Placement, groups: ProcessGroups) -> None:
     mine = batch if groups.rank == placement.head(0) else None
-    share_batch(mine, placement, groups, groups.rank)
+    share_batch(mine, placement, groups)
 
 
 def _pass_round(x: Tensor, devices: tuple[int, ...], groups: ProcessGroups) -> None:
@@ -564,7 +565,7 @@ class ProfileExecutor:
                 exchanges=tuple(measure_exchanges(groups, self._spec.devices_per_host, self._clock))
             )
         assert piece.grid is not None, "a model is measured on a grid"
-        shape, dtype = ModelShape.from_folder(piece.folder), DTYPES[self._spec.dtype]
+        shape, dtype = read_shape(piece.folder), DTYPES[self._spec.dtype]
         bench = Bench(load_config(piece.folder), shape, dtype, groups, self._clock, piece.budget_s)
         return measure_model(bench, piece.tp, piece.grid)
 

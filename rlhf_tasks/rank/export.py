@@ -13,8 +13,8 @@ from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.weight_files import adapter_of, weight_files
 from rlhf_tasks.parallel.model.weights import FolderWriter, opened, stored_rows
-from rlhf_tasks.parallel.state.files import read_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
+from rlhf_tasks.parallel.train.state_files import read_shards
 from rlhf_tasks.rank.role_engines import DTYPES
 
 _ALONE = Placement((0,), ParallelStrategy())

@@ -24,11 +24,11 @@ from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.config.reference import MovesReference
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute
+from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, share_batch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
+from rlhf_tasks.parallel.comm.reallocation import union_set
 from rlhf_tasks.parallel.layout.transfers import shares
-from rlhf_tasks.parallel.state.reallocation import union_set
-from rlhf_tasks.parallel.train.engine import Engine, share_batch
+from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.role_engines import RoleEngines
 from rlhf_tasks.rank.samples import RankSamples
@@ -277,7 +277,7 @@ class RankRun:
         )
         samples = self._samples.of(call.name)
         batch = samples.inputs(node, whole) if engine.is_head else None
-        batch = share_batch(batch, node.placement, self._groups, self._spec.rank)
+        batch = share_batch(batch, node.placement, self._groups)
         ids = node.part.ids(whole)
         context = CallContext(
             config=self._config,

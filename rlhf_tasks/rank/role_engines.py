@@ -9,15 +9,15 @@ from torch import Tensor
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.config.base import Samples, TrainingConfig
 from rlhf_tasks.config.models import OptimizerConfig, Role
-from rlhf_tasks.parallel.comm.copier import copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
+from rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
+from rlhf_tasks.parallel.comm.reallocation import Reallocated, reallocate
+from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise, load, load_config
-from rlhf_tasks.parallel.state.host_copies import HostCopy
-from rlhf_tasks.parallel.state.reallocation import Reallocated, reallocate
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from rlhf_tasks.spec import ExecutionPlan, ReallocateNode, SyncNode
@@ -204,8 +204,10 @@ class RoleEngines:
 
     def _away(self, engine: Engine) -> HostCopy:
         """The weights of an engine, in host memory from now on."""
-        if engine.master is not None:
-            return HostCopy.of_master(engine.master, self._copier)
+        if (master := engine.master) is not None:
+            return HostCopy(
+                [master.weights], lambda tensors: master.use(*tensors), self._copier, changes=True
+            )
         return HostCopy.of_module(engine.stage, self._copier)
 
     def _install(self, role: str, placement: Placement, moved: Reallocated) -> None:
@@ -228,7 +230,7 @@ class RoleEngines:
 
     def _layout(self, role: str, placement: Placement) -> Layout:
         parts = self._roles[role]
-        shape = ModelShape.from_folder(parts.folder)
+        shape = read_shape(parts.folder)
         return Layout(shape, parts.head, placement, self._config.adapters_of(role, shape))
 
     def _filled(self, parts: Role, layout: Layout, away: bool, changes: bool) -> Stage:

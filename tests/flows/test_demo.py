@@ -16,7 +16,7 @@ from flows.demo import (
     write_model_folder,
 )
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_transformers_reads_the_same_tokenizer_and_a_model_of_820_864_parameters
     assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert sum(parameter.numel() for parameter in model.parameters()) == 820_864
-    assert ModelShape.from_folder(tmp_path).vocab == 260
+    assert read_shape(tmp_path).vocab == 260
 
 
 def test_sloppy_swaps_only_the_last_two_letters():

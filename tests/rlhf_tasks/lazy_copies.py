@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rlhf_tasks.parallel.comm.copier import ThreadCopier
+from rlhf_tasks.parallel.comm.host_memory import ThreadCopier
 
 
 class LazyCopier(ThreadCopier):

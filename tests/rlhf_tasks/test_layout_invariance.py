@@ -165,8 +165,7 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
     reference = trajectory(ranks, tmp_path, *PLANS["one rank"])
     assert reference[2]["actor_train/loss/policy"] != reference[0]["actor_train/loss/policy"]
     for name in list(PLANS)[1:]:
-        found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name]))
-        assert not found, f"{name}:\n" + "\n".join(found)
+        assert not differences(reference, trajectory(ranks, tmp_path, *PLANS[name])), name
 
 
 @pytest.mark.dist
@@ -190,8 +189,7 @@ def test_so_do_mixtures_of_experts(ranks, tmp_path, name, changes):
     config = partial(ppo_config, **changes)
     reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
     assert len({seen["actor_train/loss/policy"] for seen in reference}) == 3
-    found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config))
-    assert not found, "\n".join(found)
+    assert not differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config))
 
 
 @pytest.mark.dist
@@ -216,8 +214,7 @@ def test_so_do_algorithms_that_learn_against_a_frozen_model(ranks, tmp_path, kin
     loss = f"actor_train/loss/{kind}"
     assert len({metrics[loss] for metrics in reference}) == 3
     for name in list(FROZEN_AND_TRAINED)[1:]:
-        found = differences(reference, losses(name))
-        assert not found, f"{name}:\n" + "\n".join(found)
+        assert not differences(reference, losses(name)), name
 
 
 def masters(folder: Path, step: int, role: str) -> dict[str, Tensor]:
@@ -254,8 +251,7 @@ def test_a_reference_that_follows_the_actor_is_the_same_under_any_plan(ranks, tm
     before, after = (masters(folders["rare"], step, "ref") for step in (0, 3))
     assert any(not weights.equal(after[name]) for name, weights in before.items())
     for name in list(FROZEN_AND_TRAINED)[1:]:
-        found = differences(reference, losses(name, folders[name]))
-        assert not found, f"{name}:\n" + "\n".join(found)
+        assert not differences(reference, losses(name, folders[name])), name
 
 
 @pytest.mark.dist
@@ -279,8 +275,7 @@ def test_the_reference_becomes_the_share_that_it_is_told_of_the_actor_and_of_its
 def test_so_is_that_of_ppo(ranks, tmp_path, name):
     follows = partial(ppo_config, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5)
     reference = trajectory(ranks, tmp_path, *PLANS["one rank"], follows)
-    found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], follows))
-    assert not found, "\n".join(found)
+    assert not differences(reference, trajectory(ranks, tmp_path, *PLANS[name], follows))
 
 
 _, *OTHERS = PLANS
@@ -303,5 +298,4 @@ def test_adapters_train_alike_under_any_plan_and_are_all_that_is_saved(ranks, tm
         names = list(file.keys())
     assert len(names) == 3 * 2 * 7 * 2, "master weights and moments of A and B of seven modules in two layers"
     assert all("lora_" in name for name in names)
-    found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], adapted))
-    assert not found, "\n".join(found)
+    assert not differences(reference, trajectory(ranks, tmp_path, *PLANS[name], adapted))

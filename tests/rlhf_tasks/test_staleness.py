@@ -95,8 +95,7 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, sta
     assert reference[2]["actor_train/importance/mean"] != pytest.approx(1, abs=1e-4)
     assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
     for name in list(PLANS)[1:]:
-        found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config))
-        assert not found, f"{name}:\n" + "\n".join(found)
+        assert not differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config)), name
 
 
 SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop": list(range(32, 64))}
@@ -130,8 +129,7 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
         n_ranks, plan = PLANS[name]
         if plan["actor_generate"].get("balance") == "tokens":
             plan = {**plan, "actor_generate": {"devices": [0, 1], "dp": 2}}
-        found = differences(reference, trajectory(ranks, tmp_path, n_ranks, plan, config))
-        assert not found, f"{name}:\n" + "\n".join(found)
+        assert not differences(reference, trajectory(ranks, tmp_path, n_ranks, plan, config)), name
 
 
 @pytest.mark.parametrize(

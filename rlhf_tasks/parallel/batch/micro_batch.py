@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.layout.portions import LEAST_SHARED
+from rlhf_tasks.parallel.layout.work import LEAST_SHARED
 
 
 @dataclass(frozen=True, slots=True)

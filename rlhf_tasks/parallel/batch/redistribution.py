@@ -1,5 +1,7 @@
-"""Moves the samples of an iteration from the heads of one placement to the heads of another."""
+"""Moves the samples of an iteration from the heads of one placement to the heads of another, and from a head to all
+ranks of its replica."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, exchange
+from rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, exchange, pack, unpack
+from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import Side, plan_redistribution, shares
 from rlhf_tasks.system.failpoints import Point, reach
 
@@ -98,33 +101,33 @@ def redistribute(
     if groups.rank not in heads:
         return 0
     by_tokens = destination.balance == "tokens"
-    asked = list(dict.fromkeys([*keys, token_key])) if by_tokens else list(keys)
-    found = survey(store, ids, asked, heads, groups)
+    all_keys = list(dict.fromkeys([*keys, token_key])) if by_tokens else list(keys)
+    holdings = survey(store, ids, all_keys, heads, groups)
     reach(Point.TRANSFER)
-    wanted = shares(destination, ids, found[token_key].rows if by_tokens else None)
+    wanted = shares(destination, ids, holdings[token_key].rows if by_tokens else None)
     outgoing: dict[int, list[Tensor]] = {}
     expected: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for key in keys:
-        for source_head, destination_head, samples in _moves(key, found[key], wanted, devices_per_host):
+        for source_head, destination_head, samples in _moves(key, holdings[key], wanted, devices_per_host):
             if source_head == groups.rank:
                 values = store.get(samples, [key])[key].values
                 outgoing.setdefault(destination_head, []).append(values)
             elif destination_head == groups.rank:
                 expected.setdefault(source_head, []).append((key, samples))
-    blanks = {peer: [found[key].blank(samples) for key, samples in e] for peer, e in expected.items()}
+    blanks = {peer: [holdings[key].blank(samples) for key, samples in e] for peer, e in expected.items()}
     for peer, tensors in exchange(outgoing, blanks, groups[heads], groups.device).items():
         for (key, samples), values in zip(expected[peer], tensors, strict=True):
-            packed = Packed(values, tuple(found[key].rows[sample] for sample in samples))
+            packed = Packed(values, tuple(holdings[key].rows[sample] for sample in samples))
             store.put(SampleBatch(samples, {key: packed}))
     return sum(tensor.nbytes for tensors in outgoing.values() for tensor in tensors)
 
 
 def _moves(
-    key: str, found: Holdings, wanted: Mapping[int, Sequence[int]], devices_per_host: int
+    key: str, holdings: Holdings, wanted: Mapping[int, Sequence[int]], devices_per_host: int
 ) -> Iterable[tuple[int, int, tuple[int, ...]]]:
     """The messages of one key: (source head, destination head, samples)."""
     try:
-        transfers = plan_redistribution(found.held, wanted, devices_per_host)
+        transfers = plan_redistribution(holdings.held, wanted, devices_per_host)
     except LookupError as error:
         raise LookupError(f"key {key!r}: {error}") from None
     return ((t.source, t.destination, t.ids) for t in transfers)
@@ -155,3 +158,47 @@ def _holdings(key: str, number: int, ids: Sequence[int], tables: Mapping[int, Te
     assert len(headers) == 1, f"key {key!r} has several dtypes or row shapes: {headers}"
     code, dims, *shape = headers.pop()
     return Holdings(_DTYPES[code], tuple(shape[:dims]), held, rows)
+
+
+def share_batch(batch: SampleBatch | None, placement: Placement, groups: ProcessGroups) -> SampleBatch:
+    """Broadcast the head's batch to all ranks of its replica, which call this together.
+
+    batch  on the head; None on the other ranks of the replica
+    There are two messages, both to the rank's device: two lengths; then a description of the batch and all tensors,
+    bit for bit.
+    """
+    dp_rank = placement.coordinate(groups.rank).dp
+    group, head = groups[placement.replica(dp_rank)], placement.head(dp_rank)
+    assert (batch is not None) == (groups.rank == head), (
+        f"rank {groups.rank}: the batch comes from rank {head}"
+    )
+    if group is None:
+        assert batch is not None
+        return batch
+    parts = [] if batch is None else [_described(batch), pack([p.values for p in batch.data.values()])]
+    lengths = torch.tensor([part.numel() for part in parts] or [0, 0], device=groups.device)
+    dist.broadcast(lengths, src=head, group=group)
+    described, packed = lengths.tolist()
+    message = torch.empty(described + packed, dtype=torch.uint8, device=groups.device)
+    for part, into in zip(parts, message.split([described, packed]), strict=False):
+        into.copy_(part)
+    dist.broadcast(message, src=head, group=group)
+    if batch is not None:
+        return batch
+    ids, keys = json.loads(message[:described].cpu().numpy().tobytes())
+    blanks = [Blank(getattr(torch, dtype), tuple(shape)) for _, dtype, shape, _ in keys]
+    tensors = zip(keys, unpack(message[described:], blanks), strict=True)
+    return SampleBatch(
+        tuple(ids), {key: Packed(values, tuple(lengths)) for (key, *_, lengths), values in tensors}
+    )
+
+
+def _described(batch: SampleBatch) -> Tensor:
+    """[n] uint8: JSON of a batch's ids, and of each key's name, dtype, shape and lengths. n is a multiple of 16, so
+    that what follows is aligned for any dtype."""
+    keys = [
+        (key, str(packed.values.dtype).removeprefix("torch."), tuple(packed.values.shape), packed.lengths)
+        for key, packed in batch.data.items()
+    ]
+    text = json.dumps([batch.ids, keys]).encode()
+    return torch.frombuffer(bytearray(text + b" " * (-len(text) % 16)), dtype=torch.uint8)

@@ -183,7 +183,7 @@ def exchange(
     group     contains this rank and all its peers; ranks without messages need not call
     Returns peer -> tensors, which are views of the peer's message. Bits are never converted.
     """
-    packed = {peer: _pack(tensors) for peer, tensors in sorted(outgoing.items())}
+    packed = {peer: pack(tensors) for peer, tensors in sorted(outgoing.items())}
     buffers = {
         peer: torch.empty(sum(blank.size_bytes for blank in blanks), dtype=torch.uint8, device=device)
         for peer, blanks in sorted(incoming.items())
@@ -196,7 +196,7 @@ def exchange(
         assert group is not None, "messages without a group"
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-    return {peer: _unpack(buffer, incoming[peer]) for peer, buffer in buffers.items()}
+    return {peer: unpack(buffer, incoming[peer]) for peer, buffer in buffers.items()}
 
 
 def broadcast_json(value: Any, source: int, group: ProcessGroup | None, device: torch.device) -> Any:
@@ -218,13 +218,13 @@ def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
     return sorted(range(len(dtypes)), key=lambda index: -dtypes[index].itemsize)
 
 
-def _pack(tensors: Sequence[Tensor]) -> Tensor:
+def pack(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of some tensors, one after the other: [bytes] uint8."""
     order = _order([tensor.dtype for tensor in tensors])
     return torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in order])
 
 
-def _unpack(buffer: Tensor, blanks: Sequence[Blank]) -> list[Tensor]:
+def unpack(buffer: Tensor, blanks: Sequence[Blank]) -> list[Tensor]:
     """The tensors of a message [bytes] uint8, as views."""
     tensors: list[Tensor] = [buffer] * len(blanks)
     offset = 0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.layout.portions import runs_of
+from rlhf_tasks.parallel.layout.work import runs_of
 
 
 class Piece(NamedTuple):

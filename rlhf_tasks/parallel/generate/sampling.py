@@ -1,72 +1,19 @@
-"""Sampling the next token, with one uniform random number per (sample id, position) in any layout and batch."""
+"""Sampling the next token, with one uniform random number per (sample id, position) in any layout and batch; and
+which token completes a stop string, by one look-up per token for a whole batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_tasks.parallel.generate.stop_strings import StopStrings
-from rlhf_tasks.parallel.layout.portions import rows_at_once
-from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.work import rows_at_once
+from rlhf_tasks.parallel.model.logprobs import Vocabulary
 from rlhf_tasks.system.counter_random import counter_bits
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """Whose part of the vocabulary is where. Each tp rank has an interval; in the order of tp ranks they cover it.
-
-    sizes    tokens of each tp rank's part
-    tp_rank  this rank's number
-    group    the tp group; None for one rank
-    places   the place of each tp rank in the group, whose ranks are in the order of devices
-    """
-
-    sizes: tuple[int, ...]
-    tp_rank: int = 0
-    group: dist.ProcessGroup | None = None
-    places: tuple[int, ...] = (0,)
-
-    @staticmethod
-    def of(
-        layout: Layout, tp_devices: tuple[int, ...], tp_rank: int, group: dist.ProcessGroup | None
-    ) -> "Vocabulary":
-        """Of a model in a layout.
-
-        tp_devices  in the order of tp ranks
-        """
-        sizes = tuple(layout.units("vocab", rank).size for rank in range(len(tp_devices)))
-        return Vocabulary(sizes, tp_rank, group, tuple(sorted(tp_devices).index(d) for d in tp_devices))
-
-    @property
-    def start(self) -> int:
-        """The first token of this rank's part."""
-        return sum(self.sizes[: self.tp_rank])
-
-    def gather(self, mine: Tensor) -> Tensor:
-        """All ranks' tensors of one shape, in the order of the vocabulary: [tp, ...], bit-equal on all of them."""
-        if self.group is None:
-            return mine[None]
-        gathered = [torch.empty_like(mine) for _ in self.sizes]
-        dist.all_gather(gathered, mine.contiguous(), group=self.group)
-        return torch.stack([gathered[place] for place in self.places])
-
-    def tokens_of(self, chosen: Tensor) -> list[Tensor]:
-        """The tokens that all ranks have chosen: for each row their ids [..] int32, ascending, on the CPU.
-
-        chosen  [n, this rank's part] bool
-        """
-        counts = self.gather(chosen.sum(1)).cpu()  # [tp, n]
-        ids = torch.zeros(int(counts.sum(1).max()), dtype=torch.int32, device=chosen.device)
-        mine = chosen.nonzero()[:, 1] + self.start
-        ids[: len(mine)] = mine
-        of_rank = [
-            tokens[: int(count.sum())].split(count.tolist())
-            for tokens, count in zip(self.gather(ids).cpu(), counts, strict=True)
-        ]
-        return [torch.cat(of_row) for of_row in zip(*of_rank, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +38,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
-    stop_strings: StopStrings | None = None
+    stop_strings: "StopStrings | None" = None
 
     def __post_init__(self) -> None:
         checks = {
@@ -307,3 +254,83 @@ def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """The floats of such numbers."""
     kind = torch.int32 if dtype == torch.float32 else torch.int64
     return torch.where(bits >= 0, bits, torch.iinfo(kind).min - bits).to(kind).view(dtype)
+
+
+# Stop strings
+
+BYTES = 256  # different ones
+
+
+class StopStrings:
+    """A finite automaton over tokens: how much of a stop string a text ends with (Aho and Corasick, CACM 1975).
+
+    strings  none empty
+    texts    of each token id in UTF-8; a token may hold part of a character, and text on both sides of a string
+
+    A row's *state* is the number of the longest prefix of a string that its text ends with; 0 is the empty one.
+    """
+
+    def __init__(self, strings: Sequence[str], texts: Sequence[bytes]) -> None:
+        after, completes = _automaton([string.encode() for string in strings])
+        # Longest texts first: the tokens with a byte at a place are then the first ones.
+        order = np.array(sorted(range(len(texts)), key=lambda token: -len(texts[token])), dtype=np.int64)
+        lengths = np.array([len(texts[token]) for token in order], dtype=np.int64)
+        states = np.repeat(np.arange(len(after), dtype=np.int32)[:, None], len(texts) + 1, axis=1)
+        completed = np.zeros_like(states)
+        for place in range(int(lengths.max(initial=0))):
+            longer = order[: int((lengths > place).sum())]
+            byte = np.array([texts[token][place] for token in longer], dtype=np.int64)
+            here = states[:, longer]
+            completed[:, longer] |= completes[here, byte]
+            states[:, longer] = after[here, byte]
+        self._table = torch.from_numpy(2 * states + completed)
+
+    def to(self, device: torch.device) -> Tensor:
+        """[states, tokens + 1] int32 on a device: twice the next state, plus 1 where a string was completed.
+
+        The last column is for token ids that the tokenizer does not have, and which have no text.
+        """
+        return self._table.to(device)
+
+
+def follow(table: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The states of some rows after one token more each, and whether this token completed a stop string.
+
+    table   as from `StopStrings.to`
+    states, tokens  [n] int64
+    Returns [n] int64 and [n] bool.
+    """
+    found = table[states, tokens.clamp(max=table.shape[1] - 1)].long()
+    return found >> 1, (found & 1).bool()
+
+
+def states_after(table: Tensor, texts: Sequence[Tensor]) -> Tensor:
+    """The states after some texts, all followed at the same time: [n] int64.
+
+    table  as from `StopStrings.to`
+    texts  the tokens of each, [L] int64; L may be 0
+    """
+    lengths = torch.tensor([len(text) for text in texts], device=table.device)
+    states = torch.zeros_like(lengths)
+    for number, tokens in enumerate(pad_sequence(list(texts)).unbind()):
+        states = torch.where(number < lengths, follow(table, states, tokens)[0], states)
+    return states
+
+
+def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """([states, 256] int32 the state after a byte; [states, 256] int32, 1 where a string ends with it)."""
+    prefixes = sorted(
+        {string[:length] for string in strings for length in range(len(string) + 1)},
+        key=lambda p: (len(p), p),
+    )
+    number = {prefix: state for state, prefix in enumerate(prefixes)}
+    after = np.zeros((len(prefixes), BYTES), dtype=np.int32)
+    completes = np.zeros_like(after)
+    for state, prefix in enumerate(prefixes):
+        for byte in range(BYTES):
+            text = prefix + bytes([byte])
+            completes[state, byte] = text.endswith(tuple(strings))
+            after[state, byte] = next(
+                number[text[start:]] for start in range(len(text) + 1) if text[start:] in number
+            )
+    return after, completes

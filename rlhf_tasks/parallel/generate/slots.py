@@ -15,9 +15,14 @@ from torch import Tensor
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, KVCache, Piece, vacate
-from rlhf_tasks.parallel.generate.sampling import SamplingParams, Vocabulary, sample, uniform
-from rlhf_tasks.parallel.generate.stop_strings import follow, states_behind
-from rlhf_tasks.parallel.layout.portions import REFILL_SHARE, slots_of
+from rlhf_tasks.parallel.generate.sampling import (
+    SamplingParams,
+    follow,
+    sample,
+    states_after,
+    uniform,
+)
+from rlhf_tasks.parallel.layout.work import REFILL_SHARE, slots_of
 from rlhf_tasks.parallel.train.engine import Engine
 
 BEFORE = "before"
@@ -145,7 +150,7 @@ class Queue:
         self.matched = torch.zeros_like(before)
         if strings is not None and any(drawn):
             texts = [tokens[len(tokens) - n :] for tokens, n in zip(self.tokens, drawn, strict=True)]
-            self.matched = states_behind(strings, texts)
+            self.matched = states_after(strings, texts)
         self.waiting = deque(places)
         self.admit(slots)
 
@@ -228,27 +233,27 @@ class Group:
     """
 
     def __init__(self, engine: Engine, prompts: SampleBatch, drawing: Drawing) -> None:
-        params, device, packed = drawing.params, engine.device, prompts["input_ids"]
+        device = engine.device
+        stop_strings = drawing.params.stop_strings
         self.computed = False
         self.done = False
-        self._params = params
-        self._prefill_tokens = drawing.prefill_tokens
+        self._drawing = drawing
         self._pace = PACES[device.type]
         self._stage = engine.stage
         self._relay = Relay(engine)
         self._device = device
         self._ids = prompts.ids
-        self._prompts = packed.split()
+        self._prompts = prompts["input_ids"].split()
         self._slots = slots_of(len(prompts), drawing.micro_batches)
-        self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
-        self._strings = params.stop_strings and params.stop_strings.to(device)
+        self._stops = torch.tensor(drawing.params.stop_ids, dtype=torch.int64, device=device)
+        self._strings = stop_strings and stop_strings.to(device)
         self._step = -1  # number of the last step
         self._responses = Responses(prompts, drawing)
         self._rows = Rows.none(device)
-        self._queue = Queue(packed)
+        self._queue = Queue(prompts["input_ids"])
         self._queue.line_up(range(len(prompts)), self._slots, self._responses.before, self._strings)
         # The last token of a response is never read, so it needs no column.
-        columns = max(map(add, packed.lengths, self._responses.allowed)) - 1
+        columns = max(map(add, prompts["input_ids"].lengths, self._responses.allowed)) - 1
         self._cache = KVCache(self._slots, columns, device, self._pace.span_multiple)
         # A pass of experts may wait for the numbers of their tokens, which a graph cannot.
         graphs = self._pace.graphs and not engine.layout.shape.experts
@@ -267,12 +272,12 @@ class Group:
         if not self._relay.is_last_stage:
             self._relay.send_hidden(output)
             return
-        responses, order, drawn = self._responses, self._rows.order, self._rows.drawn
-        vocabulary = self._relay.vocabulary
-        self._relay.drawn.leave_out(output, -torch.inf)
+        responses, vocabulary = self._responses, self._relay.vocabulary
+        order, drawn = self._rows.order, self._rows.drawn
+        vocabulary.leave_out(output, -torch.inf)
         uniforms = responses.uniforms[order, drawn]
         numbers = responses.before[order] + drawn
-        draw = sample(output, self._params, uniforms, numbers, vocabulary, responses.kept is not None)
+        draw = sample(output, self._drawing.params, uniforms, numbers, vocabulary, responses.kept is not None)
         responses.logprobs[order, drawn] = draw.logprobs
         self._unsound |= (draw.logprobs.isnan() & ~self._rows.finished).any()
         if responses.kept is not None and draw.kept is not None:
@@ -290,8 +295,10 @@ class Group:
         filled = {}  # prompt -> the first row with it
         sources = [filled.setdefault(queue.like[place], row) for row, place in enumerate(places)]
         entered = [(sources[row], row) for row in range(first, len(sources))]
-        to_fill = [length * (source == row) for length, (source, row) in zip(lengths, entered, strict=True)]
-        for pieces in passes(to_fill, first, self._prefill_tokens):
+        to_fill = [
+            length if source == row else 0 for length, (source, row) in zip(lengths, entered, strict=True)
+        ]
+        for pieces in passes(to_fill, first, self._drawing.prefill_tokens):
             self._fill(pieces, [places[piece.row] for piece in pieces])
         if shared := [(source, row) for source, row in entered if source != row]:
             self._cache.share(shared)
@@ -344,7 +351,7 @@ class Group:
         ends = torch.isin(tokens, self._stops)
         if self._strings is not None:
             rows.matched, completed = follow(self._strings, rows.matched, tokens)
-            ends |= completed & (responses.before[order] + rows.drawn >= self._params.min_new_tokens)
+            ends |= completed & (responses.before[order] + rows.drawn >= self._drawing.params.min_new_tokens)
         ends &= ~rows.finished
         responses.truncated[order] &= ~ends
         responses.lengths[order] = responses.lengths[order].where(~ends, rows.drawn + 1)
@@ -479,11 +486,7 @@ class Relay:
 
     def __init__(self, engine: Engine) -> None:
         placement, stage = engine.placement, engine.stage
-        tp_devices = placement.tp_group(engine.groups.rank)
-        self.vocabulary = Vocabulary.of(
-            stage.layout, tp_devices, engine.coordinate.tp, engine.groups[tp_devices]
-        )
-        self.drawn = engine.drawn
+        self.vocabulary = engine.drawn
         self._stages = placement.pp_group(engine.groups.rank)
         self._pp_group = engine.groups[self._stages]
         self._pp_rank = engine.coordinate.pp

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlhf_tasks.parallel.layout.families import (
@@ -20,8 +19,7 @@ from rlhf_tasks.parallel.layout.families import (
     Mixture,
     family_of,
 )
-from rlhf_tasks.parallel.layout.weight_files import base_of, has_weights, tensor_shapes
-from rlhf_tasks.system.reading import ConfigError, read_json, shown
+from rlhf_tasks.system.reading import ConfigError, shown
 
 Unit = Literal["query_head", "kv_head", "column", "vocab"]
 """The units that a sharded dim consists of. A unit is never divided between tp ranks."""
@@ -166,25 +164,6 @@ class ModelShape:
     experts_per_token: int = 0
     norm_bias: bool = False
     learned_positions: bool = False
-
-    @staticmethod
-    def from_folder(folder: str | Path) -> "ModelShape":
-        """Read `config.json` of a Hugging Face model folder, or of an adapter's base; of a family that is not tested
-        also its weights' names.
-
-        Raises ConfigError naming the folder when the config is not readable or not that of a decoder that can be
-        split.
-        """
-        whole = base_of(folder)
-        path = whole / "config.json"
-        if not path.is_file():
-            raise ConfigError(
-                f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
-            )
-        config = read_json(path)
-        tested = config.get("model_type") in list(FAMILIES)
-        weights = tensor_shapes(whole) if not tested and has_weights(whole) else None
-        return ModelShape.from_config(config, str(folder), weights)
 
     @staticmethod
     def from_config(

@@ -11,10 +11,12 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf_tasks.parallel.layout.families import FAMILIES
+from rlhf_tasks.parallel.layout.shape import ModelShape, ParameterSpec
 from rlhf_tasks.system.reading import (
     MOST_JSON_BYTES,
     ConfigError,
@@ -24,9 +26,6 @@ from rlhf_tasks.system.reading import (
     reading,
     shown,
 )
-
-if TYPE_CHECKING:
-    from rlhf_tasks.parallel.layout.shape import ParameterSpec
 
 ADAPTER = "adapter_model.safetensors"  # peft's
 ADAPTER_CONFIG = "adapter_config.json"
@@ -202,7 +201,7 @@ class InFile(NamedTuple):
     added: LowRank | None = None
 
 
-def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> dict[str, InFile]:
+def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: bool) -> dict[str, InFile]:
     """Name of a tensor -> where it is, for all that the parameters in `specs` are made of.
 
     Reads only the headers of the files. A folder of a model without its head has names without their first part, as
@@ -239,7 +238,7 @@ def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: b
 
 
 def _through_adapter(
-    adapter: AdapterFolder, specs: "Collection[ParameterSpec]", needs_head: bool
+    adapter: AdapterFolder, specs: Collection[ParameterSpec], needs_head: bool
 ) -> dict[str, InFile]:
     """The base model's tensors, each with what the adapter adds to it; a scalar head is the adapter's own."""
     file = adapter.folder / ADAPTER
@@ -300,7 +299,7 @@ def _finite(values: bytes, dtype: str) -> bool:
     return dtype not in kinds or bool(np.isfinite(np.frombuffer(values, kinds[dtype])).all())
 
 
-def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> None:
+def check_weights(folder: Path, specs: Collection[ParameterSpec], needs_head: bool) -> None:
     """Check all weights of a folder against all parameters of a model.
 
     Raises ConfigError for what `weight_files` refuses, and for a tensor that the model does not have: without it, it
@@ -355,6 +354,24 @@ def config_digest(folder: Path) -> str:
     folder = base_of(folder)
     with reading(folder / "config.json", "not readable"):
         return hashlib.sha256(read_bytes(folder / "config.json", MOST_JSON_BYTES)).hexdigest()
+
+
+def read_shape(folder: str | Path) -> ModelShape:
+    """A model's sizes, from `config.json` of its folder, or of an adapter's base; of a family that is not tested also
+    from its weights' names.
+
+    Raises ConfigError naming the folder when the config is not readable or not that of a decoder that can be split.
+    """
+    whole = base_of(folder)
+    path = whole / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
+        )
+    config = read_json(path)
+    tested = config.get("model_type") in list(FAMILIES)
+    weights = tensor_shapes(whole) if not tested and has_weights(whole) else None
+    return ModelShape.from_config(config, str(folder), weights)
 
 
 def has_weights(folder: Path) -> bool:

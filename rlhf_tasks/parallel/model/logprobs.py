@@ -15,28 +15,60 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.comm.groups import all_reduce
-from rlhf_tasks.parallel.layout.portions import LOGITS_AT_ONCE
+from rlhf_tasks.parallel.layout.work import LOGITS_AT_ONCE
 
 LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no NaN arises as from -inf
 
 
 @dataclass(frozen=True, slots=True)
-class VocabShard:
-    """The part of the vocabulary on this rank.
+class Vocabulary:
+    """Whose part of the vocabulary is where. Each tp rank has an interval; in the order of tp ranks they cover it.
 
-    start   first token id of this rank's logits
-    group   the tp group, None for one rank
-    tokens  the tokens that count are those below: others have no part in a distribution; None: all count
+    sizes    tokens of each tp rank's part
+    tp_rank  this rank's number
+    group    the tp group; None for one rank
+    places   the place of each tp rank in the group, whose ranks are in the order of devices
+    tokens   the tokens that count are those below: others have no part in a distribution; None: all count
     """
 
-    start: int = 0
+    sizes: tuple[int, ...]
+    tp_rank: int = 0
     group: dist.ProcessGroup | None = None
+    places: tuple[int, ...] = (0,)
     tokens: int | None = None
+
+    @property
+    def start(self) -> int:
+        """The first token of this rank's part."""
+        return sum(self.sizes[: self.tp_rank])
 
     def leave_out(self, scores: Tensor, by: float) -> None:
         """Overwrite the scores [n, this rank's part] of the tokens that do not count."""
         if self.tokens is not None:
             scores[:, max(0, self.tokens - self.start) :] = by
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """All ranks' tensors of one shape, in the order of the vocabulary: [tp, ...], bit-equal on all of them."""
+        if self.group is None:
+            return mine[None]
+        gathered = [torch.empty_like(mine) for _ in self.sizes]
+        dist.all_gather(gathered, mine.contiguous(), group=self.group)
+        return torch.stack([gathered[place] for place in self.places])
+
+    def tokens_of(self, chosen: Tensor) -> list[Tensor]:
+        """The tokens that all ranks have chosen: for each row their ids [..] int32, ascending, on the CPU.
+
+        chosen  [n, this rank's part] bool
+        """
+        counts = self.gather(chosen.sum(1)).cpu()  # [tp, n]
+        ids = torch.zeros(int(counts.sum(1).max()), dtype=torch.int32, device=chosen.device)
+        mine = chosen.nonzero()[:, 1] + self.start
+        ids[: len(mine)] = mine
+        of_rank = [
+            tokens[: int(count.sum())].split(count.tolist())
+            for tokens, count in zip(self.gather(ids).cpu(), counts, strict=True)
+        ]
+        return [torch.cat(of_row) for of_row in zip(*of_rank, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,56 +118,49 @@ class KeptTokens:
 def token_logprobs(
     logits: Tensor,
     targets: Tensor,
-    shard: VocabShard,
+    vocabulary: Vocabulary,
     temperature: float = 1.0,
     kept: KeptTokens | None = None,
-) -> Tensor:
-    """log softmax(logits / temperature)[t, targets[t]]; differentiable in the logits.
-
-    logits   [T, vocabulary / tp], this rank's slice of the vocabulary
-    targets  [T] int64, ids of the whole vocabulary
-    kept     the softmax is over these tokens only; None: over all
-    Returns [T] float32 (float64 for float64 logits), equal on all tp ranks. The cross entropy is its negative.
-    Collective over the tp group.
-    """
-    return _TokenStatistics.apply(logits, targets, shard, temperature, kept, False)[0]  # type: ignore[index]
-
-
-def token_logprobs_and_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabShard,
-    temperature: float = 1.0,
-    kept: KeptTokens | None = None,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` [T] and each distribution's entropy [T] in nats; both are differentiable.
+    """log softmax(logits / temperature)[t, targets[t]], and each distribution's entropy in nats; both are
+    differentiable in the logits.
 
-    logits [T, vocabulary / tp]; targets [T] int64
+    logits        [T, vocabulary / tp], this rank's slice of the vocabulary
+    targets       [T] int64, ids of the whole vocabulary
+    kept          the softmax is over these tokens only; None: over all
+    with_entropy  False: the entropy is not computed, and what is given for it means nothing
+    Returns twice [T] float32 (float64 for float64 logits), equal on all tp ranks. The cross entropy is the negative
+    log-probability. Collective over the tp group.
     """
-    return _TokenStatistics.apply(logits, targets, shard, temperature, kept, True)  # type: ignore[return-value]
+    return _TokenStatistics.apply(logits, targets, vocabulary, temperature, kept, with_entropy)  # type: ignore[return-value]
 
 
-def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0) -> Tensor:
+def packed_logprobs(
+    logits: Tensor, micro: MicroBatch, vocabulary: Vocabulary, temperature: float = 1.0
+) -> Tensor:
     """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token.
 
     logits  [T, vocabulary / tp]; row p is the prediction for token p + 1 of the same sample. Where only some rows
             passed the head (`micro.rows`), [R, vocabulary / tp]; the result is 0 at the tokens that none predicts
     Where the micro-batch says which tokens sampling kept (see `KeptTokens`), the softmax is over these only.
     """
-    logprobs = token_logprobs(logits, _next_tokens(micro), shard, temperature, KeptTokens.of(micro))
+    kept = KeptTokens.of(micro)
+    logprobs, _ = token_logprobs(
+        logits, _next_tokens(micro), vocabulary, temperature, kept, with_entropy=False
+    )
     return _shift(logprobs, micro)
 
 
 def packed_logprobs_and_entropy(
-    logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0
+    logits: Tensor, micro: MicroBatch, vocabulary: Vocabulary, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """`packed_logprobs` [T], and the entropy [T] in nats of the distribution that each token was drawn from.
 
     logits  [T, vocabulary / tp] or [R, vocabulary / tp], as in `packed_logprobs`
     """
-    logprobs, entropy = token_logprobs_and_entropy(
-        logits, _next_tokens(micro), shard, temperature, KeptTokens.of(micro)
-    )
+    kept = KeptTokens.of(micro)
+    logprobs, entropy = token_logprobs(logits, _next_tokens(micro), vocabulary, temperature, kept)
     return _shift(logprobs, micro), _shift(entropy, micro)
 
 
@@ -162,12 +187,12 @@ class _TokenStatistics(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         targets: Tensor,
-        shard: VocabShard,
+        vocabulary: Vocabulary,
         temperature: float,
         kept: KeptTokens | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        columns = targets - shard.start
+        columns = targets - vocabulary.start
         here = (columns >= 0) & (columns < logits.shape[1])
         columns = torch.where(here, columns, 0)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -175,11 +200,11 @@ class _TokenStatistics(torch.autograd.Function):
         maximum = torch.empty(tokens, dtype=dtype, device=logits.device)
         # With x = logit - maximum: the sum of exp(x), the sum of exp(x) x, and the logit of the target.
         sums = torch.zeros(3, tokens, dtype=dtype, device=logits.device)
-        for rows, left_out in _chunks(logits, kept, shard.start):
+        for rows, left_out in _chunks(logits, kept, vocabulary.start):
             x = _scaled(logits[rows], dtype, temperature)
             if left_out is not None:
                 x.masked_fill_(left_out, LEFT_OUT)
-            shard.leave_out(x, LEFT_OUT)
+            vocabulary.leave_out(x, LEFT_OUT)
             maximum[rows] = x.amax(1)
             sums[2, rows] = torch.where(here[rows], x.gather(1, columns[rows, None]).squeeze(1), 0.0)
             x -= maximum[rows, None]
@@ -188,18 +213,18 @@ class _TokenStatistics(torch.autograd.Function):
             if with_entropy:
                 sums[1, rows] = weights.mul_(x).sum(1)
             del x, weights  # else they would stay while the next chunk is copied
-        if shard.group is not None:
-            highest = all_reduce(maximum.clone(), shard.group, dist.ReduceOp.MAX)
+        if vocabulary.group is not None:
+            highest = all_reduce(maximum.clone(), vocabulary.group, dist.ReduceOp.MAX)
             step = maximum - highest
             sums[1] += step * sums[0]
             sums[:2] *= step.exp()
             maximum = highest
-            all_reduce(sums, shard.group)
+            all_reduce(sums, vocabulary.group)
         log_sum = sums[0].log()
         logprobs = sums[2] - maximum - log_sum
         entropy = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(logits, columns, here, maximum, log_sum, entropy)
-        ctx.temperature, ctx.kept, ctx.shard = temperature, kept, shard
+        ctx.temperature, ctx.kept, ctx.vocabulary = temperature, kept, vocabulary
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward pass
@@ -212,11 +237,11 @@ class _TokenStatistics(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(maximum)
         result = torch.empty_like(logits)
-        for rows, left_out in _chunks(logits, ctx.kept, ctx.shard.start):
+        for rows, left_out in _chunks(logits, ctx.kept, ctx.vocabulary.start):
             log_p = _scaled(logits[rows], maximum.dtype, ctx.temperature)
             if left_out is not None:
                 log_p.masked_fill_(left_out, LEFT_OUT)
-            ctx.shard.leave_out(log_p, LEFT_OUT)
+            ctx.vocabulary.leave_out(log_p, LEFT_OUT)
             log_p -= maximum[rows, None]
             log_p -= log_sum[rows, None]
             slope = -grad_logprobs[rows, None]

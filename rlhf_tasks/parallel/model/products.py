@@ -14,7 +14,7 @@ threads, 6,144 rows times a weight of 4,096 x 256, seconds: float32 .26 forward 
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 CPU_INFO = Path("/proc/cpuinfo")
-INSTEAD: ContextVar[Callable[[Tensor, Tensor, Tensor | None], Tensor] | None] = ContextVar(
-    "product", default=None
-)
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x [n, columns], weight [rows, columns], bias [rows] or None) -> x W^T + b [n, rows]."""
+
+_INSTEAD: ContextVar[Multiply | None] = ContextVar("product", default=None)
 """What computes `linear`; None: `F.linear`. A TorchFunctionMode adds 2.5 microseconds to each operator of torch, so a
 millisecond to a decoding step."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., columns] times the transpose of weight [rows, columns], plus bias [rows] -> [..., rows]."""
-    product = INSTEAD.get()
+    product = _INSTEAD.get()
     return F.linear(x, weight, bias) if product is None else product(x, weight, bias)
 
 
@@ -68,10 +69,6 @@ def _mkl_is_slow() -> bool:
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and "GenuineIntel" not in CPU_INFO.read_text(encoding="utf-8")
     )
-
-
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x [n, columns], weight [rows, columns], bias [rows] or None) -> x W^T + b [n, rows]."""
 
 
 class Products(TorchFunctionMode):
@@ -130,3 +127,56 @@ def in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     `Multiply`. One operator, so that selective recomputation keeps what is rounded."""
     y = x.float() @ weight.float().t()
     return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this build of torch packs weights of a dtype on a device."""
+    # These operators are internal to Inductor: torch has no public ones that keep a packed weight.
+    return (
+        device.type == "cpu"
+        and dtype in (torch.float32, torch.bfloat16)
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+class PackedWeights:
+    """A context in which `linear` of a model multiplies with packed copies of the weights, made at first use.
+    Inference only.
+
+    A decode step multiplies a few rows with every weight of the model. The libraries first rearrange the weights in
+    blocks, which for a few rows costs as much as the product itself; oneDNN can do so once. Speed-ups, on one thread
+    with weights of 0.25 to 2 million elements: at 8 rows 1.3 to 2.3 in float32 and 1.3 to 1.6 in bfloat16, at
+    32 rows 1.15 to 1.7 and 1.15 to 1.25. Whole generations of 64 rows, 32 + 64 tokens, in CPU seconds on an AMD EPYC:
+    float32 .91 instead of 1.27 (5M Llama) and 3.2 instead of 4.8 (25M); bfloat16 2.6 either way (25M).
+
+    Weights must not change inside the context. The copies need as much memory as the weights, and twice as much where
+    bfloat16 is multiplied in float32.
+    """
+
+    def __init__(self) -> None:
+        # (address, size) of the weight, as an expert's is a view made anew in every pass -> (weight, packed copy)
+        self._packed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._entered: list[Token] = []
+
+    def __enter__(self) -> "PackedWeights":
+        self._entered.append(_INSTEAD.set(self._linear))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _INSTEAD.reset(self._entered.pop())
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        key = weight.data_ptr(), weight.numel()
+        if key not in self._packed:
+            packed = torch.ops.mkldnn._reorder_linear_weight(_multiplied(weight.detach()))
+            self._packed[key] = weight, packed
+        wide_bias = None if bias is None else _multiplied(bias)
+        y = torch.ops.mkldnn._linear_pointwise(
+            _multiplied(x), self._packed[key][1], wide_bias, "none", [], ""
+        )
+        return y.to(x.dtype)
+
+
+def _multiplied(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype in which products of its dtype are computed."""
+    return tensor.float() if widens(tensor.device, tensor.dtype) else tensor

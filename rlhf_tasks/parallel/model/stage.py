@@ -25,14 +25,17 @@ from rlhf_tasks.parallel.layout.shape import Recompute
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Coordinate
 from rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
-from rlhf_tasks.parallel.model.experts import Experts, MixtureOfExperts, Router, can_group
 from rlhf_tasks.parallel.model.products import linear
 from rlhf_tasks.parallel.model.recomputation import recomputing
 from rlhf_tasks.parallel.model.tensor_parallel import (
     ColumnParallelLinear,
+    Experts,
+    MixtureOfExperts,
     PackedColumns,
+    Router,
     RowParallelLinear,
     VocabParallelEmbedding,
+    can_group,
     copy_to_ranks,
 )
 
@@ -314,9 +317,13 @@ class Stage(nn.Module):
             self._split_layer(layer, f"model.layers.{i}", _plan(config) or {})
         if self.is_first or (self.is_last and self._tied):
             # Gemma's classes of embeddings multiply by the root of the hidden size.
-            theirs = self._theirs(whole, "embed_tokens")
+            theirs, vocab = (
+                self._theirs(whole, "embed_tokens"),
+                self.layout.units("vocab", self.coordinate.tp),
+            )
             scale = getattr(theirs, "scalar_embed_scale", 1.0)
-            self.model.embed_tokens = self._embedding(scale, theirs.padding_idx)
+            how = (self.tp_group, torch.device("meta"), scale, theirs.padding_idx)
+            self.model.embed_tokens = VocabParallelEmbedding(vocab, self.layout.shape.hidden, *how)
         if self.is_first and self.layout.shape.learned_positions:
             size = (self.layout.shape.context, self.layout.shape.hidden)
             self.model.embed_positions = nn.Embedding(*size, device="meta")
@@ -331,16 +338,6 @@ class Stage(nn.Module):
         """The part of transformers' decoder that Llama calls `name`."""
         files = FAMILIES.get(self.layout.shape.family, Family()).files
         return getattr(whole, files.get(f"model.{name}.", f"model.{name}.").split(".")[1])
-
-    def _embedding(self, scale: float, padding_idx: int | None) -> VocabParallelEmbedding:
-        return VocabParallelEmbedding(
-            self.layout.units("vocab", self.coordinate.tp),
-            self.layout.shape.hidden,
-            self.tp_group,
-            torch.device("meta"),
-            scale=scale,
-            padding_idx=padding_idx,
-        )
 
     def _mixture_of_experts(self) -> MixtureOfExperts:
         shape, meta = self.layout.shape, torch.device("meta")

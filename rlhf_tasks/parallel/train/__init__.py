@@ -1,4 +1,5 @@
-"""The engine: forward and backward passes through the pipeline, gradients, the sharded optimizer.
+"""The engine: forward and backward passes through the pipeline, gradients, the sharded optimizer, its
+state in files.
 
 Decoding is in parallel/generate.
 """

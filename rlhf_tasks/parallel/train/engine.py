@@ -4,7 +4,6 @@ All ranks of the placement call its methods together, each with the batch of its
 different numbers of micro-batches. A replica without samples still takes part in all collectives.
 """
 
-import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +12,15 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, predicting, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.copier import Copier
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
-from rlhf_tasks.parallel.layout.flops import forward_flops, training_flops
+from rlhf_tasks.parallel.comm.host_memory import Copier
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
+from rlhf_tasks.parallel.layout.work import forward_flops, training_flops
+from rlhf_tasks.parallel.model.logprobs import Vocabulary, packed_logprobs, packed_logprobs_and_entropy
 from rlhf_tasks.parallel.model.products import products
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.train.optimizer import MasterWeights, Optimizer, OptimizerSettings, all_gather
@@ -66,7 +63,7 @@ class Engine:
     version             the number of train calls applied to these weights. The caller increments it, because one
                         train call may be many calls of `train_step`
     state               JSON-able state of the role besides parameters and optimizer
-    flops               FLOPs that this replica has computed (layout/flops.py); counted on its head, 0 elsewhere
+    flops               FLOPs that this replica has computed (layout/work.py); counted on its head, 0 elsewhere
     """
 
     def __init__(
@@ -103,9 +100,11 @@ class Engine:
                 parameter.requires_grad_()
             self.master = Optimizer(trained, layout, groups, optimizer_settings, copies)
         self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
-        tp_rank, tp_devices = self.coordinate.tp, self.placement.tp_group(groups.rank)
-        self.drawn = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices], tokens)
-        self._shard = self.drawn if counts_drawn else replace(self.drawn, tokens=None)
+        tp_devices = self.placement.tp_group(groups.rank)
+        sizes = tuple(layout.units("vocab", tp_rank).size for tp_rank in range(len(tp_devices)))
+        places = tuple(sorted(tp_devices).index(device) for device in tp_devices)
+        self.drawn = Vocabulary(sizes, self.coordinate.tp, groups[tp_devices], places, tokens)
+        self._counted = self.drawn if counts_drawn else replace(self.drawn, tokens=None)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -219,7 +218,7 @@ class Engine:
         micros: Sequence[MicroBatch],
         counted: str | None,
     ) -> float:
-        """FLOPs of passes (layout/flops.py) over this replica's samples, cut into micro-batches."""
+        """FLOPs of passes (layout/work.py) over this replica's samples, cut into micro-batches."""
         layout, lengths = self.layout, batch["input_ids"].lengths
         predicted = None
         if counted is not None and layout.head == "lm" and self.is_head:
@@ -240,7 +239,7 @@ class Engine:
         logits  [T or R, vocabulary / tp], the output of the last stage
         Collective over the tp ranks of the stage.
         """
-        return packed_logprobs(logits, micro, self._shard, temperature)
+        return packed_logprobs(logits, micro, self._counted, temperature)
 
     def logprobs_and_entropy(
         self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0
@@ -249,7 +248,7 @@ class Engine:
 
         logits  [T or R, vocabulary / tp]
         """
-        return packed_logprobs_and_entropy(logits, micro, self._shard, temperature)
+        return packed_logprobs_and_entropy(logits, micro, self._counted, temperature)
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
         """Sum over the replicas: float64 of the shape of `values`, equal on every rank of the placement.
@@ -288,64 +287,3 @@ def _in_order(batch: SampleBatch, micros: list[MicroBatch], rows: list[Tensor]) 
         for sample, piece in zip(micro.ids, pieces, strict=True):
             by_id[sample].append(piece)
     return Packed.of([by_id[sample].popleft() for sample in batch.ids])
-
-
-def share_batch(
-    batch: SampleBatch | None, placement: Placement, groups: ProcessGroups, rank: int
-) -> SampleBatch:
-    """Broadcast the head's batch to all ranks of its replica, which call this together.
-
-    batch  on the head; None on the other ranks of the replica
-    There are two messages, both to the rank's device: two lengths; then a description of the batch and all tensors,
-    bit for bit.
-    """
-    dp_rank = placement.coordinate(rank).dp
-    group, head = groups[placement.replica(dp_rank)], placement.head(dp_rank)
-    assert (batch is not None) == (rank == head), f"rank {rank}: the batch comes from the head, rank {head}"
-    if group is None:
-        assert batch is not None
-        return batch
-    parts = [] if batch is None else [_described(batch), *(_raw(p.values) for p in batch.data.values())]
-    lengths = torch.tensor(
-        [len(parts[0]), sum(_padded(len(part)) for part in parts)] if parts else [0, 0], device=groups.device
-    )
-    dist.broadcast(lengths, src=head, group=group)
-    described, whole = (int(n) for n in lengths.tolist())
-    message = torch.zeros(whole, dtype=torch.uint8, device=groups.device)
-    start = 0
-    for part in parts:
-        message[start : start + len(part)] = part
-        start += _padded(len(part))
-    dist.broadcast(message, src=head, group=group)
-    return _received(message, described) if batch is None else batch
-
-
-def _described(batch: SampleBatch) -> Tensor:
-    """[n] uint8: JSON of a batch's ids, and of each key's name, dtype, shape and lengths."""
-    keys = [
-        (key, str(packed.values.dtype).removeprefix("torch."), tuple(packed.values.shape), packed.lengths)
-        for key, packed in batch.data.items()
-    ]
-    return torch.frombuffer(bytearray(json.dumps([batch.ids, keys]).encode()), dtype=torch.uint8)
-
-
-def _raw(values: Tensor) -> Tensor:
-    """The bytes of a tensor, [bytes] uint8."""
-    return values.contiguous().flatten().view(torch.uint8)
-
-
-def _received(message: Tensor, described: int) -> SampleBatch:
-    """The batch in a message whose first `described` bytes describe it."""
-    ids, keys = json.loads(message[:described].cpu().numpy().tobytes())
-    data, start = {}, _padded(described)
-    for key, dtype_name, shape, lengths in keys:
-        dtype = getattr(torch, dtype_name)
-        size = dtype.itemsize * math.prod(shape)
-        data[key] = Packed(message[start : start + size].view(dtype).view(shape), tuple(lengths))
-        start += _padded(size)
-    return SampleBatch(tuple(ids), data)
-
-
-def _padded(size: int, alignment: int = 16) -> int:
-    """Bytes rounded up to a multiple of `alignment`, so that the next tensor is aligned for any dtype."""
-    return -(-size // alignment) * alignment

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from rlhf_tasks.parallel.comm.copier import Arrival, Copier, host_zeros
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
-from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.comm.host_memory import Arrival, Copier, host_zeros
+from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.train.gradients import Gradients
 from rlhf_tasks.parallel.train.state_layout import CHUNK, Bucket, StateLayout
 from rlhf_tasks.system.failpoints import Point, reach
@@ -231,14 +231,16 @@ class Optimizer(MasterWeights):
         skipped = failures > 0 or not math.isfinite(norm)
         if not skipped:
             self.step += 1
-            self._gather(self._updated(gradient, learning_rate, self._clip_factor(norm)))
+            bound = self.settings.max_grad_norm
+            factor = 1.0 if bound is None else min(1.0, bound / (norm + 1e-6))
+            self._gather(self._updated(gradient, learning_rate, factor))
         return StepReport(norm, skipped)
 
     def _primary_ranges(self, layout: Layout, device: int) -> list[tuple[int, int]]:
         """The ranges of this rank's share that count in the gradient norm; adjacent ranges are joined."""
         ranges: list[tuple[int, int]] = []
         for name, first, last, at in self._kept:
-            counted = primary_range(layout, name, device)
+            counted = _primary_range(layout, name, device)
             start, stop = max(first, counted.start) - first + at, min(last, counted.stop) - first + at
             if start >= stop:
                 continue
@@ -247,10 +249,6 @@ class Optimizer(MasterWeights):
             else:
                 ranges.append((start, stop))
         return ranges
-
-    def _clip_factor(self, norm: float) -> float:
-        bound = self.settings.max_grad_norm
-        return 1.0 if bound is None else min(1.0, bound / (norm + 1e-6))
 
     def _updated(
         self, gradient: Tensor, learning_rate: float, factor: float
@@ -297,15 +295,14 @@ class Optimizer(MasterWeights):
         """
         master, mean, square = state
         beta1, beta2 = self.settings.betas
+        steps_before = torch.full((), self.step - 1.0, device=gradient.device)  # the kernel counts by itself
         adamw(
             [master],
             [gradient],
             [mean],
             [square],
             [],
-            [
-                torch.full((), self.step - 1.0, device=gradient.device)
-            ],  # the kernel's own count, before this step
+            [steps_before],
             fused=True,
             amsgrad=False,
             maximize=False,
@@ -368,18 +365,14 @@ def _square_norm(tensor: Tensor) -> float:
     return float(torch.stack(norms).square().sum())
 
 
-def primary_range(layout: Layout, name: str, device: int) -> range:
+def _primary_range(layout: Layout, name: str, device: int) -> Interval:
     """The elements of a device's flattened slice that it counts in sums over the model (see `Layout.primary`).
 
     Over the devices of one replica every element of the model counts exactly once.
     """
     spec, held, primary = layout.specs[name], layout.held(device)[name], layout.primary(device)[name]
     if primary.size == held.size:
-        return range(_elements(layout, name, device))
+        return Interval(0, held.size * spec.row_size)
     assert primary.size == 0 or spec.dim == 0, f"copies of {name} overlap on dim {spec.dim}, not on the first"
     start = (primary.start - held.start) * spec.row_size
-    return range(start, start + primary.size * spec.row_size)
-
-
-def _elements(layout: Layout, name: str, device: int) -> int:
-    return layout.held(device)[name].size * layout.specs[name].row_size
+    return Interval(start, start + primary.size * spec.row_size)

@@ -17,9 +17,9 @@ from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_
 from rlhf_tasks.checkpoint.manifest import CheckpointError, PartReport, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.checkpoint.snapshots import packed_bytes
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.state.files import pieces_of, write_checked
+from rlhf_tasks.parallel.layout.weight_files import read_shape
+from rlhf_tasks.parallel.train.state_files import pieces_of, write_checked
 from rlhf_tasks.protocol.messages import RunSpec, WriteCommit
 from rlhf_tasks.spec import NodeKey, NodeResult
 from tests.flows.checked_files import model_folder
@@ -68,7 +68,7 @@ def commit(snapshots, prepared, folder, step, in_flight=b""):
         version=step,
         optimizer_step=step,
         state={},
-        shape=ModelShape.from_folder(prepared.config.models.actor),
+        shape=read_shape(prepared.config.models.actor),
         head="lm",
         placement=Placement((0,), ParallelStrategy()),
     )

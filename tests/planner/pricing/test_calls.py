@@ -11,9 +11,9 @@ from planner.pricing.devices import PRESETS, DeviceLink, preset
 from planner.pricing.rooflines import Roofline, sizes
 from rlhf_tasks.parallel.batch.micro_batch import split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.layout.portions import LEAST_SHARED
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.parallel.layout.work import LEAST_SHARED
 
 CLUSTER = Cluster(2, 8)
 

@@ -22,8 +22,9 @@ from rlhf_tasks.config.models import Role
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import FolderWriter, initialise, load, load_config
 from rlhf_tasks.parallel.train.engine import Engine
@@ -51,7 +52,7 @@ def world_of_one() -> Iterator[None]:
 
 def engine_of(role: Role, seed: int, dtype: torch.dtype = torch.float32, **drawn: Any) -> Engine:
     """A role's engine, its weights read from its folder or drawn. drawn: which tokens are, as `Engine` takes it"""
-    layout = Layout(ModelShape.from_folder(role.folder), role.head, PLACEMENT)
+    layout = Layout(read_shape(role.folder), role.head, PLACEMENT)
     model = load_config(role.folder)
     stage = Stage(model, layout, PLACEMENT.coordinate(0), None, device=CPU, dtype=dtype)
     if role.random_init:

@@ -20,8 +20,8 @@ from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.algorithms.rollout import RolloutConfig
 from rlhf_tasks.config.base import Scores
-from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 from tests.tiny_runs import write_model
 
 MINIMAL = """
@@ -572,7 +572,7 @@ def test_the_order_of_what_ends_a_response_makes_no_other_run():
 
 
 def test_the_order_of_lora_targets_makes_no_other_adapter(tmp_path: Path):
-    shape = ModelShape.from_folder(write_model(tmp_path / "model"))
+    shape = read_shape(write_model(tmp_path / "model"))
     names = ["v_proj", "q_proj", "v_proj", "up_proj"]
     configs = [
         make_config({"type": "ppo", **NEEDED, "lora": {"targets": targets}})

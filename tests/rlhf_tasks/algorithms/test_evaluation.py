@@ -15,8 +15,9 @@ from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.held_out import evaluation_of, held_out_sets
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import load, load_config
 from rlhf_tasks.parallel.train.engine import Engine
@@ -81,7 +82,7 @@ def evaluated(rank: int, world: int, strategy: tuple[int, int, int], document: s
     assert answers is not None
     placement = Placement(tuple(range(world)), ParallelStrategy(*strategy))
     folder = run.models.actor
-    layout = Layout(ModelShape.from_folder(folder), "lm", placement)
+    layout = Layout(read_shape(folder), "lm", placement)
     groups = ProcessGroups(device_sets(placement), 240.0, torch.device("cpu"))
     stage = Stage(
         load_config(folder),

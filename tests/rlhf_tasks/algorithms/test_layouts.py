@@ -12,13 +12,14 @@ from rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.parallel.batch.redistribution import share_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import partition
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.train.engine import Engine, share_batch
+from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from tests.tiny_models import held_slices, shape_of, tiny_config, tiny_model
 
@@ -187,9 +188,8 @@ def run_calls(
             shifted.ids, strategy[0], balance, config.num_mini_batches, tokens_of(shifted), config.group_size
         )
         mine = dealt[engine.coordinate.dp]
-        batch = share_batch(
-            shifted.select(mine) if engine.is_head else None, engine.placement, engine.groups, rank
-        )
+        mine = shifted.select(mine) if engine.is_head else None
+        batch = share_batch(mine, engine.placement, engine.groups)
         for name in calls:
             nothing: Any = SimpleNamespace()
             context = CallContext(

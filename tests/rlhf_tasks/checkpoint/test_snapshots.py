@@ -25,12 +25,12 @@ from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, PartReport, StoredFile, read_manifest
 from rlhf_tasks.checkpoint.snapshots import DrawnSamples, SnapshotWriter, packed_bytes, restore, unpacked
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm import copier
+from rlhf_tasks.parallel.comm import host_memory
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.state import files
-from rlhf_tasks.parallel.state.files import pieces_of, state_size_bytes, write_checked, write_shards
+from rlhf_tasks.parallel.train import state_files
 from rlhf_tasks.parallel.train.optimizer import StateShard
+from rlhf_tasks.parallel.train.state_files import pieces_of, state_size_bytes, write_checked, write_shards
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart, WriteCommit
 from rlhf_tasks.spec import ExecutionPlan, RolePlacements
 from rlhf_tasks.system import failpoints
@@ -208,10 +208,10 @@ def commit_part(folder: Path, part: PartReport) -> None:
 
 @pytest.mark.gpu
 def test_commits_of_a_gpus_state_use_the_same_pinned_copies_again(tmp_path, monkeypatch):
-    role, told, pinned, real = small_role(), Queue(), [], copier._PinnedPages
+    role, told, pinned, real = small_role(), Queue(), [], host_memory._PinnedPages
     role.master.state = [s._replace(tensor=s.tensor.cuda()) for s in role.master.state]  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        copier, "_PinnedPages", lambda size_bytes: pinned.append(size_bytes) or real(size_bytes)
+        host_memory, "_PinnedPages", lambda size_bytes: pinned.append(size_bytes) or real(size_bytes)
     )
     writer = SnapshotWriter(generation(tmp_path, 0), told.put)
     for step in (1, 2, 3):
@@ -304,7 +304,7 @@ def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
         if mounted:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         else:
-            monkeypatch.setattr("rlhf_tasks.parallel.state.files.os.fsync", read_only)
+            monkeypatch.setattr("rlhf_tasks.parallel.train.state_files.os.fsync", read_only)
         writer = SnapshotWriter(generation(disk, 0), told.append)
         writer.save("actor", small_role(), 3)
         writer.close()
@@ -343,8 +343,8 @@ def test_a_manifest_that_does_not_fit_leaves_the_last_commit(tmp_path):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Files of a few kilobytes are written, synced and read back in many pieces."""
-    monkeypatch.setattr(files, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(files, "_SYNC_BYTES", 350)
+    monkeypatch.setattr(state_files, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(state_files, "_SYNC_BYTES", 350)
 
 
 def flip(path: Path, at: int) -> None:
@@ -386,7 +386,7 @@ def test_a_part_that_the_disk_does_not_have_as_written_is_never_reported_as_dura
         if next(syncs) == number:
             flip(path, moved.total_bytes + 5)
 
-    monkeypatch.setattr("rlhf_tasks.parallel.state.files.os.fdatasync", damaging)
+    monkeypatch.setattr("rlhf_tasks.parallel.train.state_files.os.fdatasync", damaging)
     told: list[SavedPart] = []
     writer = SnapshotWriter(generation(tmp_path, 0), told.append, moved)
     writer.save("actor", small_role(), 3)
@@ -406,7 +406,7 @@ def test_a_part_that_nobody_needs_any_more_is_not_written_to_its_end(tmp_path, i
         go_on.wait(60.0)
         sync(descriptor)
 
-    monkeypatch.setattr("rlhf_tasks.parallel.state.files.os.fdatasync", waiting)
+    monkeypatch.setattr("rlhf_tasks.parallel.train.state_files.os.fdatasync", waiting)
     told: list[SavedPart] = []
     writer = SnapshotWriter(generation(tmp_path, 0), told.append)
     writer.save("actor", small_role(), 3)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from planner.pricing.figures import MeasuredProfile, ProfileTables
 from planner.pricing.rooflines import sizes
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 from rlhf_tasks.profiling import measure as profiling
 from rlhf_tasks.profiling.measure import (
     DEEP,
@@ -82,7 +82,7 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
     pieces = pieces_of({str(tmp_path): GRID}, 2, 2)
     spec = ProfileSpec(dtype="float32", devices_per_host=2, pieces=pieces)
     per_rank = ranks.run(2, measure, json.loads(spec.model_dump_json()))
-    shape = ModelShape.from_folder(tmp_path)
+    shape = read_shape(tmp_path)
     found = [Measurements.model_validate(piece) for rank in per_rank for piece in rank]
     profile = MeasuredProfile.of("cpu-slot", 1, 2, shape, 4, found)
     assert profile.tp_degrees == {1, 2}
@@ -116,7 +116,7 @@ def test_a_gpu_measures_its_own_models(tmp_path):
     try:
         bench = Bench(
             config,
-            ModelShape.from_folder(tmp_path),
+            read_shape(tmp_path),
             torch.bfloat16,
             ProcessGroups([(0,)], 60.0, device),
             time.perf_counter,

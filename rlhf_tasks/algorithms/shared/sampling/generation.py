@@ -15,8 +15,7 @@ from rlhf_tasks.algorithms.shared.sampling.turns import draw
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.config.sampling import SamplingConfig
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.generate.stop_strings import StopStrings
+from rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from rlhf_tasks.parallel.train.engine import Engine
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.graphs import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.tokenizer import Observations
+from rlhf_tasks.parallel.batch.redistribution import share_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.train.engine import Engine, share_batch
+from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.system.counter_random import counter_bits
 from rlhf_tasks.user_code.environments import observed
 from rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
@@ -66,7 +67,7 @@ def draw(
         if table is not None:
             assert drawn is not None, "this rank is a head"
             following = table.answered(drawn, is_last=number + 1 == environment.max_turns)
-        waiting = share_batch(following, engine.placement, engine.groups, engine.groups.rank)
+        waiting = share_batch(following, engine.placement, engine.groups)
         if not len(waiting):
             break
     return None if table is None else table.samples()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.batch.micro_batch import SharedPrefixes, balance, common_prefixes, micro_batch, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.layout.portions import LEAST_SHARED
+from rlhf_tasks.parallel.layout.work import LEAST_SHARED
 
 
 def _batch(lengths: list[int]) -> SampleBatch:

@@ -1,11 +1,13 @@
+"""Samples from heads to heads, and from a head to all ranks of its replica."""
+
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute
+from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, share_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import shares
 
@@ -129,3 +131,37 @@ def move_missing(rank, world, held) -> str:
 )
 def test_a_missing_sample_is_an_error_on_every_head(ranks, held, message):
     assert ranks.run(2, move_missing, held) == [message] * 2
+
+
+def share(rank: int, world: int, placement: Placement) -> SampleBatch:
+    groups = ProcessGroups(device_sets(placement), 240.0, torch.device("cpu"))
+    mine = mixed(placement.coordinate(rank).dp) if rank in placement.heads else None
+    return share_batch(mine, placement, groups)
+
+
+def mixed(dp_rank: int) -> SampleBatch:
+    """Keys of several dtypes, whose bytes do not end where the next dtype may start. dp rank 1 has no samples."""
+    ids = () if dp_rank else (7, 8)
+    n = len(ids)
+    data = {
+        "mask": Packed(torch.ones(3 * n, dtype=torch.bool), (3,) * n),
+        "text": Packed(torch.arange(5 * n).to(torch.uint8), (5,) * n),
+        "input_ids": Packed(torch.arange(3 * n), (3,) * n),
+        "double": Packed(
+            torch.rand(n, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(n)), (1,) * n
+        ),
+        "half": Packed(torch.arange(n).to(torch.bfloat16), (1,) * n),
+    }
+    return SampleBatch(ids, data)
+
+
+@pytest.mark.dist
+def test_a_batch_reaches_all_ranks_of_its_replica_bit_for_bit(ranks) -> None:
+    placement = Placement((2, 0, 3, 1), ParallelStrategy(dp=2, tp=1, pp=2))
+    for rank, shared in enumerate(ranks.run(4, share, placement)):
+        whole = mixed(placement.coordinate(rank).dp)
+        assert shared.ids == whole.ids
+        assert list(shared.data) == list(whole.data)
+        for key, packed in whole.data.items():
+            assert shared[key].lengths == packed.lengths, key
+            torch.testing.assert_close(shared[key].values, packed.values, rtol=0, atol=0)

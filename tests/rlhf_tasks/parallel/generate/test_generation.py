@@ -1,7 +1,7 @@
 """Generation against plain transformers, against itself without a cache, and over every (dp, tp, pp)."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,15 +14,14 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.generate import slots
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.kv_cache import KVCache
-from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.generate.stop_strings import StopStrings
-from rlhf_tasks.parallel.layout.flops import generation_flops
+from rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs
+from rlhf_tasks.parallel.layout.work import generation_flops
+from rlhf_tasks.parallel.model.logprobs import Vocabulary, packed_logprobs
 from rlhf_tasks.parallel.model.stage import ROWS, Stage
 from rlhf_tasks.parallel.train.engine import Engine
-from tests.tiny_models import CONFIGS, by_our_names, shape_of, tiny_config, tiny_model
+from tests.tiny_models import CONFIGS, fill, shape_of, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 ALONE = ParallelStrategy()
@@ -35,6 +34,7 @@ LENGTHS = (3, 9, 1, 6, 4, 5, 2)
 STOPS = tuple(range(8))  # of 61 tokens
 TEXTS = [chr(ord("a") + token % 5).encode() for token in range(61)]
 STRINGS = ("ab", "cec")
+WHOLE = Vocabulary((61,))
 
 
 class Alone:
@@ -66,11 +66,7 @@ def build(
     stage = Stage(
         config, layout, placement.coordinate(groups.rank), tp_group, device=groups.device, dtype=dtype
     )
-    model = tiny_model(config)
-    whole = by_our_names(layout, model, dict(model.named_parameters()))
-    for name, mine in stage.named_slices().items():
-        rows = layout.held(groups.rank)[name]
-        mine.data.copy_(whole[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
+    fill(stage, tiny_model(config))
     return Engine(stage, layout, groups, tokens=tokens)
 
 
@@ -87,24 +83,25 @@ def responses(samples: SampleBatch) -> dict[int, list[int]]:
     return {i: tokens[mask].tolist() for i, (tokens, mask) in zip(samples.ids, parts, strict=True)}
 
 
-def draw(engine: Engine, batch: SampleBatch, **params: Any) -> SampleBatch:
-    groups_in_flight = params.pop("groups_in_flight", None)
-    seed = params.pop("seed", 7)
-    iteration = params.pop("iteration", 2)
-    record_kept = params.pop("record_kept", False)
-    limits = {name: params.pop(name) for name in ("micro_batches", "prefill_tokens") if name in params}
-    samples = generate(
-        engine,
-        batch,
-        SamplingParams(**params),
-        seed,
-        iteration,
-        groups_in_flight=groups_in_flight,
-        record_kept=record_kept,
-        **limits,
-    )
-    assert samples is not None
-    return samples
+OF_GENERATE = ("groups_in_flight", "record_kept", "micro_batches", "prefill_tokens")
+
+
+def draw(engine: Engine, batch: SampleBatch, seed: int = 7, iteration: int = 2, **options: Any) -> Any:
+    """options: of `generate`, and parameters of sampling."""
+    given = {name: options.pop(name) for name in OF_GENERATE if name in options}
+    return generate(engine, batch, SamplingParams(**options), seed, iteration, **given)
+
+
+def watched(engine: Engine, see: Callable[..., Any]) -> list[Any]:
+    """What `see` gives for the arguments of each pass of the stage: (x, micro-batch, cache), of a pass over prompts
+    also which rows pass the head: none."""
+    seen = []
+    engine.stage.register_forward_hook(lambda _, args, output: seen.append(see(*args)))
+    return seen
+
+
+def tokens_of_prompts(x: Tensor, micro: MicroBatch, cache: KVCache, *prompts: Tensor) -> int:
+    return len(x) if prompts else 0
 
 
 # One rank
@@ -141,7 +138,7 @@ def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float)
     micro = micro_batch(samples)
     with torch.no_grad():
         logits = engine.stage(micro.input_ids, micro)
-    expected = packed_logprobs(logits, micro, VocabShard(), temperature or 1.0)
+    expected = packed_logprobs(logits, micro, WHOLE, temperature or 1.0)
     mask = samples["response_mask"].values
     ours = samples["old_logprobs"].values
     assert ours.dtype == torch.float32
@@ -172,7 +169,7 @@ def test_tokens_that_the_tokenizer_lacks_are_neither_drawn_nor_counted(way: dict
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert not logits.grad[:, 20:].any()
-    over_all = packed_logprobs(logits, micro, VocabShard(), way.get("temperature") or 1.0)
+    over_all = packed_logprobs(logits, micro, WHOLE, way.get("temperature") or 1.0)
     assert "kept_counts" in samples.data or (over_all < again - 1e-3)[mask].any()
 
 
@@ -190,10 +187,10 @@ def test_what_was_kept_gives_the_logprobs_again(cut: dict[str, Any]):
     micro = micro_batch(samples)
     with torch.no_grad():
         logits = engine.stage(micro.input_ids, micro)
-    again = packed_logprobs(logits, micro, VocabShard(), 1.5)
+    again = packed_logprobs(logits, micro, WHOLE, 1.5)
     torch.testing.assert_close(again[mask], samples["old_logprobs"].values[mask], atol=1e-9, rtol=0)
     plain = micro_batch(SampleBatch(samples.ids, {"input_ids": samples["input_ids"]}))
-    assert (packed_logprobs(logits, plain, VocabShard(), 1.5) < again - 1e-3)[mask & (counts < 60)].any()
+    assert (packed_logprobs(logits, plain, WHOLE, 1.5) < again - 1e-3)[mask & (counts < 60)].any()
 
 
 def test_a_sliding_window_holds_while_decoding():
@@ -312,18 +309,14 @@ def test_logits_that_are_not_finite_are_refused_by_sample_and_position(
 ):
     engine, calls = build("llama", torch.float32), []
     monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
-    forward = engine.stage.forward
 
-    def poisoned(x: Tensor, micro: MicroBatch, cache: KVCache, *rest: Any) -> Tensor:
-        logits = forward(x, micro, cache, *rest)
-        if not cache.continues:
-            return logits  # of no rows: the prompts
-        calls.append(1)
-        if len(calls) - 1 >= bad_call:
-            logits[2] = torch.nan
-        return logits
+    def poison(_: Stage, args: tuple, logits: Tensor) -> None:
+        if args[2].continues:  # else there are no rows: the prompts
+            calls.append(1)
+            if len(calls) - 1 >= bad_call:
+                logits[2] = torch.nan
 
-    engine.stage.forward = poisoned  # type: ignore[method-assign]
+    engine.stage.register_forward_hook(poison)
     place = f"logits are not finite at position {1 + bad_call} of sample 12 .token {bad_call} of its response"
     with pytest.raises(ValueError, match=f"generate: {place}"):
         draw(engine, prompts(), max_new_tokens=10, temperature=temperature)
@@ -331,15 +324,12 @@ def test_logits_that_are_not_finite_are_refused_by_sample_and_position(
 
 
 def test_finished_sequences_leave_the_batch():
-    engine, seen = build("llama", torch.float32), []
-    forward = engine.stage.forward
-    engine.stage.forward = lambda x, *args: seen.append(len(x)) or forward(x, *args)  # type: ignore[method-assign]
+    engine = build("llama", torch.float32)
+    seen = watched(engine, lambda x, *_: len(x))
     samples = draw(engine, prompts((2,) * 30), max_new_tokens=30, stop_ids=STOPS)
     lengths = [len(r) for r in responses(samples).values()]
     live = [sum(length > step for length in lengths) for step in range(max(lengths))]
-    assert seen == [30, *live], (
-        "a pass over all prompts but for their last tokens, then a step for each token"
-    )
+    assert seen == [30, *live], "a pass over prompts but for their last tokens, then a step for each token"
 
 
 # Slots and passes over prompts
@@ -369,19 +359,19 @@ def test_refilled_slots_give_the_tokens_of_all_at_once(monkeypatch, micro_batche
 
 
 def test_a_finished_sequence_makes_room_for_a_waiting_one():
-    engine, rows = build("llama", torch.float32), []
-    forward = engine.stage.forward
 
-    def watched(x: Tensor, micro: MicroBatch, cache: KVCache, *rest: Any) -> Tensor:
-        if cache.continues:
-            rows.append(cache.rows)
-        output = forward(x, micro, cache, *rest)
-        assert {tensor.shape[0] for pair in cache._layers.values() for tensor in pair} == {10}
-        return output
+    def rows_and_slots(
+        x: Tensor, micro: MicroBatch, cache: KVCache, *prompts: Tensor
+    ) -> tuple[int, set[int]]:
+        slots = {tensor.shape[0] for pair in cache._layers.values() for tensor in pair}
+        return 0 if prompts else cache.rows, slots
 
-    engine.stage.forward = watched  # type: ignore[method-assign]
+    engine = build("llama", torch.float32)
+    seen = watched(engine, rows_and_slots)
     samples = draw(engine, prompts((2,) * 60), max_new_tokens=30, stop_ids=STOPS, micro_batches=6)
     lengths = [len(r) for r in responses(samples).values()]
+    rows = [rows for rows, _ in seen if rows]
+    assert all(slots == {10} for _, slots in seen)
     assert sum(rows) == sum(lengths), "each step of a row is a token of a response"
     assert max(rows) == 10
     assert len(rows) < sum(lengths) / 10 + max(lengths), "the bound, and the tail of the last ones"
@@ -394,14 +384,8 @@ def test_a_finished_sequence_makes_room_for_a_waiting_one():
 def test_prompts_in_passes_of_few_tokens_give_the_tokens_of_one_pass(prefill_tokens: int, window: int | None):
     engine = build("mistral", torch.float64, sliding_window=window)
     options = {"max_new_tokens": 8, "micro_batches": 2}
-    whole, passed = responses(draw(engine, prompts(MANY), **options)), []
-    forward = engine.stage.forward
-    engine.stage.forward = lambda x, *args: (
-        (  # type: ignore[method-assign]
-            passed.append(len(x)) if len(args) == 3 else None
-        )
-        or forward(x, *args)
-    )
+    whole = responses(draw(engine, prompts(MANY), **options))
+    passed = watched(engine, tokens_of_prompts)
     assert responses(draw(engine, prompts(MANY), prefill_tokens=prefill_tokens, **options)) == whole
     assert max(passed) <= prefill_tokens
     assert sum(passed) == sum(MANY) - len(MANY)
@@ -446,14 +430,8 @@ def test_a_pass_over_prompts_has_a_multiple_of_rows_on_the_cpu_which_changes_no_
 
 @pytest.mark.parametrize(("micro_batches", "times"), [(1, 1), (4, 2), (14, 2)])
 def test_a_prompt_is_read_once_while_a_sample_of_it_is_in_a_slot(micro_batches: int, times: int):
-    engine, passed = build("llama", torch.float32), []
-    forward = engine.stage.forward
-    engine.stage.forward = lambda x, *args: (
-        (  # type: ignore[method-assign]
-            passed.append(len(x)) if len(args) == 3 else None
-        )
-        or forward(x, *args)
-    )
+    engine = build("llama", torch.float32)
+    passed = watched(engine, tokens_of_prompts)
     # 28 samples that all end after 4 tokens: at once, or in slots for 7 or 2. Then some of a prompt enter when
     # the others have left.
     draw(engine, repeated(4), max_new_tokens=4, micro_batches=micro_batches)
@@ -495,10 +473,7 @@ def _generate_on(
     member = build(model[0], dtype, strategy, groups, params.pop("tokens", None), **model[1])
     batch = repeated(2) if shared else prompts()
     mine = [i for n, i in enumerate(batch.ids) if n // 2 % strategy.dp == placement.coordinate(rank).dp]
-    record = "top_p" in params
-    limits = {name: params.pop(name) for name in ("micro_batches", "prefill_tokens") if name in params}
-    drawn = SamplingParams(**params)
-    samples = generate(member, batch.select(mine), drawn, 7, 2, record_kept=record, **limits)
+    samples = draw(member, batch.select(mine), record_kept="top_p" in params, **params)
     groups.close()
     assert (samples is not None) == member.is_head
     if samples is None:
@@ -604,7 +579,7 @@ def _empty_share(rank: int, world: int) -> Any:
     groups = ProcessGroups(device_sets(Placement((0, 1), strategy)), 240.0, CPU)
     member = build("llama", torch.float32, strategy, groups)
     empty = SampleBatch((), {"prompt_ids": Packed(torch.empty(0, dtype=torch.int64), ())})
-    samples = generate(member, empty, SamplingParams(max_new_tokens=3), 0, 0)
+    samples = draw(member, empty, max_new_tokens=3)
     groups.close()
     return None if samples is None else samples.ids
 

@@ -1,6 +1,8 @@
-"""The sampler against a plain reference, by its frequencies, and at its edges."""
+"""The sampler against a plain reference, by its frequencies, and at its edges. Stop strings against a search in the
+text."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -8,9 +10,17 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.generate.sampling import SamplingParams, Vocabulary, sample, uniform
-from rlhf_tasks.parallel.layout import portions
+from rlhf_tasks.parallel.generate.sampling import (
+    SamplingParams,
+    StopStrings,
+    follow,
+    sample,
+    states_after,
+    uniform,
+)
+from rlhf_tasks.parallel.layout import work
 from rlhf_tasks.parallel.layout.slices import split
+from rlhf_tasks.parallel.model.logprobs import Vocabulary
 
 FIRST = torch.zeros(1, dtype=torch.int64)
 """The number of a response's first token."""
@@ -276,8 +286,68 @@ def test_rows_that_are_drawn_a_few_at_a_time_are_those_drawn_together(monkeypatc
         params = SamplingParams(max_new_tokens=1, **way)
         monkeypatch.undo()
         together = sample(logits, params, numbers, FIRST.expand(7), record_kept=True)
-        monkeypatch.setitem(portions.SAMPLED_AT_ONCE, "cpu", 60)
+        monkeypatch.setitem(work.SAMPLED_AT_ONCE, "cpu", 60)
         for one, other in zip(
             together, sample(logits, params, numbers, FIRST.expand(7), record_kept=True), strict=True
         ):
             assert torch.equal(one, other)
+
+
+CPU = torch.device("cpu")
+TEXTS = [
+    b"a",
+    b"b",
+    b"ab",
+    b"",
+    b"aab",
+    b"ba",
+    b" ",
+    "é".encode(),
+    "é".encode()[:1],
+    "é".encode()[1:],
+    b"bxa",
+]
+
+
+def completing(strings: list[str], tokens: list[int]) -> list[bool]:
+    """Of each token, whether a string ends in the text that it adds."""
+    found, text = [], b""
+    for token in tokens:
+        added = TEXTS[token] if token < len(TEXTS) else b""
+        ends = range(len(text) + 1, len(text) + len(added) + 1)
+        text += added
+        found.append(any(text[:end].endswith(string.encode()) for end in ends for string in strings))
+    return found
+
+
+@pytest.mark.parametrize(
+    "strings", [["aab"], ["é", "ba"], ["abab", "b a", "ab"], ["a"], ["bab", "abaa"]], ids=str
+)
+def test_a_string_is_completed_where_a_search_in_the_text_finds_it(strings: list[str]):
+    draw = random.Random(0)
+    rows, steps = 40, 60
+    tokens = [[draw.randrange(len(TEXTS) + 2) for _ in range(steps)] for _ in range(rows)]  # two have no text
+    table, states = StopStrings(strings, TEXTS).to(CPU), torch.zeros(rows, dtype=torch.int64)
+    found = []
+    for step in range(steps):
+        states, completed = follow(table, states, torch.tensor([row[step] for row in tokens]))
+        found.append(completed.tolist())
+    expected = [completing(strings, row) for row in tokens]
+    assert [list(row) for row in zip(*found, strict=True)] == expected
+    assert 0 < sum(map(sum, expected)) < rows * steps
+
+
+def test_the_states_after_texts_are_those_after_their_tokens_one_by_one():
+    draw = random.Random(1)
+    texts = [
+        torch.tensor([draw.randrange(len(TEXTS) + 2) for _ in range(length)], dtype=torch.int64)
+        for length in (5, 0, 23, 1, 17)
+    ]
+    table, expected = StopStrings(["abab", "b a", "ab"], TEXTS).to(CPU), []
+    for text in texts:
+        state = torch.zeros(1, dtype=torch.int64)
+        for token in text:
+            state, _ = follow(table, state, token[None])
+        expected += state.tolist()
+    assert states_after(table, texts).tolist() == expected
+    assert len(set(expected)) > 2

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_tasks.parallel.layout.families import FAMILIES
-from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
-from rlhf_tasks.parallel.layout.weight_files import check_weights
+from rlhf_tasks.parallel.layout.shape import parameters
+from rlhf_tasks.parallel.layout.weight_files import check_weights, read_shape
 from rlhf_tasks.system.reading import ConfigError
 from tests.tiny_models import SIZES, tiny_config, tiny_model
 
@@ -37,7 +37,7 @@ def save(folder: Path, family: str, **changes: Any) -> dict[str, tuple[int, ...]
 def test_an_untested_family_of_llamas_kind_is_read_from_its_weights(tmp_path, family, changes):
     assert family not in FAMILIES
     expected = save(tmp_path, family, **changes)
-    shape = ModelShape.from_folder(tmp_path)
+    shape = read_shape(tmp_path)
     assert shape.family == family
     specs = parameters(shape, "lm")
     assert {spec.name: spec.shape for spec in specs} == expected
@@ -60,12 +60,12 @@ def test_an_untested_family_of_llamas_kind_is_read_from_its_weights(tmp_path, fa
 def test_layers_of_another_kind_are_refused_by_what_they_have(tmp_path, family, said):
     save(tmp_path, family)
     with pytest.raises(ConfigError, match=rf"{re.escape(str(tmp_path))}.*({said})"):
-        ModelShape.from_folder(tmp_path)
+        read_shape(tmp_path)
 
 
 def test_a_tensor_that_the_model_has_not_is_refused_but_for_idle_ones(tmp_path):
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
-    specs, file = parameters(ModelShape.from_folder(tmp_path), "lm"), tmp_path / "model.safetensors"
+    specs, file = parameters(read_shape(tmp_path), "lm"), tmp_path / "model.safetensors"
     weights, extra = load_file(file), torch.zeros(24)
     save_file(
         {**weights, "score.weight": extra, "model.layers.0.self_attn.rotary_emb.inv_freq": extra[:3].clone()},

@@ -7,6 +7,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
+from rlhf_tasks.parallel.layout.weight_files import read_shape
 
 SIZES = {
     "hidden_size": 24,
@@ -53,7 +54,7 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path, family, changes, h
         stored: dict = revert_weight_conversion(model, dict(model.named_parameters()))
     expected = {name: tuple(p.shape) for name, p in stored.items()}
 
-    shape = ModelShape.from_folder(tmp_path)
+    shape = read_shape(tmp_path)
 
     ours = [item for spec in parameters(shape, head) for item in spec.stored.items()]
     assert dict(ours) == expected
@@ -152,7 +153,7 @@ def test_a_model_that_cannot_be_split_is_refused_by_its_name(tmp_path, changes, 
     (tmp_path / "config.json").write_text(json.dumps(config(**changes)))
 
     with pytest.raises(ValueError, match=message) as refusal:
-        ModelShape.from_folder(tmp_path)
+        read_shape(tmp_path)
 
     assert str(tmp_path) in str(refusal.value)
 
@@ -191,7 +192,7 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path, content):
         (tmp_path / "config.json").write_bytes(content)
 
     with pytest.raises(ValueError, match=str(tmp_path)):
-        ModelShape.from_folder(tmp_path)
+        read_shape(tmp_path)
 
 
 def test_difference_names_the_fields():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -18,6 +18,7 @@ from rlhf_tasks.parallel.layout.weight_files import (
     base_of,
     check_weights,
     config_digest,
+    read_shape,
 )
 from rlhf_tasks.system.reading import ConfigError
 from tests.adapter_folders import write_adapter
@@ -38,7 +39,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def check(folder: Path, head: Any = "lm") -> None:
-    check_weights(folder, parameters(ModelShape.from_folder(folder), head), needs_head=False)
+    check_weights(folder, parameters(read_shape(folder), head), needs_head=False)
 
 
 def test_an_adapter_has_its_bases_shape_and_verdict(folders: tuple[Path, Path]):
@@ -46,7 +47,7 @@ def test_an_adapter_has_its_bases_shape_and_verdict(folders: tuple[Path, Path]):
     check(adapter)
     assert base_of(adapter) == base
     assert base_of(base) == base
-    assert ModelShape.from_folder(adapter) == ModelShape.from_folder(base)
+    assert read_shape(adapter) == read_shape(base)
     assert config_digest(adapter) == config_digest(base)
 
 

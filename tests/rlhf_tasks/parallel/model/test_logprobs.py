@@ -11,18 +11,18 @@ from torch.profiler import ProfilerActivity, profile
 from planner.pricing.call_formulas import LOGPROB_BYTES
 from rlhf_tasks.parallel.batch.micro_batch import micro_batch, predicting
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.layout.slices import split
 from rlhf_tasks.parallel.model import logprobs as module
 from rlhf_tasks.parallel.model.logprobs import (
     KeptTokens,
-    VocabShard,
+    Vocabulary,
     packed_logprobs,
     packed_logprobs_and_entropy,
     token_logprobs,
-    token_logprobs_and_entropy,
 )
 
 TOKENS, VOCAB = 37, 11
-WHOLE = VocabShard()
+WHOLE = Vocabulary((VOCAB,))
 
 
 def _logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,10 +65,10 @@ def test_values_and_gradients_equal_log_softmax(monkeypatch, chunk: int, tempera
     monkeypatch.setitem(module.LOGITS_AT_ONCE, "cpu", chunk)
     logits, targets = _logits(torch.float64)
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got = token_logprobs_and_entropy(ours, targets, WHOLE, temperature)
+    got = token_logprobs(ours, targets, WHOLE, temperature)
     want = _plain(plain, targets, temperature)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(token_logprobs(logits, targets, WHOLE, temperature), want[0])
+    torch.testing.assert_close(token_logprobs(logits, targets, WHOLE, temperature, None, False)[0], want[0])
     _weighted(*got).backward()
     _weighted(*want).backward()
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
@@ -80,7 +80,7 @@ def test_tokens_that_are_left_out_have_no_share(monkeypatch, chunk: int) -> None
     logits, targets = _logits(torch.float64)
     allowed = _allowed(targets)
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got = token_logprobs_and_entropy(ours, targets, WHOLE, 0.7, _kept(allowed))
+    got = token_logprobs(ours, targets, WHOLE, 0.7, _kept(allowed))
     want = _plain(plain, targets, 0.7, allowed)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert got[0][5] == 0
@@ -103,9 +103,7 @@ def test_two_float32_copies_of_a_few_rows_are_the_largest_temporaries(monkeypatc
         held = list(accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())))
         return result, max(held) - held[-1]
 
-    found, of_forward = temporary_bytes(
-        lambda: token_logprobs_and_entropy(logits, targets, WHOLE, temperature=0.7)
-    )
+    found, of_forward = temporary_bytes(lambda: token_logprobs(logits, targets, WHOLE, temperature=0.7))
     loss = found[0].sum() + found[1].sum()
     _, of_backward = temporary_bytes(loss.backward)
     for used in (of_forward, of_backward):
@@ -175,21 +173,21 @@ def test_logprobs_alone_have_the_same_gradient() -> None:
     logits, targets = _logits(torch.float64)
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     zero = torch.zeros(TOKENS, dtype=torch.float64)
-    _weighted(token_logprobs(ours, targets, WHOLE, 0.5), zero).backward()
+    _weighted(token_logprobs(ours, targets, WHOLE, 0.5, None, False)[0], zero).backward()
     _weighted(_plain(plain, targets, 0.5)[0], zero).backward()
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_bfloat16_logits_are_summed_in_float32() -> None:
     logits, targets = _logits(torch.bfloat16)
-    got = token_logprobs(logits, targets, WHOLE)
+    got, _ = token_logprobs(logits, targets, WHOLE)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, _plain(logits.float(), targets, 1.0)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[1e4, -1e4, 1e4]])
-    assert token_logprobs(logits, torch.tensor([0]), WHOLE).item() == pytest.approx(-0.6931472)
+    assert token_logprobs(logits, torch.tensor([0]), Vocabulary((3,)))[0].item() == pytest.approx(-0.6931472)
 
 
 def test_packed_logprobs_stand_at_their_own_token_and_are_zero_at_the_first() -> None:
@@ -225,12 +223,12 @@ def _sharded(
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits, targets = _logits(torch.float64)
     targets = targets.clamp(max=(tokens or VOCAB) - 1)
-    start, stop = rank * VOCAB // world, (rank + 1) * VOCAB // world
-    mine = logits[:, start:stop].clone().requires_grad_()
-    logprobs, entropy = token_logprobs_and_entropy(
+    parts = [split(VOCAB, world, part) for part in range(world)]
+    mine = logits[:, slice(*parts[rank])].clone().requires_grad_()
+    logprobs, entropy = token_logprobs(
         mine,
         targets,
-        VocabShard(start, dist.group.WORLD, tokens),
+        Vocabulary(tuple(part.size for part in parts), rank, dist.group.WORLD, tuple(range(world)), tokens),
         temperature,
         _kept(_allowed(targets)) if some else None,
     )

@@ -1,13 +1,24 @@
-"""Products by oneDNN and in float32 against torch's own."""
+"""Products by oneDNN, in float32 and with packed weights against torch's own."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from rlhf_tasks.parallel.model import products as module
-from rlhf_tasks.parallel.model.products import Products, by_onednn, in_float32, products, widens
+from rlhf_tasks.parallel.model.products import (
+    PackedWeights,
+    Products,
+    by_onednn,
+    can_pack,
+    in_float32,
+    linear,
+    products,
+    widens,
+)
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -71,7 +82,7 @@ def test_onednn_is_taken_for_float32_where_mkl_leaves_avx512_unused(
     module._mkl_is_slow.cache_clear()
     try:
         monkeypatch.setattr(module, "_multiplies_bfloat16", lambda: True)
-        assert isinstance(products(torch.device("cpu"), dtype), Products) == taken
+        assert isinstance(products(CPU, dtype), Products) == taken
     finally:
         module._mkl_is_slow.cache_clear()
 
@@ -97,13 +108,42 @@ def test_a_product_of_bfloat16_in_float32_is_rounded_once(bias: bool) -> None:
 @pytest.mark.parametrize("multiplied", [True, False])
 def test_bfloat16_is_widened_where_the_cpu_cannot_multiply_it(monkeypatch, multiplied: bool) -> None:
     monkeypatch.setattr(module, "_multiplies_bfloat16", lambda: multiplied)
-    cpu = torch.device("cpu")
-    assert widens(cpu, torch.bfloat16) != multiplied
-    assert isinstance(products(cpu, torch.bfloat16), Products) != multiplied
-    assert not widens(cpu, torch.float32)
-    assert not widens(cpu, torch.float64)
+    assert widens(CPU, torch.bfloat16) != multiplied
+    assert isinstance(products(CPU, torch.bfloat16), Products) != multiplied
+    assert not widens(CPU, torch.float32)
+    assert not widens(CPU, torch.float64)
     assert not widens(torch.device("cuda"), torch.bfloat16)
 
 
-def test_this_cpu_multiplies_bfloat16_if_onednn_does() -> None:
-    assert module._multiplies_bfloat16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 48), (1, 3, 48), (64, 48), (1, 130, 48)])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_packed_weights_give_the_products_of_others(dtype: torch.dtype, shape: tuple[int, ...], bias: bool):
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(37, 48).to(dtype)
+    of_bias = torch.randn(37).to(dtype) if bias else None
+    expected = linear(x, weight, of_bias)
+    with PackedWeights():
+        ours = linear(x, weight, of_bias)
+    assert (ours.dtype, ours.is_contiguous()) == (dtype, True)
+    torch.testing.assert_close(ours, expected)
+
+
+@torch.inference_mode()
+def test_each_weight_is_packed_once_and_only_in_the_context():
+    x, first, second = torch.eye(4), torch.full((4, 4), 1.0), torch.full((4, 4), 2.0)
+    with PackedWeights():
+        assert torch.equal(linear(x, first), first)
+        assert torch.equal(linear(x, second), second)
+        first.fill_(5.0)
+        assert torch.equal(linear(x, first), torch.full((4, 4), 1.0)), "the copy made at first use"
+        assert torch.equal(linear(x[:2], second), second[:2])
+    assert torch.equal(linear(x, first), first)
+
+
+def test_what_can_be_packed_and_what_cannot():
+    assert can_pack(CPU, torch.float32)
+    assert can_pack(CPU, torch.bfloat16)
+    assert not can_pack(CPU, torch.float64)
+    assert not can_pack(torch.device("cuda"), torch.float32)

@@ -20,6 +20,7 @@ from rlhf_tasks.parallel.model.stage import ROWS, Stage, check_model
 from tests.tiny_models import (
     CONFIGS,
     by_our_names,
+    fill,
     of_tensor,
     packed,
     shape_of,
@@ -40,19 +41,12 @@ def build(config, model: nn.Module, placement: Placement, device: int, head: Hea
     kwargs = {"tp_group": None, "device": CPU, "dtype": torch.float32, **kwargs}
     layout = Layout(shape_of(config), head, placement)
     stage = Stage(config, layout, placement.coordinate(device), **kwargs)
-    whole = by_our_names(layout, model, dict(model.named_parameters()))
-    for name, mine in stage.named_slices().items():
-        mine.data.copy_(cut(stage, whole[name], name, device))
+    fill(stage, model)
     return stage
 
 
 def gradients_of(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     return by_our_names(layout, model, {name: p.grad for name, p in model.named_parameters()})
-
-
-def cut(stage: Stage, whole: Tensor, name: str, device: int) -> Tensor:
-    rows = stage.layout.held(device)[name]
-    return whole.detach().narrow(stage.layout.specs[name].dim, rows.start, rows.size)
 
 
 def reference(model: nn.Module, head: Head, sequences: list[Tensor]) -> Tensor:
@@ -88,16 +82,19 @@ def run(stages: list[Stage], sequences: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_pipeline_equals_transformers(family: str, tied: bool):
+@pytest.mark.parametrize(("head", "tied"), [("lm", False), ("lm", True), ("scalar", False)])
+def test_a_pipeline_equals_transformers(family: str, head: Head, tied: bool):
+    """Logits, or a value per token, and all gradients."""
     config = tiny_config(family, tie_word_embeddings=tied)
-    model, sequences = tiny_model(config), tokens(*LENGTHS)
-    theirs = reference(model, "lm", sequences)
-    weigh(theirs, 0, theirs.shape[1]).backward()
-    stages = pipeline(config, model, 4 if tied else 2)
+    model, sequences = tiny_model(config, head), tokens(*LENGTHS)
+    theirs = reference(model, head, sequences)
+    columns = theirs.shape[1] if head == "lm" else 1
+    weigh(theirs, 0, columns).backward()
+    stages = pipeline(config, model, 4 if tied else 2, head)
     ours = run(stages, sequences)
+    assert ours.shape == theirs.shape
     assert_close(ours, theirs, 1e-5)
-    weigh(ours, 0, ours.shape[1]).backward()
+    weigh(ours, 0, columns).backward()
     layout = stages[0].layout
     expected = gradients_of(model, layout)
     for name, gradient in expected.items():
@@ -150,24 +147,6 @@ def test_options_of_a_config_are_followed(family: str, changes: dict[str, Any]):
     if not {"attention_bias", "mlp_bias"} & changes.keys():
         assert (theirs - reference(plain, "lm", sequences)).abs().max() > 1e-3, "the option changes nothing"
     assert_close(run(pipeline(config, model, 2), sequences), theirs, 1e-5)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_scalar_head_gives_a_value_per_token(family: str):
-    config = tiny_config(family)
-    model, sequences = tiny_model(config, "scalar"), tokens(*LENGTHS)
-    theirs = reference(model, "scalar", sequences)
-    stages = pipeline(config, model, 2, "scalar")
-    ours = run(stages, sequences)
-    assert ours.shape == (sum(LENGTHS),)
-    assert_close(ours, theirs, 1e-5)
-    weigh(theirs).backward()
-    weigh(ours).backward()
-    layout = stages[0].layout
-    expected = gradients_of(model, layout)
-    for name, gradient in expected.items():
-        [mine] = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
-        assert_close(mine, gradient, GRADIENT, name, of_tensor(layout, expected, name))
 
 
 def test_values_of_16_bit_models_are_float32():
@@ -286,7 +265,7 @@ def test_a_prompt_of_several_samples_is_computed_once_and_gives_the_same(
                 layer.register_forward_pre_hook(lambda _, args: rows.add(args[0].shape[1]))
         hidden = stages[0](micro.input_ids, micro)
         output = stages[1](hidden, micro)
-        weigh(output, 0, config.vocab_size).backward() if head == "lm" else weigh(output).backward()
+        weigh(output, 0, config.vocab_size if head == "lm" else 1).backward()
         return output.detach(), [p.grad for stage in stages for p in stage.parameters()], rows
 
     output, gradients, rows = passed(micro)
@@ -349,15 +328,20 @@ class Computed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_selective_recomputation_repeats_neither_products_nor_attention():
-    config, counted = tiny_config("llama"), {}
-    model = tiny_model(config, dtype=torch.float64)  # whose products are torch's own everywhere
+def repeated(config, dtype: torch.dtype) -> list[Computed]:
+    """What a backward pass computes with each kind of recomputation: none, selective and full."""
+    model, counted = tiny_model(config, dtype=dtype), list[Computed]()
     for recompute in get_args(Recompute):
-        [stage] = pipeline(config, model, 1, dtype=torch.float64, recompute=recompute)
-        output = run([stage], tokens(*LENGTHS)).sum()
-        with Computed() as counted[recompute]:
+        output = run(pipeline(config, model, 1, dtype=dtype, recompute=recompute), tokens(*LENGTHS)).sum()
+        with Computed() as computed:
             output.backward()
-    none, selective, full = (counted[recompute] for recompute in ("none", "selective", "full"))
+        counted.append(computed)
+    return counted
+
+
+def test_selective_recomputation_repeats_neither_products_nor_attention():
+    config = tiny_config("llama")
+    none, selective, full = repeated(config, torch.float64)  # whose products are torch's own everywhere
     layers = config.num_hidden_layers
     assert (none.attentions, none.norms) == (selective.attentions, 0) == (0, 0)
     assert selective.products == none.products
@@ -368,13 +352,8 @@ def test_selective_recomputation_repeats_neither_products_nor_attention():
 
 def test_nor_does_it_repeat_those_of_all_experts_together(monkeypatch):
     monkeypatch.setattr("rlhf_tasks.parallel.model.stage.can_group", lambda *_: True)
-    config, counted = tiny_config("mixtral"), {}
-    for recompute in get_args(Recompute):
-        [stage] = pipeline(config, tiny_model(config), 1, recompute=recompute)
-        output = run([stage], tokens(*LENGTHS)).sum()
-        with Computed() as counted[recompute]:
-            output.backward()
-    none, selective, full = (counted[recompute].grouped for recompute in ("none", "selective", "full"))
+    config = tiny_config("mixtral")
+    none, selective, full = (computed.grouped for computed in repeated(config, torch.float32))
     # of three products the gradients of both factors; nothing needs the result of the last product
     assert (none, selective, full) == tuple(config.num_hidden_layers * n for n in (6, 6, 8))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -16,22 +17,22 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_tasks.parallel.layout.shape import Lora, linear_modules
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import LowRank, check_weights
+from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, LowRank, check_weights
 from rlhf_tasks.parallel.model import weights
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import FolderWriter, _Merged, initialise, load, load_config
 from rlhf_tasks.system.rank_process import give_back, process_bytes
 from rlhf_tasks.system.reading import ConfigError
 from tests.adapter_folders import write_adapter
-from tests.tiny_models import by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
+from tests.tiny_models import by_our_names, held_slices, packed, shape_of, tiny_config, tiny_model, tokens
 
 CPU = torch.device("cpu")
 UNEVEN = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
 
 
-def make_stages(config, pp: int, head: Head = "lm", dtype=torch.float32) -> list[Stage]:
+def make_stages(config, pp: int, head: Head = "lm", dtype=torch.float32, lora=None) -> list[Stage]:
     placement = Placement(tuple(range(pp)), ParallelStrategy(pp=pp))
-    layout = Layout(shape_of(config), head, placement)
+    layout = Layout(shape_of(config), head, placement, lora)
     at = [placement.coordinate(device) for device in range(pp)]
     return [Stage(config, layout, coordinate, None, device=CPU, dtype=dtype) for coordinate in at]
 
@@ -79,10 +80,8 @@ def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, 
             (drawn, lambda s: initialise(s, seed=4)),
         ):
             fill(stage)
-            for name, tensor in stage.named_slices().items():
-                rows = layout.held(device)[name]
-                expected = whole[name].narrow(layout.specs[name].dim, rows.start, rows.size)
-                assert torch.equal(tensor, expected), (device, name)
+            for name, expected in held_slices(layout, device, whole).items():
+                assert torch.equal(stage.named_slices()[name], expected), (device, name)
 
 
 def _anonymous_bytes_while_loading(rank: int, world: int, folder: str) -> tuple[int, int, int]:
@@ -150,27 +149,51 @@ def test_a_reward_model_keeps_its_head(tmp_path: Path):
     assert torch.equal(stage.score.weight, model.score.weight)
 
 
-def test_faults_of_a_folder_are_named(tmp_path: Path):
+def change(folder: Path, norm: Tensor | None) -> None:
+    """Give the folder's only file another norm, or none."""
+    tensors = load_file(folder / SINGLE) | {"model.norm.weight": norm}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / SINGLE)
+
+
+def index(folder: Path, text: str = "") -> None:
+    """Write an index; by default one that names the only file for every parameter."""
+    names = dict.fromkeys(load_file(folder / SINGLE), SINGLE)
+    (folder / INDEX).write_text(text or json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda f: change(f, None), r"lacks model\.norm\.weight"),
+        (lambda f: change(f, torch.ones(23)), r"model\.norm\.weight has shape \[23\].*\[24\]"),
+        *(
+            (lambda f, b=b: (f / SINGLE).write_bytes(b), "not valid safetensors")
+            for b in (b"", b"{}", b"\xff" * 64)
+        ),
+        (
+            lambda f: os.truncate(f / SINGLE, (f / SINGLE).stat().st_size - 1),
+            r"is cut off: \d+ of \d+ bytes",
+        ),
+        (lambda f: (f / SINGLE).unlink(), "has neither"),
+        (lambda f: index(f, "{"), r"index\.json.*not valid JSON"),
+        (lambda f: index(f, "{}"), r"index\.json.*has no weight_map"),
+        (lambda f: index(f, "[]"), r"index\.json.*expected a JSON object"),
+        (lambda f: index(f, '{"weight_map": ["a"]}'), r"index\.json.*has no weight_map"),
+        (lambda f: [index(f), (f / SINGLE).unlink()], "names files that are not there: model"),
+        (lambda f: [index(f), change(f, None)], r"lacks model\.norm\.weight, which .*index\.json says"),
+    ],
+)
+def test_faults_of_a_folder_are_named(tmp_path: Path, spoil: Callable[[Path], object], said: str):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1)
+    spoil(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        load(stage, tmp_path, seed=0)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match=r"nowhere.*has no config\.json"):
         load_config(tmp_path / "nowhere")
-    model = tiny_model(tiny_config("llama"))
-    model.save_pretrained(tmp_path)
-    [stage] = make_stages(load_config(tmp_path), 1)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    norm = tensors.pop("model.norm.weight")
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
-        load(stage, tmp_path, seed=0)
-    save_file({**tensors, "model.norm.weight": norm[:-1].clone()}, file)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[23\].*\[24\]"):
-        load(stage, tmp_path, seed=0)
-    file.write_bytes(b"no safetensors")
-    with pytest.raises(ValueError, match="not valid safetensors"):
-        load(stage, tmp_path, seed=0)
-    file.unlink()
-    with pytest.raises(ValueError, match="has neither"):
-        load(stage, tmp_path, seed=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
@@ -199,58 +222,6 @@ def test_a_random_start_depends_on_the_seed_and_not_on_the_layout():
     [other] = make_stages(config, 1)
     initialise(other, seed=2)
     assert not torch.equal(other.named_slices()["lm_head.weight"], expected["lm_head.weight"])
-
-
-def test_a_folder_with_an_index_of_missing_files_is_refused(tmp_path: Path):
-    model = tiny_model(tiny_config("llama"))
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    [stage] = make_stages(load_config(tmp_path), 1)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    (tmp_path / index["weight_map"]["model.norm.weight"]).unlink()
-    with pytest.raises(ValueError, match="names files that are not there: model-"):
-        load(stage, tmp_path, seed=0)
-
-
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": ["a"]}'])
-def test_an_index_without_its_map_is_refused(tmp_path: Path, text: str):
-    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
-    [stage] = make_stages(load_config(tmp_path), 1)
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(
-        ValueError, match=r"index\.json.*(has no weight_map|not valid JSON|expected a JSON object)"
-    ):
-        load(stage, tmp_path, seed=0)
-
-
-def test_a_file_that_an_index_names_but_that_lacks_the_parameter_is_refused(tmp_path: Path):
-    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
-    names = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors")
-    [stage] = make_stages(load_config(tmp_path), 1)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ValueError, match=r"safetensors lacks model\.norm\.weight, which .*index\.json says"):
-        load(stage, tmp_path, seed=0)
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 64])
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes):
-    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
-    [stage] = make_stages(load_config(tmp_path), 1)
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="not valid safetensors"):
-        load(stage, tmp_path, seed=0)
-
-
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path):
-    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
-    [stage] = make_stages(load_config(tmp_path), 1)
-    file = tmp_path / "model.safetensors"
-    size = file.stat().st_size
-    os.truncate(file, size - 1)
-    with pytest.raises(ValueError, match=rf"is cut off: {size - 1} of {size} bytes"):
-        load(stage, tmp_path, seed=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
@@ -282,10 +253,8 @@ def test_an_adapters_folder_is_read_as_the_model_that_peft_merges(tmp_path: Path
         at = placement.coordinate(device)
         stage = Stage(load_config(folder), layout, at, group, device=CPU, dtype=torch.float64)
         load(stage, folder, seed=4)
-        for name, tensor in stage.named_slices().items():
-            rows = layout.held(device)[name]
-            expected = wanted[name].narrow(layout.specs[name].dim, rows.start, rows.size)
-            torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-12)
+        expected = held_slices(layout, device, wanted)
+        torch.testing.assert_close(dict(stage.named_slices()), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
@@ -370,18 +339,10 @@ def test_adapters_of_transposed_weights_are_saved_as_peft_reads_them(tmp_path: P
     source, folder = tmp_path / "source", tmp_path / "out"
     model = tiny_model(tiny_config("gpt2"))
     model.save_pretrained(source)
-    shape = shape_of(load_config(source))
-    layout = Layout(shape, "lm", ALONE, Lora(3, 5.0, tuple(linear_modules(shape))))
-    stage = Stage(
-        load_config(source),
-        layout,
-        ALONE.coordinate(0),
-        None,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    lora = Lora(3, 5.0, tuple(linear_modules(shape_of(load_config(source)))))
+    [stage] = make_stages(load_config(source), 1, lora=lora)
     load(stage, source, seed=4)
-    writer = FolderWriter(folder, source, layout, torch.float32)
+    writer = FolderWriter(folder, source, stage.trained, torch.float32)
     for name, adapter in stage.trained_slices().items():
         adapter.data.normal_(0.0, 0.3)
         writer.add(name, adapter.data)
@@ -405,14 +366,7 @@ def test_the_weights_of_a_decoder_without_its_head_are_read(tmp_path: Path):
     save_file({**weights, **masks}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     layout = layout_of(tmp_path, "lm")
     check_weights(tmp_path, layout.parameters, needs_head=False)
-    stage = Stage(
-        load_config(tmp_path),
-        layout,
-        ALONE.coordinate(0),
-        None,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    [stage] = make_stages(load_config(tmp_path), 1)
     assert load(stage, tmp_path, seed=4) == ()
     for name, tensor in by_our_names(layout, model, model.state_dict()).items():
         assert torch.equal(stage.named_slices()[name], tensor), name
@@ -424,15 +378,7 @@ def test_a_reward_model_is_saved_as_a_sequence_classifier(tmp_path: Path):
     model.save_pretrained(source)
 
     def read(place: Path) -> dict[str, Tensor]:
-        layout = layout_of(source, "scalar")
-        stage = Stage(
-            load_config(source),
-            layout,
-            ALONE.coordinate(0),
-            None,
-            device=torch.device("cpu"),
-            dtype=torch.bfloat16,
-        )
+        [stage] = make_stages(load_config(source), 1, "scalar", torch.bfloat16)
         load(stage, place, seed=4)
         return stage.named_slices()
 

@@ -1,13 +1,16 @@
 """Engines of 1, 2 and 4 ranks against plain transformers and torch's AdamW in one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -19,14 +22,15 @@ from transformers import (
 
 from rlhf_tasks.parallel.batch import micro_batch
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.redistribution import share_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.flops import forward_flops, head_flops, training_flops
 from rlhf_tasks.parallel.layout.shape import Lora, Recompute
 from rlhf_tasks.parallel.layout.slices import Head, Layout, ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.work import forward_flops, head_flops, training_flops
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, share_batch
+from rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, Output
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from tests.tiny_models import by_our_names, held_slices, of_tensor
 
@@ -52,50 +56,22 @@ CONFIGS = {
     "mixtral": MixtralConfig(**SIZES, tie_word_embeddings=False, num_local_experts=3),
     "gpt2": GPT2Config(**SIZES, n_inner=23),
 }
-STRATEGIES = [
-    ParallelStrategy(*degrees)
-    for degrees in [
-        (1, 1, 1),
-        (2, 1, 1),
-        (1, 2, 1),
-        (1, 1, 2),
-        (4, 1, 1),
-        (1, 4, 1),
-        (1, 1, 4),
-        (2, 2, 1),
-        (2, 1, 2),
-        (1, 2, 2),
-    ]
-]
+Degrees = Sequence[tuple[int, int, int]]
+EVERY: Degrees = [(dp, tp, pp) for dp, tp, pp in product((1, 2, 4), repeat=3) if dp * tp * pp <= 4]
 
 
-def covering(first: tuple[int, int, int], *further: tuple[int, int, int]) -> list[Any]:
-    """All strategies, marked by who runs them: the default suite the first, continuous integration the further ones
-    too, `make test-slow` all.
+def some(*default: tuple[int, int, int], whole: Degrees = (), slow: Degrees = ()) -> list[Any]:
+    """Strategies of the default suite, those that continuous integration runs too, and those of `make test-slow`.
 
-    These keep what is new under them: ends in several stages and heads that tp does not divide where weights are
+    The first keep what is new under them: ends in several stages and heads that tp does not divide where weights are
     tied, a replica without samples (dp 4), and each kind of split together with another one.
     """
-
-    def marks(strategy: ParallelStrategy) -> Any:
-        degrees = (strategy.dp, strategy.tp, strategy.pp)
-        return () if degrees == first else pytest.mark.whole if degrees in further else pytest.mark.slow
-
-    return [pytest.param(strategy, marks=marks(strategy)) for strategy in STRATEGIES]
+    of_suite = dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(whole, pytest.mark.whole)
+    of_suite |= dict.fromkeys(default, ())
+    return [pytest.param(ParallelStrategy(*degrees), marks=marks) for degrees, marks in of_suite.items()]
 
 
-EVERY = [
-    s
-    if (s.dp, s.tp, s.pp) in [(1, 1, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)]
-    else pytest.param(s, marks=pytest.mark.whole)
-    for s in STRATEGIES
-]
-SPLIT_AND_WHOLE = [
-    ParallelStrategy(1, 2, 2),
-    pytest.param(ParallelStrategy(1, 1, 1), marks=pytest.mark.whole),
-]
-
-
+LORA = Lora(3, 5.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=0.7)
 RATES = (1e-2, 3e-3, 1e-2)
 TEMPERATURE = 0.8
@@ -112,10 +88,10 @@ class Trial:
     weights: dict[str, Tensor]
     strategy: ParallelStrategy
     micro_batches: int = 2
-    settings: OptimizerSettings = SETTINGS
     lora: Lora | None = None
     micro_batch_tokens: int | None = None
     recompute: Recompute = "none"
+    prompts: bool = False  # of several samples each; else no two samples begin alike
 
     @property
     def layout(self) -> Layout:
@@ -128,11 +104,16 @@ def _batch() -> SampleBatch:
     """Samples of different lengths, with a weight on each token but each sample's first."""
     generator = torch.Generator().manual_seed(5)
     tokens = [torch.randint(SIZES["vocab_size"], (length,), generator=generator) for length in LENGTHS]
-    weights = [torch.rand(length, generator=generator, dtype=torch.float64) for length in LENGTHS]
+    ids = tuple(range(100, 100 + len(LENGTHS)))
+    return SampleBatch(ids, {"input_ids": Packed.of(tokens), "weight": _weights_of(tokens, generator)})
+
+
+def _weights_of(samples: list[Tensor], generator: torch.Generator) -> Packed:
+    """A weight on each token but each sample's first."""
+    weights = [torch.rand(len(sample), generator=generator, dtype=torch.float64) for sample in samples]
     for weight in weights:
         weight[0] = 0.0
-    ids = tuple(range(100, 100 + len(LENGTHS)))
-    return SampleBatch(ids, {"input_ids": Packed.of(tokens), "weight": Packed.of(weights)})
+    return Packed.of(weights)
 
 
 DENOMINATOR = float(_batch()["weight"].values.sum())
@@ -145,6 +126,23 @@ def _part(dp_rank: int, dp: int) -> SampleBatch:
         bounds = (0, 1, 1, 4, 7)
         return batch.select(batch.ids[bounds[dp_rank] : bounds[dp_rank + 1]])
     return batch.select(batch.ids[dp_rank::dp])
+
+
+def _groups(dp_rank: int, dp: int) -> SampleBatch:
+    """A replica's groups of samples with one prompt: three of three, and one of one, of which it has every dp-th."""
+    generator = torch.Generator().manual_seed(6)
+
+    def tokens(length: int) -> Tensor:
+        return torch.randint(SIZES["vocab_size"], (length,), generator=generator)
+
+    samples = [
+        torch.cat([prompt, tokens(answer)])
+        for prompt, answers in ((tokens(9), (4, 1, 7)), (tokens(14), (2, 6, 3)), (tokens(8), (5,)))
+        for answer in answers
+    ]
+    mine = [place for place, number in enumerate((0, 0, 0, 1, 1, 1, 2)) if number % dp == dp_rank]
+    data = {"input_ids": Packed.of(samples), "weight": _weights_of(samples, generator)}
+    return SampleBatch(tuple(range(len(samples))), data).take(mine)
 
 
 # On the ranks
@@ -167,23 +165,26 @@ def _engine(trial: Trial, rank: int) -> Engine:
         for part, slices in ((layout.whole, stage.named_slices()), (layout, stage.trained_slices())):
             for name, mine in held_slices(part, rank, trial.weights).items():
                 slices[name].copy_(mine)
-    return Engine(stage, layout, groups, trial.settings, micro_batch_tokens=trial.micro_batch_tokens)
+    return Engine(stage, layout, groups, SETTINGS, micro_batch_tokens=trial.micro_batch_tokens)
 
 
-def _shared(engine: Engine, rank: int) -> SampleBatch:
-    at = engine.coordinate
-    mine = _part(at.dp, engine.placement.strategy.dp) if engine.is_head else None
-    return share_batch(mine, engine.placement, engine.groups, rank)
+def _begun(trial: Trial, rank: int) -> tuple[Engine, SampleBatch]:
+    """An engine with its replica's samples."""
+    engine, part = _engine(trial, rank), _groups if trial.prompts else _part
+    mine = part(engine.coordinate.dp, trial.strategy.dp) if engine.is_head else None
+    return engine, share_batch(mine, engine.placement, engine.groups)
 
 
-def _rows(engine: Engine, y: Tensor, micro: MicroBatch) -> Tensor:
+def _rows(engine: Engine) -> Output:
     """What is looked at per token: log-probabilities, or the values themselves."""
-    return engine.logprobs(y, micro, TEMPERATURE) if engine.layout.head == "lm" else y
+    if engine.layout.head == "scalar":
+        return lambda y, micro: y
+    return lambda y, micro: engine.logprobs(y, micro, TEMPERATURE)
 
 
 def _loss(engine: Engine, poison: bool = False) -> Loss:
     def loss(y: Tensor, micro: MicroBatch) -> LossTerms:
-        rows = _rows(engine, y, micro)
+        rows = _rows(engine)(y, micro)
         weight = micro.data["weight"].to(rows.dtype)
         total = (weight * rows.square()).sum() - (weight * rows).sum()
         total = total + float("nan") if poison else total  # its gradient stays finite
@@ -196,24 +197,27 @@ def _step(engine: Engine, batch: SampleBatch, loss: Loss, micro_batches: int, ra
     return engine.train_step(batch, loss, DENOMINATOR, micro_batches, rate, SUMS)
 
 
-def _train(rank: int, world: int, trial: Trial):
-    """Rows before training, metrics of three steps, the first step's gradients, the last step's weights."""
-    engine = _engine(trial, rank)
-    batch = _shared(engine, rank)
-    rows = engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
+def _train(rank: int, world: int, trial: Trial, sharing: bool = True):
+    """Rows before training and their FLOPs, metrics of three steps, the first step's gradients, the last step's
+    weights, and which frozen ones have changed. sharing: prompts of several samples are computed once."""
+    engine, batch = _begun(trial, rank)
     metrics, gradients = [], {}
-    for rate in RATES:
-        metrics.append(_step(engine, batch, _loss(engine), trial.micro_batches, rate))
-        if not gradients:
-            gradients = _first_gradients(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        if not sharing:
+            patch.setattr(micro_batch, "LEAST_SHARED", 1000)
+        rows = engine.inference(batch, _rows(engine), trial.micro_batches)
+        flops = engine.flops
+        for rate in RATES:
+            metrics.append(_step(engine, batch, _loss(engine), trial.micro_batches, rate))
+            gradients = gradients or _first_gradients(engine)
     weights = {name: p.detach().clone() for name, p in engine.stage.trained_slices().items()}
-    frozen = [
+    changed = [
         name
         for name, mine in held_slices(trial.layout.whole, rank, trial.weights).items()
         if name not in weights and not torch.equal(engine.stage.named_slices()[name], mine)
     ]
-    assert not frozen, f"training has changed {frozen}"
-    return (None if rows is None else (batch.ids, rows.split())), metrics, gradients, weights
+    of_samples = None if rows is None else dict(zip(batch.ids, rows.split(), strict=True))
+    return of_samples, flops, metrics, gradients, weights, changed
 
 
 def _first_gradients(engine: Engine) -> dict[str, list]:
@@ -305,16 +309,11 @@ class Plain(nn.Module):
         """Copies of tensors of parameters, by our names; tied weights once."""
         config = self._whole[0].config
         if config.model_type in ("mixtral", "gpt2"):
-            layout, prefix = (
-                Trial(config, self.head, {}, ParallelStrategy()).layout,
-                self._whole[0].base_model_prefix,
-            )
+            layout = Trial(config, self.head, {}, ParallelStrategy()).layout
+            prefix = self._whole[0].base_model_prefix
             theirs = {name.replace("model.", f"{prefix}.", 1): tensor for name, tensor in tensors.items()}
             tensors = by_our_names(layout, self._whole[0], theirs)
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    def weights(self) -> dict[str, Tensor]:
-        return self.named(dict(self.named_parameters()))
 
 
 @dataclass(frozen=True)
@@ -327,16 +326,13 @@ class Expected:
     weights: dict[str, Tensor]
 
 
-_EXPECTED: dict[tuple, Expected] = {}
 _ON_ONE_RANK: dict[tuple, Any] = {}
 
 
-def _expected(model: str, head: Head, dtype: torch.dtype, lora: Lora | None = None) -> Expected:
-    """Three steps of plain training. Computed once per model."""
-    key = (model, head, dtype, lora)
-    if key not in _EXPECTED:
-        _EXPECTED[key] = _train_plain(Plain(CONFIGS[model], head, dtype, lora))
-    return _EXPECTED[key]
+@cache
+def _expected(model: str, head: Head, dtype: torch.dtype, lora: Lora | None) -> Expected:
+    """Three steps of plain training."""
+    return _train_plain(Plain(CONFIGS[model], head, dtype, lora))
 
 
 def _on_one_rank(ranks, function: Callable, trial: Trial, *rest: Any) -> Any:
@@ -348,7 +344,7 @@ def _on_one_rank(ranks, function: Callable, trial: Trial, *rest: Any) -> Any:
 
 
 def _train_plain(plain: Plain) -> Expected:
-    start, batch = plain.weights(), _batch()
+    start, batch = plain.named(dict(plain.named_parameters())), _batch()
     trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
     decayed = [p for p in trained.values() if p.ndim > 1]
     others = [p for p in trained.values() if p.ndim == 1]
@@ -373,7 +369,7 @@ def _train_plain(plain: Plain) -> Expected:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    return Expected(start, first_rows, losses, norms, gradients, plain.weights())
+    return Expected(start, first_rows, losses, norms, gradients, plain.named(dict(plain.named_parameters())))
 
 
 # Comparisons
@@ -383,12 +379,13 @@ def _assert_equal(results: list, trial: Trial, expected: Expected, rows: float, 
     """rows: absolute bound of log-probabilities or values; relative: of all else, to a tensor's largest."""
     layout = trial.layout
     seen: dict[int, Tensor] = {}
-    for rank, (got_rows, metrics, gradients, weights) in enumerate(results):
+    for rank, (got_rows, _, metrics, gradients, weights, changed) in enumerate(results):
+        assert not changed, "weights below adapters"
         at = layout.placement.coordinate(rank)
         assert (got_rows is not None) == (at.pp == trial.strategy.pp - 1)
         if got_rows is not None:
-            seen.update(zip(*got_rows, strict=True))
-        assert metrics == results[0][1]
+            seen |= got_rows
+        assert metrics == results[0][2]
         assert [m["loss"] for m in metrics] == pytest.approx(expected.losses, rel=relative)
         assert [m["grad_norm"] for m in metrics] == pytest.approx(expected.norms, rel=relative)
         assert [m["skipped"] for m in metrics] == [0.0] * len(RATES)
@@ -396,156 +393,120 @@ def _assert_equal(results: list, trial: Trial, expected: Expected, rows: float, 
         assert metrics[0]["tokens"] == pytest.approx(DENOMINATOR, rel=relative)
         theirs = held_slices(layout, rank, expected.gradients)
         for name, shards in gradients.items():
-            _assert_close(
-                [t for _, _, t in shards],
-                [theirs[name].flatten()[start:stop] for start, stop, _ in shards],
-                of_tensor(layout, expected.gradients, name).abs().max().item() * relative,
-                f"gradient of {name}",
-            )
+            bound = of_tensor(layout, expected.gradients, name).abs().max().item() * relative
+            for start, stop, shard in shards:
+                assert_close(shard, theirs[name].flatten()[start:stop], rtol=0, atol=bound)
         for name, weight in held_slices(layout, rank, expected.weights).items():
-            _assert_close([weights[name]], [weight], weight.abs().max().item() * relative, name)
+            assert_close(weights[name], weight, rtol=0, atol=weight.abs().max().item() * relative)
     for sample, want in zip(_batch().ids, expected.rows, strict=True):
-        _assert_close([seen[sample]], [want], rows, f"rows of sample {sample}")
+        assert_close(seen[sample], want, rtol=0, atol=rows)
 
 
-def _assert_close(got: list[Tensor], want: list[Tensor], bound: float, what: str) -> None:
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.shape == theirs.shape, what
-        error = (ours - theirs).abs().max().item() if ours.numel() else 0.0
-        assert error <= bound, f"{what}: off by {error}, allowed {bound}"
+def _trial(model: str, head: Head, strategy: ParallelStrategy, dtype=torch.float64, **how: Any) -> Trial:
+    """From the weights that `_expected` begins with."""
+    start = _expected(model, head, dtype, how.get("lora")).start
+    return Trial(CONFIGS[model], head, start, strategy, **how)
 
 
-def _compare(ranks, model: str, head: Head, strategy: ParallelStrategy, dtype, rows, relative, **how) -> None:
-    expected = _expected(model, head, dtype, how.get("lora"))
-    trial = Trial(CONFIGS[model], head, expected.start, strategy, **how)
-    _assert_equal(ranks.run(strategy.size, _train, trial), trial, expected, rows, relative)
+def way(what: str, model: str, strategies: list[Any], head: Head = "lm", **how: Any) -> list[Any]:
+    """Cases of one model, head and further fields of a trial, or its dtype."""
+    return [
+        pytest.param(model, head, *s.values, how, marks=s.marks, id=f"{what}-{s.values[0]}")
+        for s in strategies
+    ]
 
 
-@pytest.mark.parametrize("strategy", EVERY, ids=str)
-def test_training_equals_plain_transformers_in_float64(ranks, strategy: ParallelStrategy) -> None:
-    _compare(ranks, "llama", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
-
-
-@pytest.mark.parametrize("strategy", covering((1, 2, 2), (1, 1, 2), (1, 4, 1), (2, 2, 1)), ids=str)
-def test_so_it_does_with_tied_weights_and_norms_of_heads(ranks, strategy: ParallelStrategy) -> None:
-    _compare(ranks, "qwen3-tied", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        ParallelStrategy(2, 1, 2),
-        *(pytest.param(ParallelStrategy(dp, 1, 1), marks=pytest.mark.whole) for dp in (1, 2, 4)),
-    ],
-    ids=str,
-)
-def test_micro_batches_of_at_most_so_many_tokens_train_alike(ranks, strategy: ParallelStrategy) -> None:
-    """Replicas have different numbers of them."""
-    few = {"micro_batches": 1, "micro_batch_tokens": 9}
-    _compare(ranks, "llama", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9, **few)
-
-
-@pytest.mark.parametrize("strategy", covering((2, 1, 2), (1, 1, 1), (4, 1, 1), (1, 2, 2)), ids=str)
-def test_values_train_like_plain_transformers(ranks, strategy: ParallelStrategy) -> None:
-    _compare(ranks, "qwen3-tied", "scalar", strategy, torch.float64, rows=1e-10, relative=1e-9)
-
-
-@pytest.mark.parametrize("strategy", covering((2, 2, 1), (1, 1, 1), (1, 2, 2)), ids=str)
-def test_float32_agrees_to_rounding(ranks, strategy: ParallelStrategy) -> None:
-    _compare(ranks, "llama-tied", "lm", strategy, torch.float32, rows=1e-5, relative=1e-5)
-
-
-@pytest.mark.parametrize("strategy", covering((1, 2, 2), (1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1)), ids=str)
-def test_experts_train_as_those_of_transformers(ranks, strategy: ParallelStrategy) -> None:
-    _compare(ranks, "mixtral", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
-
-
-@pytest.mark.parametrize("strategy", covering((1, 2, 2), *((s.dp, s.tp, s.pp) for s in STRATEGIES)), ids=str)
-def test_packed_and_transposed_projections_train_as_those_of_transformers(
-    ranks, strategy: ParallelStrategy
-) -> None:
-    _compare(ranks, "gpt2", "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
-
-
-@pytest.mark.parametrize("strategy", SPLIT_AND_WHOLE, ids=str)
-@pytest.mark.parametrize("model", ["llama-tied", "qwen3"])
-def test_tied_and_untied_of_each_family(ranks, model: str, strategy: ParallelStrategy) -> None:
-    _compare(ranks, model, "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
+ALMOST_EVERY = some((1, 2, 2), whole=[(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1)], slow=EVERY)
+TIED = some((1, 2, 2), whole=[(1, 1, 2), (1, 4, 1), (2, 2, 1)], slow=EVERY)
+VALUES = some((2, 1, 2), whole=[(1, 1, 1), (4, 1, 1), (1, 2, 2)], slow=EVERY)
+ROUNDED = some((2, 2, 1), whole=[(1, 1, 1), (1, 2, 2)], slow=EVERY)
+SPLIT_AND_WHOLE = some((1, 2, 2), whole=[(1, 1, 1)])
 
 
 @pytest.mark.parametrize(
-    ("strategy", "micro_batches"),
+    ("model", "head", "strategy", "how"),
     [
-        *((ParallelStrategy(2, 1, 2), n) for n in (1, 3, 7)),
-        (ParallelStrategy(1, 1, 1), 3),
-        *(pytest.param(ParallelStrategy(1, 1, 1), n, marks=pytest.mark.slow) for n in (1, 7)),
+        *way("plain", "llama", some((1, 1, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2), whole=EVERY)),
+        *way("tied weights and norms of heads", "qwen3-tied", TIED),
+        *way("tied weights", "llama-tied", SPLIT_AND_WHOLE),
+        *way("norms of heads", "qwen3", SPLIT_AND_WHOLE),
+        *way("values", "qwen3-tied", VALUES, "scalar"),
+        *way("float32", "llama-tied", ROUNDED, dtype=torch.float32),
+        *way("experts", "mixtral", ALMOST_EVERY),
+        *way("packed and transposed projections", "gpt2", some((1, 2, 2), whole=EVERY)),
+        *way("micro-batches: 1", "llama", some((2, 1, 2), slow=[(1, 1, 1)]), micro_batches=1),
+        *way("micro-batches: 3", "llama", some((2, 1, 2), (1, 1, 1)), micro_batches=3),
+        *way("micro-batches: 7", "llama", some((2, 1, 2), slow=[(1, 1, 1)]), micro_batches=7),
+        *way(
+            "replicas with different numbers of micro-batches",
+            "llama",
+            some((2, 1, 2), whole=[(1, 1, 1), (2, 1, 1), (4, 1, 1)]),
+            micro_batches=1,
+            micro_batch_tokens=9,
+        ),
+        *way("adapters", "qwen3-tied", ALMOST_EVERY, lora=LORA),
+        *(
+            case
+            for targets in [("k_proj", "down_proj"), ("o_proj",)]
+            for case in way(
+                f"values and adapters of {' and '.join(targets)}",
+                "llama",
+                SPLIT_AND_WHOLE,
+                "scalar",
+                lora=replace(LORA, targets=targets),
+            )
+        ),
+        *(
+            case
+            for recompute, lora in [("selective", None), ("selective", LORA), ("full", LORA)]
+            for case in way(
+                f"{recompute} recomputation{' with adapters' if lora else ''}",
+                "qwen3-tied",
+                some((1, 2, 2), slow=[(1, 2, 1), (2, 1, 1)]),
+                recompute=recompute,
+                lora=lora,
+            )
+        ),
     ],
-    ids=str,
 )
-def test_the_number_of_micro_batches_changes_nothing(ranks, strategy, micro_batches: int) -> None:
-    how = {"rows": 1e-10, "relative": 1e-9, "micro_batches": micro_batches}
-    _compare(ranks, "llama", "lm", strategy, torch.float64, **how)
-
-
-LORA = Lora(3, 5.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
-
-
-@pytest.mark.parametrize("strategy", covering((1, 2, 2), (1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1)), ids=str)
-def test_adapters_train_as_with_merged_weights_in_one_process(ranks, strategy: ParallelStrategy) -> None:
-    how = {"rows": 1e-10, "relative": 1e-9, "lora": LORA}
-    _compare(ranks, "qwen3-tied", "lm", strategy, torch.float64, **how)
-
-
-@pytest.mark.parametrize("strategy", SPLIT_AND_WHOLE, ids=str)
-@pytest.mark.parametrize("targets", [("k_proj", "down_proj"), ("o_proj",)], ids="+".join)
-def test_adapters_of_some_layers_and_a_value_head(ranks, strategy, targets: tuple[str, ...]) -> None:
-    how = {"rows": 1e-10, "relative": 1e-9, "lora": replace(LORA, targets=targets)}
-    _compare(ranks, "llama", "scalar", strategy, torch.float64, **how)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        ParallelStrategy(1, 2, 2),
-        *(pytest.param(ParallelStrategy(*s), marks=pytest.mark.slow) for s in [(1, 2, 1), (2, 1, 1)]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("recompute", "lora"), [("selective", None), ("selective", LORA), ("full", LORA)])
-def test_what_is_recomputed_changes_nothing(ranks, strategy, recompute: Recompute, lora: Lora | None) -> None:
-    how = {"rows": 1e-10, "relative": 1e-9, "lora": lora, "recompute": recompute}
-    _compare(ranks, "qwen3-tied", "lm", strategy, torch.float64, **how)
+def test_training_equals_plain_transformers(ranks, model: str, head: Head, strategy, how: dict) -> None:
+    """To rounding: in float64, but for one."""
+    dtype = how.get("dtype", torch.float64)
+    trial = _trial(model, head, strategy, **how)
+    expected = _expected(model, head, dtype, trial.lora)
+    bounds = (1e-5, 1e-5) if dtype == torch.float32 else (1e-10, 1e-9)
+    _assert_equal(ranks.run(strategy.size, _train, trial), trial, expected, *bounds)
 
 
 def _work(rank: int, world: int, trial: Trial):
-    engine = _engine(trial, rank)
-    batch = _shared(engine, rank)
-    engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
+    """FLOPs of a forward pass, then of a step too, then of a forward pass in which all tokens count."""
+    engine, batch = _begun(trial, rank)
+    everywhere = Packed(torch.ones(len(batch["weight"].values), dtype=torch.bool), batch["weight"].lengths)
+    batch = SampleBatch(batch.ids, {**batch.data, "counted": everywhere})
+    engine.inference(batch, _rows(engine), trial.micro_batches)
     _step(engine, batch, _loss(engine), trial.micro_batches, 1e-2)
-    return engine.flops
+    flops = engine.flops
+    engine.inference(batch, _rows(engine), trial.micro_batches, counted="counted")
+    return flops, engine.flops - flops
 
 
-@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(2, 1, 2)], ids=str)
-def test_the_work_of_all_ranks_is_the_models_however_it_is_split(ranks, strategy) -> None:
-    """One forward pass, and a step of three."""
-    trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
-    layout = trial.layout
-    assert sum(ranks.run(strategy.size, _work, trial)) == 4 * forward_flops(layout.shape, "lm", LENGTHS)
-
-
-@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(2, 1, 2)], ids=str)
-def test_the_work_with_adapters_leaves_out_the_gradients_of_frozen_weights(ranks, strategy) -> None:
-    start = _expected("llama", "lm", torch.float64, LORA).start
-    trial = Trial(CONFIGS["llama"], "lm", start, strategy, lora=LORA)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapters"])
+@pytest.mark.parametrize("strategy", some((1, 1, 1), (2, 1, 2), (4, 1, 1)), ids=str)
+def test_the_work_of_all_ranks_is_the_models_however_it_is_split(ranks, strategy, lora) -> None:
+    """With adapters, without the gradients of frozen weights. A sample's first token, which nothing predicts, is no
+    work of the head where it is told which tokens count."""
+    trial = _trial("llama", "lm", strategy, lora=lora)
     shape = trial.layout.shape
-    expected = sum(passes(shape, "lm", LENGTHS, None, LORA) for passes in (forward_flops, training_flops))
-    assert sum(ranks.run(strategy.size, _work, trial)) == pytest.approx(expected)
+    work, counted = zip(*ranks.run(strategy.size, _work, trial), strict=True)
+    expected = sum(passes(shape, "lm", LENGTHS, None, lora) for passes in (forward_flops, training_flops))
+    assert sum(work) == pytest.approx(expected, rel=1e-12)
+    predicted = sum(LENGTHS) - len(LENGTHS)
+    assert sum(counted) == pytest.approx(forward_flops(shape, "lm", LENGTHS, predicted, lora), rel=1e-12)
 
 
 def _counted(rank: int, world: int, trial: Trial, counted: str | None):
     """Three steps on the tokens of a mask, and log-probabilities after them. Some samples have no such token."""
-    engine = _engine(trial, rank)
-    batch = _shared(engine, rank)
+    engine, batch = _begun(trial, rank)
     lengths, weight = batch["weight"].lengths, batch["weight"].values
     mask = weight > 0.6
     masked = {"counted": Packed(mask, lengths), "weight": Packed(weight * mask, lengths)}
@@ -554,25 +515,15 @@ def _counted(rank: int, world: int, trial: Trial, counted: str | None):
         engine.train_step(batch, _loss(engine), DENOMINATOR, len(LENGTHS), rate, SUMS, counted)
         for rate in RATES
     ]
-    rows = engine.inference(
-        batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches, counted=counted
-    )
+    rows = engine.inference(batch, _rows(engine), trial.micro_batches, counted=counted)
     seen = None if rows is None else dict(zip(batch.ids, rows.split(), strict=True))
     return steps, seen, engine.flops
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        *(ParallelStrategy(*s) for s in [(1, 1, 1), (4, 1, 1), (1, 2, 2)]),
-        pytest.param(ParallelStrategy(1, 4, 1), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("strategy", some((1, 1, 1), (4, 1, 1), (1, 2, 2), slow=[(1, 4, 1)]), ids=str)
 def test_a_head_without_the_tokens_that_do_not_count_gives_the_same(ranks, head: Head, strategy) -> None:
-    start = _expected("qwen3-tied", head, torch.float64).start
-    plain = Trial(CONFIGS["qwen3-tied"], head, start, ParallelStrategy())
+    plain = _trial("qwen3-tied", head, ParallelStrategy())
     steps, whole, flops = _on_one_rank(ranks, _counted, plain, None)
     masks = [weight > 0.6 for weight in _batch()["weight"].split()]
     assert not all(mask.any() for mask in masks)
@@ -582,38 +533,16 @@ def test_a_head_without_the_tokens_that_do_not_count_gives_the_same(ranks, head:
         for sample, mask in zip(_batch().ids, masks, strict=True):
             if rows is not None and sample in rows:
                 want = torch.where(mask, whole[sample], 0.0) if head == "lm" else whole[sample]
-                torch.testing.assert_close(rows[sample], want, rtol=1e-9, atol=1e-12)
+                assert_close(rows[sample], want, rtol=1e-9, atol=1e-12)
     uncounted = sum(LENGTHS) - sum(int(mask.sum()) for mask in masks)
-    saved = 10 * head_flops(
-        uncounted, SIZES["hidden_size"], SIZES["vocab_size"]
-    )  # three steps of three passes, one pass
-    assert sum(flops for *_, flops in results) == pytest.approx(
-        flops - (saved if head == "lm" else 0), rel=1e-12
-    )
-
-
-def _all_counted(rank: int, world: int, trial: Trial):
-    """The work of a forward pass in which all tokens count."""
-    engine = _engine(trial, rank)
-    batch = _shared(engine, rank)
-    everywhere = torch.ones(len(batch["weight"].values), dtype=torch.bool)
-    batch = SampleBatch(batch.ids, {**batch.data, "counted": Packed(everywhere, batch["weight"].lengths)})
-    engine.inference(batch, lambda y, micro: _rows(engine, y, micro), 2, counted="counted")
-    return engine.flops
-
-
-@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(4, 1, 1)], ids=str)
-def test_the_first_tokens_are_predicted_by_none_and_are_no_work_of_the_head(ranks, strategy) -> None:
-    trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
-    predicted = sum(LENGTHS) - len(LENGTHS)
-    expected = forward_flops(trial.layout.shape, "lm", LENGTHS, predicted)
-    assert sum(ranks.run(strategy.size, _all_counted, trial)) == expected
+    # three steps of three passes, and one pass
+    saved = 10 * head_flops(uncounted, SIZES["hidden_size"], SIZES["vocab_size"]) if head == "lm" else 0
+    assert sum(flops for *_, flops in results) == pytest.approx(flops - saved, rel=1e-12)
 
 
 def _poisoned(rank: int, world: int, trial: Trial):
     """One step whose loss is not a number on one replica, then three as they should be."""
-    engine = _engine(trial, rank)
-    batch = _shared(engine, rank)
+    engine, batch = _begun(trial, rank)
     before = [p.detach().clone() for p in engine.stage.parameters()]
     bad = _loss(engine, poison=engine.coordinate.dp == 0)
     skipped = _step(engine, batch, bad, 2, 1e-2)["skipped"]
@@ -622,10 +551,10 @@ def _poisoned(rank: int, world: int, trial: Trial):
     return skipped, unchanged, losses
 
 
-@pytest.mark.parametrize("strategy", [ParallelStrategy(2, 1, 2), ParallelStrategy(2, 2, 1)], ids=str)
+@pytest.mark.parametrize("strategy", some((2, 1, 2), (2, 2, 1)), ids=str)
 def test_a_loss_that_is_not_finite_skips_the_step_on_all_ranks(ranks, strategy) -> None:
-    expected = _expected("qwen3-tied", "lm", torch.float64)
-    trial = Trial(CONFIGS["qwen3-tied"], "lm", expected.start, strategy)
+    trial = _trial("qwen3-tied", "lm", strategy)
+    expected = _expected("qwen3-tied", "lm", torch.float64, None)
     for skipped, unchanged, losses in ranks.run(strategy.size, _poisoned, trial):
         assert (skipped, unchanged) == (1.0, True)
         assert losses == pytest.approx(expected.losses, rel=1e-9)
@@ -637,8 +566,7 @@ def _unpickled(rank: int, world: int, trial: Trial):
     def refuse(*_: object) -> None:
         raise AssertionError("a Python object was sent")
 
-    engine = _engine(trial, rank)
-    batch = _shared(engine, rank)
+    engine, batch = _begun(trial, rank)
     sums = torch.tensor(LARGE_AND_SMALL[engine.coordinate.dp] / max(len(batch), 1), dtype=torch.float64)
 
     def loss(y: Tensor, micro: MicroBatch) -> LossTerms:
@@ -656,25 +584,22 @@ LARGE_AND_SMALL = (1.0, 6.0, 2.0**60, -(2.0**60))  # the second of four replicas
 @pytest.mark.parametrize(("strategy", "total"), [((4, 1, 1), 0.0), ((2, 1, 2), 7.0)], ids=str)
 def test_metrics_are_summed_in_the_order_of_the_ranks_and_nothing_is_pickled(ranks, strategy, total) -> None:
     """Ranks without samples and stages without a loss know the names too. In another order the total would be 1."""
-    start = _expected("llama", "lm", torch.float64).start
-    trial = Trial(CONFIGS["llama"], "lm", start, ParallelStrategy(*strategy))
+    trial = _trial("llama", "lm", ParallelStrategy(*strategy))
     metrics = ranks.run(trial.strategy.size, _unpickled, trial)
     assert [m["sums"] for m in metrics] == [total] * trial.strategy.size
     assert metrics == [metrics[0]] * trial.strategy.size
 
 
 def _untold(rank: int, world: int, trial: Trial, told: list[str]) -> str:
-    engine = _engine(trial, rank)
+    engine, batch = _begun(trial, rank)
     with pytest.raises(ValueError, match="the loss gives the metrics") as refused:
-        engine.train_step(_shared(engine, rank), _loss(engine), DENOMINATOR, 2, 1e-2, told)
+        engine.train_step(batch, _loss(engine), DENOMINATOR, 2, 1e-2, told)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("told", [[], ["tokens"], ["rows", "tokens", "others"]], ids=len)
 def test_a_loss_that_gives_other_metrics_than_the_step_was_told_is_refused(ranks, told: list[str]) -> None:
-    start = _expected("llama", "lm", torch.float64).start
-    trial = Trial(CONFIGS["llama"], "lm", start, ParallelStrategy(1, 1, 1))
-    (said,) = ranks.run(1, _untold, trial, told)
+    (said,) = ranks.run(1, _untold, _trial("llama", "lm", ParallelStrategy()), told)
     assert f"['rows', 'tokens'], but the train step was told {sorted(told)}" in said
 
 
@@ -685,95 +610,38 @@ def _sums(rank: int, world: int, trial: Trial):
     return engine.is_head, engine.sum_over_dp(values)
 
 
-@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(2, 2, 1)], ids=str)
+@pytest.mark.parametrize("strategy", some((1, 1, 1), (2, 2, 1)), ids=str)
 def test_sums_over_dp_count_each_replica_once(ranks, strategy: ParallelStrategy) -> None:
-    trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
-    results = ranks.run(strategy.size, _sums, trial)
+    results = ranks.run(strategy.size, _sums, _trial("llama", "lm", strategy))
     assert sum(is_head for is_head, _ in results) == strategy.dp
     want = torch.tensor([[strategy.dp, 10 * sum(range(strategy.dp))]], dtype=torch.float64)
     for _, got in results:
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-def _groups(dp_rank: int, dp: int) -> SampleBatch:
-    """A replica's groups of samples with one prompt: three of three, and one of one, of which it has every dp-th."""
-    generator = torch.Generator().manual_seed(6)
-
-    def tokens(length: int) -> Tensor:
-        return torch.randint(SIZES["vocab_size"], (length,), generator=generator)
-
-    samples = [
-        torch.cat([prompt, tokens(answer)])
-        for prompt, answers in ((tokens(9), (4, 1, 7)), (tokens(14), (2, 6, 3)), (tokens(8), (5,)))
-        for answer in answers
-    ]
-    weights = [torch.rand(len(sample), generator=generator, dtype=torch.float64) for sample in samples]
-    for weight in weights:
-        weight[0] = 0.0
-    mine = [place for place, number in enumerate((0, 0, 0, 1, 1, 1, 2)) if number % dp == dp_rank]
-    batch = SampleBatch(
-        tuple(range(len(samples))), {"input_ids": Packed.of(samples), "weight": Packed.of(weights)}
-    )
-    return batch.take(mine)
-
-
-def _in_groups(rank: int, world: int, trial: Trial, sharing: bool):
-    """Rows, metrics of three steps, first gradients, weights and FLOPs; with or without sharing of prompts."""
-    engine = _engine(trial, rank)
-    at = engine.coordinate
-    mine = _groups(at.dp, engine.placement.strategy.dp) if engine.is_head else None
-    batch = share_batch(mine, engine.placement, engine.groups, rank)
-    with pytest.MonkeyPatch.context() as patch:
-        if not sharing:
-            patch.setattr(micro_batch, "LEAST_SHARED", 1000)
-        rows = engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
-        flops, metrics = engine.flops, []
-        for rate in RATES:
-            metrics.append(_step(engine, batch, _loss(engine), trial.micro_batches, rate))
-    weights = {name: p.detach().clone() for name, p in engine.stage.trained_slices().items()}
-    return (
-        None if rows is None else dict(zip(batch.ids, rows.split(), strict=True)),
-        metrics,
-        weights,
-        flops,
-    )
-
-
-@pytest.mark.parametrize("strategy", covering((2, 2, 1), (1, 1, 1), (4, 1, 1), (1, 2, 2)), ids=str)
-def test_shared_prompts_train_as_repeated_ones_under_any_layout(ranks, strategy) -> None:
-    _compare_sharing(ranks, "lm", strategy)
-
-
-@pytest.mark.parametrize("strategy", covering((2, 1, 2)), ids=str)
-def test_so_they_do_with_a_value_head(ranks, strategy) -> None:
-    _compare_sharing(ranks, "scalar", strategy)
+        assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("model", "head", "strategy", "how"),
     [
-        {"lora": LORA, "recompute": "selective"},
-        {"recompute": "full"},
-        {"micro_batches": 4},
-        {"micro_batches": 1, "micro_batch_tokens": 30},
+        *way("answers", "qwen3-tied", some((2, 2, 1), whole=[(1, 1, 1), (4, 1, 1), (1, 2, 2)], slow=EVERY)),
+        *way("values", "qwen3-tied", some((2, 1, 2), slow=EVERY), "scalar"),
+        *way("adapters", "qwen3-tied", some((1, 2, 2)), lora=LORA, recompute="selective"),
+        *way("full recomputation", "qwen3-tied", some((1, 2, 2)), recompute="full"),
+        *way("micro-batches: 4", "qwen3-tied", some((1, 2, 2)), micro_batches=4),
+        *way("few tokens", "qwen3-tied", some((1, 2, 2)), micro_batches=1, micro_batch_tokens=30),
     ],
-    ids=str,
 )
-def test_so_they_do_with_adapters_recomputation_and_other_micro_batches(ranks, how: dict) -> None:
-    _compare_sharing(ranks, "lm", ParallelStrategy(1, 2, 2), **how)
-
-
-def _compare_sharing(ranks, head: Head, strategy: ParallelStrategy, **how) -> None:
-    """Against one rank that computes every prompt for each sample."""
-    start = _expected("qwen3-tied", head, torch.float64, how.get("lora")).start
-    plain = Trial(CONFIGS["qwen3-tied"], head, start, ParallelStrategy(), lora=how.get("lora"))
-    rows, metrics, weights, flops = _on_one_rank(ranks, _in_groups, plain, False)
+def test_shared_prompts_train_as_repeated_ones_under_any_layout(
+    ranks, model: str, head: Head, strategy, how: dict
+) -> None:
+    """As on one rank that computes every prompt for each sample."""
+    plain = _trial(model, head, ParallelStrategy(), lora=how.get("lora"), prompts=True)
+    rows, flops, metrics, _, weights, _ = _on_one_rank(ranks, _train, plain, False)
     trial = replace(plain, strategy=strategy, **how)
-    results = ranks.run(strategy.size, _in_groups, trial, True)
-    for rank, (of_rank, steps, after, _) in enumerate(results):
+    results = ranks.run(strategy.size, _train, trial)
+    for rank, (of_rank, _, steps, _, after, _) in enumerate(results):
         assert steps == [pytest.approx(step, rel=1e-9) for step in metrics]
         for sample, values in (of_rank or {}).items():
-            torch.testing.assert_close(values, rows[sample], rtol=1e-9, atol=1e-11)
+            assert_close(values, rows[sample], rtol=1e-9, atol=1e-11)
         for name, weight in held_slices(trial.layout, rank, weights).items():
-            torch.testing.assert_close(after[name], weight, rtol=1e-9, atol=1e-11)
-    assert sum(flops for *_, flops in results) < 0.85 * flops
+            assert_close(after[name], weight, rtol=1e-9, atol=1e-11)
+    assert sum(result[1] for result in results) < 0.85 * flops

@@ -1,8 +1,8 @@
 """Training state on disk: one safetensors file per rank, which any other layout can read.
 
 A file holds the rank's `StateShard`s: ranges of its flattened slices of master weights and moments. Each element is
-written by one dp rank only. Nothing is pickled. `StateTransfer` says which part a rank of
-another layout reads from which file.
+written by one dp rank only. Nothing is pickled. `StateTransfer` says which part a rank of another
+layout reads from which file.
 
 Three things happen at once while a file is written: a piece is hashed and handed to the system, and the pieces before
 it are synced and read back. So a hash, and the check that the disk has what was written, cost little beside the
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.train.optimizer import StateShard
@@ -72,13 +71,17 @@ def write_shards(
     Raises OSError when the disk is full or cannot be written, NotAsWritten when it has other bytes, GivenUp.
     """
     entries: dict[str, Any] = {}
+    starts: dict[str, int] = {}
     offset = 0
     for shard in shards:
-        span = [offset, offset + shard.tensor.nbytes]
-        dtype, shape = _NAMES[shard.tensor.dtype], [shard.tensor.numel()]
-        entries[_key(shard.name, shard.kind)] = {"dtype": dtype, "shape": shape, "data_offsets": span}
-        offset = span[1]
-    starts = {_key(shard.name, shard.kind): shard.start for shard in shards}
+        key, size_bytes = _key(shard), shard.tensor.nbytes
+        entries[key] = {
+            "dtype": _NAMES[shard.tensor.dtype],
+            "shape": [shard.tensor.numel()],
+            "data_offsets": [offset, offset + size_bytes],
+        }
+        starts[key] = shard.start
+        offset += size_bytes
     metadata = {"device": str(device), "starts": json.dumps(starts)}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
@@ -227,27 +230,6 @@ class StateTransfer:
             left = [rest for piece in left for rest in _without(piece, held) if rest.size]
 
 
-def assemble(
-    new: StateLayout, device: int, shard: StateShard, parts: Iterable[tuple[Rectangle, Tensor]], source: str
-) -> StateShard:
-    """A shard with a new tensor, assembled from its parts.
-
-    parts   (rectangle, tensor [rows, columns]), together all elements of the shard
-    source  the source of the parts, for the error message
-    Raises ValueError when parts are missing.
-    """
-    target = new.columns(shard.name, device)
-    values, lacking = torch.empty_like(shard.tensor), shard.tensor.numel()
-    for part, tensor in parts:
-        target.view(values, shard.start, part).copy_(tensor)
-        lacking -= math.prod(part.shape)
-    if lacking:
-        raise ValueError(
-            f"{source} lacks {lacking} of {values.numel()} elements of {shard.kind} of {shard.name}"
-        )
-    return shard._replace(tensor=values)
-
-
 def _without(piece: Interval, taken: Interval) -> tuple[Interval, Interval]:
     """The parts of `piece` before and after `taken`; either may be empty."""
     before, behind = min(piece.stop, taken.start), max(piece.start, taken.stop)
@@ -284,16 +266,15 @@ def read_shards(
                 stored[key, source] = _Stored(file, Interval(start, stop))
         transfer = StateTransfer(_StoredLayout(old, stored), StateLayout(new))
         for shard in wanted:
-            yield assemble(
-                transfer.new, device, shard, _read(shard, stored, transfer, device), "the checkpoint"
-            )
+            yield _read(shard, stored, transfer, device)
 
 
-def _key(name: str, kind: str) -> str:
-    return f"{kind}/{name}"
+def _key(shard: StateShard) -> str:
+    """The name of a shard's tensor in a file."""
+    return f"{shard.kind}/{shard.name}"
 
 
-def pieces_of(data: bytes) -> Iterator[memoryview]:
+def pieces_of(data: bytes | memoryview) -> Iterator[memoryview]:
     """The data in pieces of the size that is written at a time."""
     whole = memoryview(data)
     for start in range(0, len(data), CHUNK_BYTES):
@@ -305,9 +286,7 @@ def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | mem
     yield len(header).to_bytes(8, "little")
     yield header
     for shard in shards:
-        data = shard.tensor.contiguous().view(torch.uint8).numpy().data
-        for start in range(0, len(data), CHUNK_BYTES):
-            yield data[start : start + CHUNK_BYTES]
+        yield from pieces_of(shard.tensor.contiguous().view(torch.uint8).numpy().data)
 
 
 class _Stored(NamedTuple):
@@ -325,28 +304,31 @@ class _StoredLayout(StateLayout):
         self._stored = stored
 
     def range(self, name: str, device: int) -> Interval:
-        entry = self._stored.get((_key(name, "master"), device))
+        entry = self._stored.get((f"master/{name}", device))
         return Interval(0, 0) if entry is None else entry.range
 
 
 def _read(
     shard: StateShard, stored: Mapping[tuple[str, int], _Stored], transfer: StateTransfer, device: int
-) -> Iterator[tuple[Rectangle, Tensor]]:
-    """The parts of a shard that the files contain."""
-    key = _key(shard.name, shard.kind)
+) -> StateShard:
+    """The shard with a new tensor, which is assembled from what the files contain."""
+    target = transfer.new.columns(shard.name, device)
+    values, lacking = torch.empty_like(shard.tensor), shard.tensor.numel()
     for source, part in transfer.taken(shard.name, device):
-        if (key, source) in stored:
-            file, (start, _) = stored[key, source]
+        if (_key(shard), source) in stored:
+            file, (start, _) = stored[_key(shard), source]
             columns = transfer.old.columns(shard.name, source)
             first, last = columns.span(part)
-            data = file.get_slice(key)[first - start : last - start]
-            _check_dtype(shard, data)
-            yield part, columns.view(data, first, part)
-
-
-def _check_dtype(shard: StateShard, data: Tensor) -> None:
-    if data.dtype != shard.tensor.dtype:
+            data = file.get_slice(_key(shard))[first - start : last - start]
+            if data.dtype != values.dtype:
+                raise ValueError(
+                    f"the checkpoint has {shard.kind} of {shard.name} in {data.dtype}, but the run uses "
+                    f"{values.dtype}. Resume with the dtype that the run began with."
+                )
+            target.view(values, shard.start, part).copy_(columns.view(data, first, part))
+            lacking -= math.prod(part.shape)
+    if lacking:
         raise ValueError(
-            f"the checkpoint has {shard.kind} of {shard.name} in {data.dtype}, but the run uses "
-            f"{shard.tensor.dtype}. Resume with the dtype that the run began with."
+            f"the checkpoint lacks {lacking} of {values.numel()} elements of {shard.kind} of {shard.name}"
         )
+    return shard._replace(tensor=values)

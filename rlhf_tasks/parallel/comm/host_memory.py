@@ -2,15 +2,19 @@
 
 On CUDA the host memory is pinned and the copies have their own stream. On the CPU the "device" is a second buffer,
 and a background thread copies, so that order and waits are the same.
+
+Parameters may be kept in host memory and be on the device only while something needs them (`HostCopy`). Frozen ones
+never change, so offloading only frees the device's memory. What trains is copied back to host memory first. Onloading
+copies the weights from host memory while the device computes other things.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Arrival(Protocol):
@@ -28,14 +32,14 @@ class Arrival(Protocol):
 class Copier(Protocol):
     """Copies between host memory and one device, one after the other, in the order in which they are started."""
 
-    def kept(self, parameter: Tensor) -> Tensor:
+    def on_host(self, parameter: Tensor) -> Tensor:
         """The parameter's values in host memory: same shape and dtype."""
         ...
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
         """Start to copy pairs (values, tensor of the same shape); returns at once.
 
-        Of each pair one is in the host memory of `kept` or `host_zeros`, the other on the device, either way round.
+        Of each pair one is in the host memory of `on_host` or `host_zeros`, the other on the device, in either order.
         The values are those that all that was computed before this call leaves.
         """
         ...
@@ -114,7 +118,7 @@ class ThreadCopier:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
 
-    def kept(self, parameter: Tensor) -> Tensor:
+    def on_host(self, parameter: Tensor) -> Tensor:
         """The parameter itself, same shape: it is in host memory already."""
         return parameter
 
@@ -144,7 +148,7 @@ class StreamCopier:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def kept(self, parameter: Tensor) -> Tensor:
+    def on_host(self, parameter: Tensor) -> Tensor:
         """A copy in pinned memory: same shape and dtype."""
         return host_copies([parameter])[0]
 
@@ -178,3 +182,74 @@ class _Queued:
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for values, there in pairs:
         there.copy_(values, non_blocking=True)
+
+
+class HostCopy:
+    """Tensors on the device that are kept in host memory. At first they are only there, not on the device.
+
+    held     the tensors
+    use      lets their owner use others of the same shapes; those without elements mean that they are offloaded
+    changes  their values change while they are on the device
+
+    Using parameters while they are offloaded raises an error in torch, because they have no elements. Call `wait`
+    before using them.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Tensor],
+        use: Callable[[Sequence[Tensor]], None],
+        copies: Copier,
+        changes: bool = False,
+    ) -> None:
+        self._held = list(held)
+        self._use = use
+        self._copies = copies
+        self._changes = changes
+        self._arrival: Arrival | None = None
+        self._on_host = [copies.on_host(tensor) for tensor in held]
+        self._free()
+
+    @classmethod
+    def of_module(cls, module: nn.Module, copies: Copier) -> "HostCopy":
+        """Of a frozen module's parameters."""
+        parameters = list(module.parameters())
+
+        def use(tensors: Sequence[Tensor]) -> None:
+            for parameter, tensor in zip(parameters, tensors, strict=True):
+                parameter.data = tensor
+
+        return cls([parameter.data for parameter in parameters], use, copies)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the tensors are offloaded: no onload was started since the last offload."""
+        return self._arrival is None
+
+    def onload(self) -> None:
+        """Start the copy to the device, into new tensors."""
+        assert self.is_away, "the parameters are on the device already"
+        self._held = [
+            torch.empty_like(copy, device=away.device, pin_memory=False)
+            for copy, away in zip(self._on_host, self._held, strict=True)
+        ]
+        self._arrival = self._copies.start(list(zip(self._on_host, self._held, strict=True)))
+        self._use(self._held)
+
+    def wait(self) -> None:
+        """Everything computed after this call sees the parameters on the device."""
+        assert self._arrival is not None, "the parameters are in host memory: no onload was started"
+        self._arrival.wait()
+
+    def offload(self) -> None:
+        """Free the device's tensors. Waits for a copy in progress first, because it still writes to them. Where they
+        change, host memory has their values when this call returns."""
+        self.wait()
+        if self._changes:
+            host_copies(self._held, self._on_host)
+        self._free()
+
+    def _free(self) -> None:
+        self._arrival = None
+        self._held = [tensor.new_empty(0) for tensor in self._held]
+        self._use(self._held)

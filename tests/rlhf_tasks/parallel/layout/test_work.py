@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from rlhf_tasks.parallel.layout.flops import forward_flops, generation_flops, training_flops
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from rlhf_tasks.parallel.layout.work import forward_flops, generation_flops, training_flops
 
 SHAPE = ModelShape(
     "llama", hidden=8, layers=2, query_heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=16, context=32

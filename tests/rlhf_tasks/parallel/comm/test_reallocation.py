@@ -1,3 +1,5 @@
+"""Parameters from one layout to another, bit by bit."""
+
 from itertools import permutations
 
 import pytest
@@ -5,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.comm.reallocation import digest, reallocate, union_set
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
-from rlhf_tasks.parallel.state.reallocation import digest, reallocate, union_set
+from tests.tiny_models import held_slices
 
 ADAPTERS = Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
 UNEVEN = {"query_heads": 9, "kv_heads": 3}
@@ -54,12 +57,7 @@ def whole_model(
 
 
 def cut(whole: dict[str, torch.Tensor], lay: Layout, device: int) -> dict[str, torch.Tensor] | None:
-    if device not in lay.placement.devices:
-        return None
-    return {
-        name: whole[name].narrow(lay.specs[name].dim, rows.start, rows.size).clone()
-        for name, rows in lay.held(device).items()
-    }
+    return held_slices(lay, device, whole) if device in lay.placement.devices else None
 
 
 def same_bits(ours, theirs) -> bool:

@@ -1,5 +1,5 @@
-"""Floating-point operations (FLOPs) of a decoder. The planner prices passes with them, and engines count them for
-`mfu`.
+"""The work of a call: its floating-point operations (FLOPs), and how much of it happens at a time. The engine does
+it, and counts its FLOPs for `mfu`; the planner prices it. Loads no torch.
 
 As in arXiv:2104.04473, eq. 3, a token costs two FLOPs per parameter of each matrix that it is multiplied by, and four
 per attended token and column of the query (scores and weighted values). Attention here is causal: a token attends to
@@ -9,6 +9,7 @@ sequences that have ended do not count.
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, parameters, trained_parameters
 
@@ -100,3 +101,48 @@ def layer_size(shape: ModelShape, head: Head, lora: Lora | None = None) -> int:
 def _layers_flops(shape: ModelShape, head: Head, tokens: int, lora: Lora | None) -> float:
     size = layer_size(shape, head) + (0 if lora is None else layer_size(shape, head, lora))
     return shape.layers * layer_flops(tokens, tokens / 2, size, shape.query_heads * shape.head_dim)
+
+
+PREFILL_TOKENS = 8192
+"""Most tokens of a pass over prompts: enough to keep a device busy, and its activations are small beside a model."""
+
+REFILL_SHARE = 8
+"""Waiting sequences enter once an eighth of the slots is free: a pass over a prompt takes about as long as a step."""
+
+SAMPLED_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits of a rank that tokens are drawn from at a time, by type of device. Their float64 copies stay in a CPU's
+cache, and small beside a model on a GPU, which sums up many rows at a time as fast as one."""
+
+LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits of a rank whose log-probabilities are computed at a time, by type of device. On a CPU their 4 MiB of float32
+stay in the cache; on a GPU 64 MiB take longer to compute than their kernel to launch."""
+
+LEAST_SHARED = 8
+"""Fewest first tokens that neighbouring samples have in common and are computed once. Below, what is saved is less
+than what attention spends on keys of another length."""
+
+
+def runs_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
+    """Runs of rows of a cache that are read apart, with the longest of each: a run begins where no row from there on
+    is half as long as the run before."""
+    longest = list(accumulate(reversed(lengths), max))[::-1]  # of the rows from each on
+    starts = [0]
+    for row, length in enumerate(longest):
+        if 2 * length < longest[starts[-1]]:
+            starts.append(row)
+    return [(slice(a, b), longest[a]) for a, b in pairwise([*starts, len(lengths)])]
+
+
+def rows_at_once(vocab: int, nucleus: bool, device: str) -> int:
+    """The rows of logits that tokens are drawn from at a time.
+
+    vocab    tokens of the largest part of the vocabulary
+    nucleus  whether top-p is below 1: the search for the nucleus takes three times the memory
+    device   its type: cpu or cuda
+    """
+    return max(1, SAMPLED_AT_ONCE[device] // vocab // (3 if nucleus else 1))
+
+
+def slots_of(sequences: int, micro_batches: int) -> int:
+    """The sequences of a group that are decoded at a time."""
+    return -(-sequences // micro_batches)
