@@ -40,8 +40,8 @@ from flows.demo import (
 )
 from flows.run.orders import cancelled_by_signals
 from flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run
+from flows.run.run_identity import CheckedStages, check_stages, prepare_stage, summary_of
 from flows.run.runs import run_stage
-from flows.run.stages import CheckedStages, check_stages, prepare_stage, summary_of
 from flows.run.training import cluster_of
 from flows.view.artifacts import Link, show_result
 from flows.view.prefect_api import PrefectApi

@@ -14,7 +14,7 @@ from flows.rewards import try_environment, try_rewards
 from flows.run.examination import Patient, default_strategies, examined, keep_verdict, strategy_of
 from flows.run.prepare import prepare
 from flows.run.run_folder import open_run
-from flows.run.stages import check_stages
+from flows.run.run_identity import check_stages
 from flows.view.terminal import Console
 from planner.text import plan_table
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config

@@ -15,13 +15,13 @@ from rich.markup import escape
 from flows.cluster.server import ServerError, prefect_server, refuse_dead_server
 from flows.cluster.shutdown import TERMINATED, Terminated, Watch, ending_in_time, terminable
 from flows.pipeline import pipeline_as_flow, rlhf_pipeline
+from flows.plan import rlhf_profile
 from flows.run.orders import Interrupted
 from flows.run.planning import profile_folder
 from flows.run.prepare import Prepared
-from flows.run.profiling import rlhf_profile
 from flows.run.run_folder import SUMMARY, full_disk
+from flows.run.run_identity import CheckedStages
 from flows.run.runs import run_as_flow
-from flows.run.stages import CheckedStages
 from flows.run.summary import in_short
 from flows.run.training import RunFailed
 from flows.view.prefect_api import is_prefects, what_is_wrong

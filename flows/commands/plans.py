@@ -38,8 +38,6 @@ from flows.run.planning import (
     limits_of,
     measured_folders,
     only_device,
-    plan_for,
-    price_manual,
     problem_of,
     rank_choices,
 )
@@ -67,8 +65,8 @@ from planner.report import (
     result_document,
     told_limits,
 )
-from planner.search.baselines import heuristic_plan
-from planner.search.search import SearchResult
+from planner.search.baselines import heuristic_plan, priced_plan
+from planner.search.search import SearchResult, find_plan
 from planner.text import algorithm_graph, dataflow_mermaid, dataflow_table, draw_bars, steady_bars
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, load_config, read_assignments
 from rlhf_tasks.config.settings import MOST_SECONDS
@@ -189,7 +187,7 @@ def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, s
     searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
     with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
         return run_in_thread(
-            lambda off: plan_for(problem, mode, limit_s, seed, called_off=off),
+            lambda off: find_plan(problem, mode, limit_s, seed, called_off=off),
             ending=lambda: warnings.print(
                 "ending with the best plan found so far; Ctrl-C again ends without a plan"
             ),
@@ -210,12 +208,12 @@ def _show_first_answer(problem: Problem, limit_s: float) -> None:
 def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:
     """The plan in a file, with its price. If it does not fit, shows what it needs and raises ConfigError."""
     manual = read_assignments(path, problem.cluster.devices_per_host)
-    priced = price_manual(problem, manual)
+    priced = priced_plan(problem.graph, problem.model, manual)
     missing = shortfall(priced.price, problem.model)
     if missing is not None:
         show_calls(console, priced.plan, priced.price, problem.model)
         raise ConfigError(f"{path} does not fit. {missing}")
-    return run_in_thread(lambda _: plan_for(problem, "manual", limit_s, seed, manual))
+    return run_in_thread(lambda _: find_plan(problem, "manual", limit_s, seed, manual))
 
 
 def _show(result: SearchResult, problem: Problem) -> None:

@@ -21,7 +21,7 @@ from flows.run.run_folder import (
     run_folder_of,
     taken,
 )
-from flows.run.stages import check_stages
+from flows.run.run_identity import check_stages
 from flows.view.terminal import phase
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, load_config, override
 from rlhf_tasks.algorithms.pipelines import (

@@ -20,7 +20,6 @@ from flows.cluster.this_machine import (
     ranks_here,
     threads_of_ranks,
 )
-from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
@@ -39,8 +38,7 @@ from planner.pricing.figures import (
     read_profiles,
 )
 from planner.pricing.plans import price_plan
-from planner.pricing.problem import Problem, ProblemError, never
-from planner.search.baselines import Priced, priced_plan
+from planner.pricing.problem import Problem
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import MADE_PLANS, ConfigError
 from rlhf_tasks.algorithms.examples import learns_from_pairs, shared_tokens
@@ -55,7 +53,7 @@ from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.weight_files import read_shape
 from rlhf_tasks.profiling.measurements import Grid
-from rlhf_tasks.spec import CallAssignment, CallNode, EvaluateNode, ExecutionPlan, ModelFunctionCall
+from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan, ModelFunctionCall
 from rlhf_tasks.user_code.environments import longest_play_s
 from rlhf_tasks.user_code.rewards import longest_s
 
@@ -405,32 +403,6 @@ def _shape(role: str, parts: Role) -> ModelShape:
     return read_shape(parts.folder)
 
 
-def plan_for(
-    problem: Problem,
-    mode: str,
-    time_limit_s: float,
-    seed: int,
-    evaluate: Mapping[str, CallAssignment] | None = None,
-    called_off: Callable[[], bool] = never,
-) -> SearchResult:
-    """A plan in a mode of the planner. Raises ConfigError with the planner's sentence where there is none."""
-    try:
-        return find_plan(problem, mode, time_limit_s, seed, evaluate, called_off)
-    except (PlanError, ProblemError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def price_manual(problem: Problem, assignments: Mapping[str, CallAssignment]) -> Priced:
-    """A plan that a user wrote and what it costs, whether it fits memory or not.
-
-    Raises ConfigError when it is for another graph or cluster, or a strategy does not suit its model.
-    """
-    try:
-        return priced_plan(problem.graph, problem.model, assignments)
-    except PlanError as error:
-        raise ConfigError(str(error)) from error
-
-
 def compare(
     problem: Problem, known: SearchResult, limits_s: Mapping[str, float], seed: int
 ) -> dict[str, SearchResult | str]:
@@ -444,7 +416,7 @@ def compare(
         try:
             limit_s = limits_s.get(mode, SHORT_S)
             found[mode] = known if known.mode == mode else find_plan(problem, mode, limit_s, seed)
-        except (PlanError, ProblemError) as error:
+        except ConfigError as error:
             found[mode] = str(error)
     return found
 
@@ -562,7 +534,7 @@ def fastest(
 
     plan  finds the plan of a number of ranks; plan_of: the plan in what it found
     Figures of earlier runs count only if all numbers have some: otherwise those without would look faster.
-    Raises PlanError, ProblemError or ConfigError, of the first number, where none has a plan.
+    Raises ConfigError, of the first number, where none has a plan.
     """
     if len(choices) == 1:
         return choices[0], plan(choices[0]), None
@@ -571,7 +543,7 @@ def fastest(
     for choice in choices:
         try:
             found.append((choice, plan(choice)))
-        except (PlanError, ProblemError, ConfigError) as error:
+        except ConfigError as error:
             fault = fault or error
         else:
             if not choice.measured:

@@ -1,6 +1,6 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,10 +12,8 @@ from flows.run.planning import ITEMSIZES, fastest, hardware_of, on_ranks, rank_c
 from flows.run.run_folder import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.trackers import refuse_missing
 from planner.plan.build import PlanError, build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
 from planner.pricing.plans import plan_memory, shortfall
-from planner.pricing.problem import Problem, ProblemError
+from planner.pricing.problem import Problem
 from planner.report import extrapolation
 from planner.search.balance import balanced
 from planner.search.baselines import check_strategies, heuristic_plan
@@ -34,7 +32,7 @@ from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.layout.shape import parameters
+from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.weight_files import adapter_of, beside_weights, check_weights
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
@@ -102,41 +100,10 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
     config = typed(config, hardware_of(config).classes)
     config, of_export = _exports_what_loads(config)
     shapes = shapes_of(config)
-    for name, role in config.roles().items():
-        refuse_unexamined(role.folder, shapes[name])
-        if role.optimizer is not None:  # it is exported
-            beside_weights(Path(role.folder))
-        if not role.random_init:  # a head that trains may begin at random
-            specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
-            check_weights(Path(role.folder), specs, needs_head)
-    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
-    vocabulary = min(shape.vocab for shape in shapes.values())
-    if tokenizer.size > vocabulary:
-        raise ConfigError(
-            f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
-            "All models of a run must share the actor's tokenizer."
-        )
-    if not isinstance(config, Samples) and tokenizer.eos_id >= vocabulary:
-        raise ConfigError(
-            f"the end token of {config.models.tokenizer} has the id {tokenizer.eos_id}, a model has embeddings for "
-            f"{vocabulary}. Answers get that token at their end: correct eos_token_id in its generation_config.json "
-            "and config.json."
-        )
-    if isinstance(config, Samples) and any(i >= tokenizer.size for i in config.sampling.stop_token_ids):
-        raise ConfigError(
-            f"sampling.stop has {config.sampling.stop_token_ids[-1]}, but models.actor's tokenizer has "
-            f"{tokenizer.size} tokens, from 0. Name ids of its tokens."
-        )
-    for role in config.roles().values():
-        tokenizer.refuse_other(role.folder)
+    _check_models(config, shapes)
+    tokenizer = _shared_tokenizer(config, min(shape.vocab for shape in shapes.values()))
     rows = prepared_rows(config, folder)
-    of_rewards, is_here = list[str](), config.cluster.address is None
-    if isinstance(config, Scores):
-        if config.environment is not None:
-            of_rewards += check_environment(config.environment, is_here)
-        columns = [name for name in rows.columns if name != "prompt"]
-        check_rewards(config.scoring_rewards, columns, is_here)
-    of_rewards += literal_secrets(config)
+    of_rewards = _check_scores(config, rows.columns)
     held_out, of_evaluation = _held_out(config, folder)
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
@@ -163,11 +130,63 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
         problem=problem,
         iterations=iterations,
         rows=rows,
-        changes=() if folder is None else logged_changes(folder),
+        changes=_later_plans(config, problem, folder),
         warnings=(*_skipped(rows), *of_rewards, *of_evaluation, *filter(None, of_plan)),
         disk=need,
         held_out=held_out,
     )
+
+
+def _check_models(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Raises ConfigError for models that cannot be split, begun from or exported."""
+    for name, role in config.roles().items():
+        refuse_unexamined(role.folder, shapes[name])
+        if role.optimizer is not None:  # it is exported
+            beside_weights(Path(role.folder))
+        if not role.random_init:  # a head that trains may begin at random
+            specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
+            check_weights(Path(role.folder), specs, needs_head)
+
+
+def _shared_tokenizer(config: RunConfig, vocabulary: int) -> Tokenizer:
+    """The actor's tokenizer. Raises ConfigError where models have another one, or no embeddings for its tokens.
+
+    vocabulary  number of tokens for which every model has embeddings
+    """
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+    if tokenizer.size > vocabulary:
+        raise ConfigError(
+            f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
+            "All models of a run must share the actor's tokenizer."
+        )
+    if not isinstance(config, Samples) and tokenizer.eos_id >= vocabulary:
+        raise ConfigError(
+            f"the end token of {config.models.tokenizer} has the id {tokenizer.eos_id}, a model has embeddings for "
+            f"{vocabulary}. Answers get that token at their end: correct eos_token_id in its generation_config.json "
+            "and config.json."
+        )
+    if isinstance(config, Samples) and any(i >= tokenizer.size for i in config.sampling.stop_token_ids):
+        raise ConfigError(
+            f"sampling.stop has {config.sampling.stop_token_ids[-1]}, but models.actor's tokenizer has "
+            f"{tokenizer.size} tokens, from 0. Name ids of its tokens."
+        )
+    for role in config.roles().values():
+        tokenizer.refuse_other(role.folder)
+    return tokenizer
+
+
+def _check_scores(config: RunConfig, columns: Sequence[str]) -> list[str]:
+    """Warnings about a run's rewards and environment. Raises ConfigError for those that such rows cannot have."""
+    is_here, warnings = config.cluster.address is None, list[str]()
+    if isinstance(config, Scores):
+        if config.environment is not None:
+            warnings += check_environment(config.environment, is_here)
+        check_rewards(config.scoring_rewards, _beside_prompt(columns), is_here)
+    return warnings + literal_secrets(config)
+
+
+def _beside_prompt(columns: Iterable[str]) -> list[str]:
+    return [name for name in columns if name != "prompt"]
 
 
 def _exports_what_loads(config: RunConfig) -> tuple[RunConfig, str | None]:
@@ -192,7 +211,7 @@ def check_without_models(config: RunConfig) -> list[str]:
     _refuse_what_cannot_run(config)
     is_here = config.cluster.address is None
     for part in (config, *held_out_sets(config).values()):
-        columns = [name for name in next(iter(data_set(part.data))).row if name != "prompt"]
+        columns = _beside_prompt(next(iter(data_set(part.data))).row)
         if isinstance(part, Scores):
             check_rewards(part.scoring_rewards, columns, is_here)
     return literal_secrets(config)
@@ -204,8 +223,7 @@ def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFi
     warnings = [shared] if (shared := shared_prompts(config)) else []
     evaluation, is_here = evaluation_of(config), config.cluster.address is None
     if evaluation is not None:
-        columns = [name for name in found[HELD_OUT].columns if name != "prompt"]
-        check_rewards(evaluation.rewards, columns, is_here)
+        check_rewards(evaluation.rewards, _beside_prompt(found[HELD_OUT].columns), is_here)
     return found, warnings
 
 
@@ -237,9 +255,10 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
     A search is made once in a run's life: where `folder` has its plan, that is it.
     Raises PlanError or ProblemError, with device, bytes and remedy, where the plan does not fit memory.
     """
-    manual, kept = manual_assignments(config), None if folder is None else folder / PLAN
-    if config.plan == "auto" and kept is not None and kept.exists():
-        plan = _kept_plan(kept, problem.graph, problem.cluster)
+    manual = manual_assignments(config)
+    if folder is not None and _keeps_plan(config, folder):
+        plan = read_plan(folder / PLAN, PLAN_REMEDY)
+        _refuse_other(plan, folder / PLAN, problem)
     elif manual is not None:
         check_strategies(problem.graph, problem.model, manual)
         plan = build_plan(problem.graph, manual, problem.cluster)
@@ -258,7 +277,7 @@ def _made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
             limit_s, seed = config.planning.time_limit_s, config.seed
             return run_in_thread(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
         return balanced(heuristic_plan(problem.graph, problem.model), problem).plan
-    except (PlanError, ProblemError) as error:
+    except ConfigError as error:
         raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error
 
 
@@ -276,14 +295,29 @@ def _evaluation(role: str, at_start: bool) -> str:
 
 def _kept_ranks(config: RunConfig, folder: Path | None) -> int | None:
     """Ranks per host in the plan that was searched for a run; None if there is no plan yet."""
-    if config.plan != "auto" or folder is None or not (folder / PLAN).exists():
+    if folder is None or not _keeps_plan(config, folder):
         return None
     return read_plan(folder / PLAN, PLAN_REMEDY).devices_per_host
 
 
-def _kept_plan(path: Path, graph: DataflowGraph, cluster: Cluster) -> ExecutionPlan:
-    """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
-    plan = read_plan(path, PLAN_REMEDY)
+def _keeps_plan(config: RunConfig, folder: Path) -> bool:
+    """Whether a run keeps the plan in its folder: one that was searched, and that its user has not removed."""
+    return config.plan == "auto" and (folder / PLAN).exists()
+
+
+def _later_plans(config: RunConfig, problem: Problem, folder: Path | None) -> tuple[RunPlan, ...]:
+    """The plans that a run has changed to; none where its first plan is made anew."""
+    if folder is None or not _keeps_plan(config, folder):
+        return ()
+    changes = logged_changes(folder)
+    for number, change in enumerate(changes, 2):
+        _refuse_other(change.plan, folder / f"plan-{number}.json", problem)
+    return changes
+
+
+def _refuse_other(plan: ExecutionPlan, path: Path, problem: Problem) -> None:
+    """Raises ConfigError where a plan in a run folder is another run's."""
+    graph, cluster = problem.graph, problem.cluster
     planned = [
         *(call for call, nodes in plan.calls.items() for _ in nodes),
         *(_evaluation(node.role, node.at_start) for node in plan.nodes if isinstance(node, EvaluateNode)),
@@ -297,17 +331,17 @@ def _kept_plan(path: Path, graph: DataflowGraph, cluster: Cluster) -> ExecutionP
         *(f"{role} follows {leader}" for role, leader in graph.follows.items()),
         *(f"{call.name} {call.lead} ahead" for call in graph.calls if call.lead),
     ]
+    remedy = f"Remove {'it' if path.name == PLAN else path.parent / PLAN}, and the run is planned anew."
     if (sorted(planned), plan.n_seqs) != (sorted(asked), graph.n_seqs):
         raise ConfigError(
             f"{path} is the plan of another graph ({plan.algorithm}, {plan.n_seqs} sequences: {', '.join(planned)}). "
-            "Remove it, and the run is planned anew."
+            f"{remedy}"
         )
     if (plan.n_devices, plan.devices_per_host) != (cluster.n_devices, cluster.devices_per_host):
         raise ConfigError(
             f"{path} is a plan for {plan.n_devices} devices, {plan.devices_per_host} to a host; the cluster "
-            f"is {cluster}. Remove it, and the run is planned anew."
+            f"is {cluster}. {remedy}"
         )
-    return plan
 
 
 def _refuse_what_cannot_run(config: RunConfig) -> None:

@@ -2,33 +2,36 @@
 
 If something has changed since the last commit, resuming is refused with the difference, until the user accepts it:
 `prefect-rlhf run TYPE --resume FOLDER --accept-changes`. The cluster and the timeouts may always change; the shape of
-a trained model may never.
+a trained model may never. So it is with a pipeline's stages, which are checked before the first one starts.
+
+Loads neither Prefect nor torch.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from flows.run.prepare import Prepared
-from flows.run.run_folder import CONFIG
+from flows.run.planning import rank_counts
+from flows.run.prepare import Prepared, check_without_models, prepare
+from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from rlhf_tasks.algorithms.held_out import section_of
 from rlhf_tasks.checkpoint.changes import (
-    PLAN,
     Accepted,
     has_samples_in_flight,
+    keep_first_plan,
     last_accepted,
     samples_count,
     write_accepted,
 )
-from rlhf_tasks.checkpoint.commits import lost_commits, step_folder, steps_of
+from rlhf_tasks.checkpoint.commits import lost_commits, newest_step, step_folder, steps_of
 from rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
@@ -40,9 +43,9 @@ from rlhf_tasks.checkpoint.journals import (
 )
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from rlhf_tasks.data.token_file import TokenFile
-from rlhf_tasks.parallel.layout.weight_files import base_of, read_shape
+from rlhf_tasks.parallel.layout.weight_files import base_of, is_model_folder, read_shape
 from rlhf_tasks.system.durable import replace_file, sync, write_file
-from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
+from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, read_json, reading
 
 DATA, HELD_OUT_DATA, MODELS = "data.sha256", "held-out.sha256", "models.json"
 FREE = (
@@ -121,7 +124,7 @@ def keep_identity(folder: Path, prepared: Prepared) -> None:
     for name, rows, _ in _data_of(prepared):
         replace_file(folder / name, rows.digest)
     replace_file(folder / MODELS, json.dumps(model_digests(prepared.config), indent=1))
-    replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
+    keep_first_plan(folder, prepared.plan, prepared.changes)
 
 
 def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
@@ -319,3 +322,74 @@ def _put_aside(path: Path, name: str) -> None:
         with suppress(FileExistsError):
             os.link(path, path.with_name(name if number == 1 else f"{name}-{number}"))
             return
+
+
+# --- a pipeline's stages -----------------------------------------------------------------------------------
+
+
+class CheckedStages(NamedTuple):
+    """The result of checking a pipeline's stages.
+
+    warnings  each with its stage's name
+    prepared  stage -> what was prepared of it, where its models are there
+    ranks     of a host, for all stages
+    """
+
+    warnings: list[str]
+    prepared: dict[str, Prepared]
+    ranks: int
+
+
+def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
+    """Check what can be checked before the first stage starts.
+
+    A stage whose models exist is prepared as a run is, and must be unchanged if it was begun. The models of other
+    stages do not exist yet; of those, data and rewards are checked. Raises ConfigError, naming the stage.
+    """
+    ranks = max(rank_counts(config)[0] for config in configs.values())
+    checked = CheckedStages([], {}, ranks)
+    for name, config in configs.items():
+        try:
+            if all(is_model_folder(role.folder) for role in config.roles().values()):
+                checked.prepared[name] = prepare_stage(config, ranks)
+                warnings: Iterable[str] = checked.prepared[name].warnings
+            else:
+                warnings = check_without_models(config)
+        except ConfigError as fault:
+            raise ConfigError(f"stage {name!r}: {fault}") from None
+        checked.warnings.extend(f"stage {name}: {warning}" for warning in warnings)
+    return checked
+
+
+def prepare_stage(config: RunConfig, ranks: int | None = None) -> Prepared:
+    """Prepare a stage whose models exist, as `prepare` does.
+
+    config  its name is that of its run folder
+    Raises ConfigError, also for what has changed since its last commit, or before the first.
+    """
+    if (begun := begun_folder(config)) is None:
+        return prepare(config, ranks=ranks)
+    folder, before = existing_run_folder(begun)
+    refuse_foreign(folder)
+    prepared = prepare(config, folder, ranks)
+    refuse_changes(folder, prepared)
+    if newest_step(folder) is None and compared(before) != compared(config):
+        raise ConfigError(
+            f"{folder} was begun with another configuration and has nothing committed yet. Remove it, or give the "
+            "stage another name."
+        )
+    return prepared
+
+
+def begun_folder(config: RunConfig) -> Path | None:
+    """The run folder of a stage that was begun; None of one that was not."""
+    folder = Path(config.output_dir, str(config.name))
+    return folder if (folder / CONFIG).exists() else None
+
+
+def summary_of(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of a finished stage; None of another one. Raises ConfigError where it cannot be read."""
+    path = Path(config.output_dir, str(config.name), SUMMARY)
+    if not path.exists():
+        return None
+    return read_json(path, remedy=f"Remove it: the stage {config.name} writes it again.")

@@ -24,8 +24,7 @@ from flows.run.prepare import Prepared, prepare
 from flows.run.progress import RunView
 from flows.run.replanning import Replanning
 from flows.run.run_folder import SUMMARY, full_disk, open_run, remember_folder, run_folder_of, taken
-from flows.run.run_identity import keep_identity, refuse_changes
-from flows.run.stages import begun_folder
+from flows.run.run_identity import begun_folder, keep_identity, refuse_changes
 from flows.run.summary import (
     keep_drift,
     metrics_of_step,

@@ -72,12 +72,12 @@ def run_figures(plans: Sequence[RunPlan], lineage: Sequence[JournalRow]) -> dict
     overlaps_s                seconds that train calls ran beside each other or beside the next generation
     """
     parts = rows_by_plan(plans, lineage)
-    count = len({row["iteration"] for row in lineage})
+    count = sum(len({row["iteration"] for row in rows}) for _, rows in parts)
     wall_s = sum(running_s(spans_of(p.plan, rows)) for p, rows in parts)
     idle = _added(_idle(p.plan, rows) for p, rows in parts)
     last, last_rows = parts[-1]
     return {
-        "iterations": count,
+        "iterations": len({row["iteration"] for row in lineage}),
         "seconds": round(wall_s, 3),
         "seconds_per_iteration": round(wall_s / count, 4),
         "plan_changes": [planned.iteration for planned in plans[1:]],
@@ -105,20 +105,21 @@ def in_short(summary: Mapping[str, Any]) -> str:
 def rows_by_plan(
     plans: Sequence[RunPlan], lineage: Sequence[JournalRow]
 ) -> list[tuple[RunPlan, list[JournalRow]]]:
-    """The rows of the iterations that went by each plan; plans that no iteration went by are left out."""
+    """The rows of the iterations that went by each plan. Plans that no iteration went by are left out, and iterations
+    of a plan that its user has removed."""
     nodes: dict[int, set[str]] = defaultdict(set)
     for row in lineage:
         nodes[row["iteration"]].add(row["node"])
     gone_by = {iteration: _plan_of(plans, iteration, names) for iteration, names in nodes.items()}
     parts: dict[int, tuple[RunPlan, list[JournalRow]]] = {}
     for row in lineage:
-        planned = gone_by[row["iteration"]]
-        parts.setdefault(planned.iteration, (planned, []))[1].append(row)
+        if (planned := gone_by[row["iteration"]]) is not None:
+            parts.setdefault(planned.iteration, (planned, []))[1].append(row)
     return [parts[iteration] for iteration in sorted(parts)]
 
 
-def _plan_of(plans: Sequence[RunPlan], iteration: int, nodes: AbstractSet[str]) -> RunPlan:
-    """The plan that an iteration went by, which has its nodes.
+def _plan_of(plans: Sequence[RunPlan], iteration: int, nodes: AbstractSet[str]) -> RunPlan | None:
+    """The plan that an iteration went by, which has its nodes; None if it is not there any more.
 
     A run that lost the commit of a change repeats iterations before the change by the newest plan.
     """
@@ -126,7 +127,7 @@ def _plan_of(plans: Sequence[RunPlan], iteration: int, nodes: AbstractSet[str]) 
     for planned in (logged, *(plan for plan in plans if plan.iteration > iteration)):
         if nodes <= {node.name for node in planned.plan.nodes}:
             return planned
-    return logged
+    return None
 
 
 def _idle(plan: ExecutionPlan, rows: Sequence[JournalRow]) -> dict[int, float]:

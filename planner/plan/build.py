@@ -35,6 +35,7 @@ from rlhf_tasks.spec import (
     TransferNode,
     side_of,
 )
+from rlhf_tasks.system.reading import ConfigError
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
             return NODE_KINDS[kind](name=slot.name, role=call.role, placement=here.placement)
 
 
-class PlanError(ValueError):
+class PlanError(ConfigError):
     """The assignments make no plan; the message names the values at fault and what to change."""
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing.calls import CostModel
+from rlhf_tasks.system.reading import ConfigError
 
 
 def never() -> bool:
@@ -35,7 +36,7 @@ NO_DEADLINE = Deadline(inf)
 """A deadline that never passes."""
 
 
-class ProblemError(ValueError):
+class ProblemError(ConfigError):
     """The search has no answer; the message gives the reason in one sentence."""
 
 

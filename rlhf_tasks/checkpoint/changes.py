@@ -2,8 +2,8 @@
 
 `plan.json` is the run's first plan; `plan-2.json`, `plan-3.json`, ... are later ones. Each line of `plans.jsonl`
 names a later plan and the iteration from which on the run follows it: that after the commit at which an attempt ended
-for the change. The line is written before the next attempt begins, and is never removed. So an attempt has one plan,
-the newest in the log, and a run that is resumed keeps it.
+for the change. The line is written before the next attempt begins. So an attempt has one plan, the newest in the log,
+and a run that is resumed keeps it, unless its first plan is made anew: then the log is removed.
 
 A run is resumed as its last commit left it. Any other difference is refused (flows/run/run_identity.py) unless a line
 of `accepted.jsonl` records it. An accepted change drops the samples that the commit has in flight, for they may
@@ -24,7 +24,7 @@ from rlhf_tasks.checkpoint.journals import JournalMarks
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest
 from rlhf_tasks.config.files import first_fault, read_document
 from rlhf_tasks.spec import ExecutionPlan, Frozen
-from rlhf_tasks.system.durable import append_lines, sync, write_file
+from rlhf_tasks.system.durable import append_lines, replace_file, sync, write_file
 from rlhf_tasks.system.reading import ConfigError, reading, shown
 
 PLAN = "plan.json"
@@ -86,6 +86,13 @@ def logged_changes(folder: Path) -> tuple[RunPlan, ...]:
         RunPlan(iteration=change.iteration, plan=_read(folder / change.file, change))
         for change in _changes(folder)
     )
+
+
+def keep_first_plan(folder: Path, plan: ExecutionPlan, changes: Sequence[RunPlan]) -> None:
+    """Write the first plan into the run folder, whose log has its changes; without any the log is removed."""
+    if not changes:
+        (folder / CHANGES).unlink(missing_ok=True)
+    replace_file(folder / PLAN, plan.model_dump_json(indent=1))
 
 
 def read_plan(path: Path, remedy: str) -> ExecutionPlan:

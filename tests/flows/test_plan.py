@@ -66,11 +66,11 @@ def test_a_time_limit_of_nothing_is_refused(planned):
 def test_the_seed_is_the_one_that_was_given_or_else_the_configurations(planned, monkeypatch):
     seeds = []
 
-    def plan_for(problem, mode, limit_s, seed):
+    def find(problem, mode, limit_s, seed):
         seeds.append(seed)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("flows.plan.plan_for", plan_for)
+    monkeypatch.setattr("flows.plan.find_plan", find)
     for given in ({}, {"seed": 0}, {"seed": 7}):
         with pytest.raises(ConfigError, match="seen"):
             asyncio.run(plan(planned[2].model_copy(update={"seed": 5}), **given))

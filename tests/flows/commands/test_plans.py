@@ -203,7 +203,7 @@ def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(ru
         ({"actor_train": {"devices": [0, 1], "pp": 2}, "critic_train": {"devices": []}}, ("critic_train",)),
     ],
 )
-def test_a_plan_for_another_graph_or_cluster_is_refused(run_plan, write, change, parts):
+def test_a_find_plan_another_graph_or_cluster_is_refused(run_plan, write, change, parts):
     refused(run_plan(ppo(), "--evaluate", write({**DISJOINT, **change})), *parts)
 
 
@@ -293,7 +293,7 @@ INTERRUPTED = """
     from flows.cli import run_command
     from flows.commands import plans
 
-    plan_for = plans.plan_for
+    find_plan = plans.find_plan
 
     def told(*arguments, called_off):
         looks = []
@@ -304,9 +304,9 @@ INTERRUPTED = """
                 print("searching", flush=True)
             return called_off()
 
-        return plan_for(*arguments, called_off=off)
+        return find_plan(*arguments, called_off=off)
 
-    plans.plan_for = told
+    plans.find_plan = told
     sys.exit(run_command(sys.argv[1:]))
 """
 

@@ -21,7 +21,7 @@ from planner.pricing.devices import Gpu, device_of, preset
 from planner.pricing.figures import store
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
-from rlhf_tasks.checkpoint.changes import PLAN
+from rlhf_tasks.checkpoint.changes import PLAN, keep_first_plan, log_change
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ExecutionPlan
@@ -222,6 +222,23 @@ def test_a_kept_plan_of_another_run_is_refused(kept, change, parts):
         plan_of(config, kept)
     for part in parts:
         assert part in str(refused.value)
+
+
+def test_a_run_without_its_first_plan_has_no_later_ones(kept):
+    config = auto()
+    problem, larger = problem_of(config, hardware_of(config)), auto(cluster={"devices_per_host": 4})
+    log_change(kept, 3, plan_of(make_config(ppo())))
+    (change,) = prepare._later_plans(config, problem, kept)
+    assert change.iteration == 3
+    (kept / PLAN).unlink()
+    assert prepare._later_plans(config, problem, kept) == ()
+    keep_first_plan(kept, plan_of(config, kept), ())
+    assert prepare._later_plans(config, problem, kept) == ()
+    log_change(kept, 3, plan_of(larger))
+    with pytest.raises(
+        ConfigError, match=rf"plan-2.json is a plan for 4 devices, .*Remove {kept / PLAN}, and the run is"
+    ):
+        prepare._later_plans(config, problem, kept)
 
 
 def test_a_kept_plan_that_cannot_be_read_is_refused(kept):

@@ -4,10 +4,9 @@ import asyncio
 
 import pytest
 
-from flows.run import profiling as profile_flow
+from flows.plan import rlhf_profile
 from flows.run.planning import hardware_of, problem_of, profile_folder
 from flows.run.prepare import make_plan
-from flows.run.profiling import rlhf_profile
 from planner.pricing.calls import CostModel
 from planner.pricing.figures import read_profiles
 from planner.pricing.plans import price_plan
@@ -18,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_flow, "grid_of", lambda *_: Grid((16, 64), (8, 16), (1, 4), (8,)))
+    monkeypatch.setattr("flows.plan.grid_of", lambda *_: Grid((16, 64), (8, 16), (1, 4), (8,)))
     place = {"address": cluster.scheduler_address, "devices_per_host": 2}
     config = ppo_config(tmp_path, cluster=place, planning={"prompt_tokens": 12})
     for weights in tmp_path.glob("*/model.safetensors"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.run.stages import check_stages
+from flows.run.run_identity import check_stages
 from rlhf_tasks.algorithms.pipelines import make_pipeline, stages_of
 from tests.tiny_runs import write_model, write_prompts
 

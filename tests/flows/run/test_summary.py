@@ -75,13 +75,16 @@ def test_a_run_that_changed_its_plan_is_the_sum_of_its_parts():
     assert changed["overlaps_s"]["actor_train and critic_train"] == 4.5
 
 
-def test_an_iteration_that_was_repeated_by_the_newest_plan_is_told_by_it():
+def test_an_iteration_is_told_by_the_plan_that_has_its_nodes_or_not_at_all():
     """The commit at which the plan changed was damaged: the run went back to one before it, by the newer plan."""
     first, *others = small_plan().nodes
     other = small_plan().model_copy(update={"nodes": (first.model_copy(update={"name": "draw"}), *others)})
+    of_other = [{**row, "node": row["node"].replace("generate", "draw")} for row in iteration(2, 3.0, 2)]
     plans = [RunPlan(iteration=0, plan=other), RunPlan(iteration=2, plan=small_plan())]
     told = run_figures(plans, [*iteration(1, 0.0, 2), *iteration(2, 3.0, 2)])
     assert (told["iterations"], told["seconds"]) == (2, 6.0)
+    removed = run_figures([RunPlan(iteration=0, plan=other)], [*iteration(1, 0.0, 2), *of_other])
+    assert (removed["iterations"], removed["seconds"], removed["seconds_per_iteration"]) == (2, 3.0, 3.0)
 
 
 def test_overlaps_are_the_common_seconds_of_the_ranks_clocks():
