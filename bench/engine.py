@@ -5,8 +5,8 @@ from transformers import PreTrainedModel
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.comm.host_memory import Copier
-from rlhf_tasks.parallel.layout.shape import Lora, linear_modules
-from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules
+from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise_adapters

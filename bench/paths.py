@@ -37,7 +37,8 @@ from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.layout.slices import Interval, Layout, ModelShape
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import stored_rows

@@ -27,7 +27,8 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_se
 from rlhf_tasks.parallel.comm.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.layout.slices import Layout, ParameterSpec
+from rlhf_tasks.parallel.layout.shape import ParameterSpec
+from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.weight_files import ADAPTER, WRAPPED, adapter_of, base_of, read_shape
 from rlhf_tasks.parallel.model.stage import Stage

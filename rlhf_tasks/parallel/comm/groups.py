@@ -78,9 +78,6 @@ class ProcessGroups:
             if self.rank in devices:
                 assert group is None or isinstance(group, ProcessGroup)
                 self._groups[devices] = group
-        self._warm_up()
-
-    def _warm_up(self) -> None:
         for devices, group in self._groups.items():
             for place in dict.fromkeys([torch.device("cpu"), self.device]):  # the same order on every rank
                 ones = all_reduce(torch.ones(1, device=place), group)

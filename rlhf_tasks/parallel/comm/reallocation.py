@@ -68,8 +68,14 @@ def reallocate(
     group = groups[union_set(source.placement, destination.placement)]
     plan = plan_reallocation(source, destination, dtype.itemsize, devices_per_host)
     ours = _SlicesHere(source, rank, slices or {})
-    fresh = _SlicesHere(destination, rank, _allocate(destination, rank, dtype, groups.device))
-    _keep(ours, fresh)
+    held = destination.held(rank) if rank in destination.placement.devices else ()
+    shapes = {name: destination.slice_shape(name, rank) for name in held}
+    new = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, shape in shapes.items()}
+    fresh = _SlicesHere(destination, rank, new)
+    for name in ours.slices.keys() & new.keys():  # the rows that this rank holds in both layouts
+        rows = source.held(rank)[name].intersect(destination.held(rank)[name])
+        if rows.size:
+            fresh.rows(name, rows).copy_(ours.rows(name, rows))
     sends = _rounds(source, ((t.destination, t) for t in plan if t.source == rank), dtype, round_bytes)
     receives = _rounds(source, ((t.source, t) for t in plan if t.destination == rank), dtype, round_bytes)
     for number in range(max([*sends, *receives], default=-1) + 1):
@@ -80,11 +86,11 @@ def reallocate(
             for view, tensor in zip(into[peer], tensors, strict=True):
                 view.copy_(tensor)
     reach(Point.REALLOCATION)
-    found = _verify(ours, fresh, groups)
+    model_digest = _verify(ours, fresh, groups)
     role = {"version": version, "state": dict(state or {})}
     role = broadcast_json(role, source.placement.devices[0], group, groups.device)
     bytes_sent = sum(t.size_bytes for t in plan if t.source == rank)
-    return Reallocated(dict(fresh.slices) or None, role["version"], role["state"], bytes_sent, found)
+    return Reallocated(new or None, role["version"], role["state"], bytes_sent, model_digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +105,6 @@ class _SlicesHere:
         """A view of some rows of a parameter (global numbers)."""
         at = rows.within(self.layout.held(self.rank)[name])
         return self.slices[name].detach().narrow(self.layout.specs[name].dim, at.start, rows.size)
-
-
-def _allocate(layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    if rank not in layout.placement.devices:
-        return {}
-    return {
-        name: torch.empty(layout.slice_shape(name, rank), dtype=dtype, device=device)
-        for name in layout.held(rank)
-    }
-
-
-def _keep(ours: _SlicesHere, fresh: _SlicesHere) -> None:
-    """Copy the rows that this rank holds in both layouts."""
-    for name in ours.slices.keys() & fresh.slices.keys():
-        rows = ours.layout.held(ours.rank)[name].intersect(fresh.layout.held(fresh.rank)[name])
-        if rows.size:
-            fresh.rows(name, rows).copy_(ours.rows(name, rows))
 
 
 def _rounds(

@@ -6,7 +6,7 @@ A family is the models of one `model_type`. Pure Python.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from rlhf_tasks.system.reading import ConfigError, shown
@@ -96,7 +96,9 @@ class Family:
     refused: tuple[str, ...] = ()
 
 
+_GEMMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", head_dim=256, kv_heads=16, tied=True)
 _SANDWICH = (*LAYER_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_GEMMA2 = replace(_GEMMA, kv_heads=4, norms=_SANDWICH)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -105,26 +107,9 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, head_dim=128, kv_heads=32
     ),
-    "gemma": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", head_dim=256, kv_heads=16, tied=True
-    ),
-    "gemma2": Family(
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        head_dim=256,
-        kv_heads=4,
-        tied=True,
-        norms=_SANDWICH,
-    ),
-    "gemma3_text": Family(
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        head_dim=256,
-        kv_heads=4,
-        tied=True,
-        norms=_SANDWICH,
-    ),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, qk_norm=True),
     "phi3": Family(packed=True),
     "mixtral": Family(
         kv_heads=8,
@@ -182,10 +167,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """The config keys of the number of experts: transformers writes either."""
 
 _EXPERT_KEYS = (*EXPERT_COUNTS, "n_routed_experts", "moe_intermediate_size")
-_PACKED = {
-    "gpt_neox": "query_key_value",
-    "falcon": "query_key_value",
-}
+_PACKED = ("gpt_neox", "falcon")
 _KNOWN = f"Use a decoder of one of the families {TESTED}, or another dense one with layers like theirs."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _ROPE_OF_THE_BATCH = ("dynamic", "longrope")  # as in transformers' modeling_rope_utils.py
@@ -240,16 +222,13 @@ def _refuse_unsplittable(config: Mapping[str, Any], kind: Any, source: str) -> N
         _check_router(config, source)
     if isinstance(kind, str) and kind in _PACKED:
         raise ConfigError(
-            f"Model {source!r} ({kind}) has packed projections ({_PACKED[kind]}), which cannot be split. {_KNOWN}"
+            f"Model {source!r} ({kind}) has packed projections (query_key_value), which cannot be split. {_KNOWN}"
         )
-
-
-_ROUTER_NUMBERS = ("router_jitter_noise", "router_aux_loss_coef")
 
 
 def _check_router(config: Mapping[str, Any], source: str) -> None:
     """Raises ConfigError for a value of a router that is none."""
-    for key in _ROUTER_NUMBERS:
+    for key in ("router_jitter_noise", "router_aux_loss_coef"):
         value = config.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 <= value < math.inf):

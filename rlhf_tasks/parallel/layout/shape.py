@@ -252,10 +252,8 @@ class _ConfigKeys:
     def experts(self, mixture: Mixture) -> tuple[int, int]:
         """The numbers of experts, and of those that a token is given to."""
         key = next((key for key in EXPERT_COUNTS if self.config.get(key) is not None), EXPERT_COUNTS[0])
-        count, per_token = (
-            self.count(key, mixture.count),
-            self.count("num_experts_per_tok", mixture.per_token),
-        )
+        count = self.count(key, mixture.count)
+        per_token = self.count("num_experts_per_tok", mixture.per_token)
         if per_token > count:
             raise ConfigError(
                 f"Model {self.source!r}: num_experts_per_tok={per_token} in its config is more than its "
@@ -364,8 +362,7 @@ def parameters(shape: ModelShape, head: Head) -> tuple[ParameterSpec, ...]:
     family = FAMILIES.get(shape.family, Family())
     specs = [embedding]
     if shape.learned_positions:
-        positions = (shape.context, shape.hidden)
-        specs.append(ParameterSpec(POSITIONS, positions, "first"))
+        specs.append(ParameterSpec(POSITIONS, (shape.context, shape.hidden), "first"))
     for layer in range(shape.layers):
         specs += _layer(shape, layer, family)
     norm = ("weight", "bias") if shape.norm_bias else ("weight",)
@@ -373,10 +370,8 @@ def parameters(shape: ModelShape, head: Head) -> tuple[ParameterSpec, ...]:
     if head == "scalar":
         specs.append(ParameterSpec("score.weight", (1, shape.hidden), "last"))
     elif not tied:
-        lm_head = ParameterSpec(
-            "lm_head.weight", (shape.vocab, shape.hidden), "last", shard_dim=0, unit="vocab"
-        )
-        specs.append(lm_head)
+        dims = (shape.vocab, shape.hidden)
+        specs.append(ParameterSpec("lm_head.weight", dims, "last", shard_dim=0, unit="vocab"))
     return tuple(_in_files(spec, family) for spec in specs)
 
 
@@ -398,33 +393,28 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
     query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     names, attention = family.names, family.names.attention
 
+    def spec(
+        name: str,
+        dims: tuple[int, ...],
+        shard_dim: int | None = None,
+        unit: Unit | None = None,
+        partial: bool = False,
+    ) -> ParameterSpec:
+        unit_size = shape.head_dim if unit in ("query_head", "kv_head") else 1
+        return ParameterSpec(prefix + name, dims, "layer", layer, shard_dim, unit, unit_size, partial)
+
     def linear(name: str, out: int, into: int, unit: Unit, split: int, bias: bool) -> list[ParameterSpec]:
         """A column-parallel (split=0) or row-parallel (split=1) linear module."""
-        unit_size = 1 if unit == "column" else shape.head_dim
         partial = unit == "kv_head"
-
-        def spec(suffix: str, dims: tuple[int, ...], shard_dim: int | None) -> ParameterSpec:
-            sharded = shard_dim is not None
-            return ParameterSpec(
-                f"{prefix}{name}.{suffix}",
-                dims,
-                "layer",
-                layer,
-                shard_dim,
-                unit=unit if sharded else None,
-                unit_size=unit_size if sharded else 1,
-                partial_gradient=partial,
-            )
-
-        weight = spec("weight", (out, into), split)
-        return [weight, spec("bias", (out,), 0 if split == 0 else None)] if bias else [weight]
+        specs = [spec(f"{name}.weight", (out, into), split, unit, partial)]
+        if bias:  # of a row-parallel one, every rank holds all of it
+            how = (0, unit) if split == 0 else (None, None)
+            specs.append(spec(f"{name}.bias", (out,), *how, partial))
+        return specs
 
     def norm(name: str, size: int, inside_heads: bool = False) -> list[ParameterSpec]:
         parts = ("weight", "bias") if shape.norm_bias else ("weight",)
-        return [
-            ParameterSpec(f"{prefix}{name}.{part}", (size,), "layer", layer, partial_gradient=inside_heads)
-            for part in parts
-        ]
+        return [spec(f"{name}.{part}", (size,), partial=inside_heads) for part in parts]
 
     head_norms = [
         *norm(f"{attention}.q_norm", shape.head_dim, True),
@@ -465,31 +455,31 @@ def _mixture(shape: ModelShape, mixture: Mixture, layer: int) -> list[ParameterS
     """
     prefix, stored = (f"model.layers.{layer}.{block}" for block in ("mlp", mixture.block))
     experts, columns, hidden = shape.experts, shape.intermediate, shape.hidden
-    router = (experts, hidden)
-    specs = [
+    router = ParameterSpec(
+        f"{prefix}.gate.weight",
+        (experts, hidden),
+        "layer",
+        layer,
+        partial_gradient=True,
+        packed=FileTensor(f"{stored}.gate.weight", (experts, hidden), 0),
+    )
+    shapes = {
+        "gate_proj": (experts, columns, hidden),
+        "up_proj": (experts, columns, hidden),
+        "down_proj": (experts, hidden, columns),
+    }
+    return [router] + [
         ParameterSpec(
-            f"{prefix}.gate.weight",
-            router,
+            f"{prefix}.experts.{name}",
+            dims,
             "layer",
             layer,
-            partial_gradient=True,
-            packed=FileTensor(f"{stored}.gate.weight", router, 0),
+            shard_dim=2 if name == "down_proj" else 1,
+            unit="column",
+            stacked=f"{stored}.experts.{{}}.{theirs}.weight",
         )
+        for (name, dims), theirs in zip(shapes.items(), mixture.projections, strict=True)
     ]
-    names = ("gate_proj", "up_proj", "down_proj")
-    for name, theirs, dim in zip(names, mixture.projections, (1, 1, 2), strict=True):
-        specs.append(
-            ParameterSpec(
-                f"{prefix}.experts.{name}",
-                (experts, columns, hidden) if dim == 1 else (experts, hidden, columns),
-                "layer",
-                layer,
-                shard_dim=dim,
-                unit="column",
-                stacked=f"{stored}.experts.{{}}.{theirs}.weight",
-            )
-        )
-    return specs
 
 
 def _packed(parts: list[ParameterSpec], module: str) -> list[ParameterSpec]:

@@ -22,8 +22,6 @@ from rlhf_tasks.parallel.layout.shape import (
 )
 from rlhf_tasks.parallel.layout.topology import Placement
 
-__all__ = ["Head", "Interval", "Layout", "ModelShape", "ParameterSpec", "Shared", "parameters", "split"]
-
 
 class Interval(NamedTuple):
     """Rows start .. stop - 1 of a parameter's dim; empty when stop <= start."""

@@ -392,7 +392,9 @@ def _files_of(folder: Path) -> dict[str, Path]:
     """Parameter name -> its file, from the index, or from the header of the only file."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
-        names = _weight_map(index)
+        names: Any = read_json(index, remedy=SAVE_ANEW).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise ConfigError(f"{index} has no weight_map {{parameter: file}}. {SAVE_ANEW}")
         elsewhere = next((file for file in names.values() if Path(file).name != file), None)
         if elsewhere is not None:
             raise ConfigError(
@@ -408,13 +410,6 @@ def _files_of(folder: Path) -> dict[str, Path]:
             "Save the model with save_pretrained, which writes safetensors."
         )
     return dict.fromkeys(_header(single), single)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    names: dict[Any, Any] | None = read_json(index, remedy=SAVE_ANEW).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ConfigError(f"{index} has no weight_map {{parameter: file}}. {SAVE_ANEW}")
-    return names
 
 
 def _check_shapes(file: Path, wanted: Mapping[str, tuple[int, ...]], says: str = "config.json says") -> None:

@@ -110,8 +110,7 @@ class _Taking(_Dear):
         assert operator is func, f"a repeated pass computes {func} where the first computed {operator}"
         if func.name().startswith(_SUM):
             for mine, summed in zip(args[0], result[0], strict=True):
-                if (
-                    mine.data_ptr() != summed.data_ptr()
-                ):  # else the product that was kept has been summed in place
+                # Where they are one, the product that was kept has been summed in place.
+                if mine.data_ptr() != summed.data_ptr():
                     mine.copy_(summed)
         return result

@@ -24,7 +24,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rlhf_tasks.parallel.layout.families import FAMILIES, Family
-from rlhf_tasks.parallel.layout.slices import Head, Interval, Layout, ParameterSpec
+from rlhf_tasks.parallel.layout.shape import Head, ParameterSpec
+from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
     ADAPTER_CONFIG,

@@ -167,12 +167,11 @@ class _ReadBack:
     def _sync_and_compare(self, descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:
         os.fdatasync(descriptor)
         for piece in pieces:
-            found, n_bytes = bytearray(len(piece)), 0
-            while more := self._file.readinto(
-                memoryview(found)[n_bytes:]
-            ):  # a file system may give less than asked for
+            there, n_bytes = bytearray(len(piece)), 0
+            # A file system may give less than asked for.
+            while more := self._file.readinto(memoryview(there)[n_bytes:]):
                 n_bytes += more
-            if n_bytes != len(piece) or not np.array_equal(_numbers(found), _numbers(piece)):
+            if n_bytes != len(piece) or not np.array_equal(_numbers(there), _numbers(piece)):
                 raise NotAsWritten(f"{self._path}: the disk does not have the bytes that were written to it.")
             self._moved.add(n_bytes)
 

@@ -189,9 +189,8 @@ class StateLayout:
 
     def _number_devices(self, pp: int, tp: int) -> dict[int, int]:
         group = self.layout.placement.dp_group(self.layout.placement.device(0, tp, pp))
-        return {
-            device: number for number, device in enumerate(sorted(group))
-        }  # as a process group numbers them
+        # as a process group numbers them
+        return {device: number for number, device in enumerate(sorted(group))}
 
     def _lay_out(self, pp: int, tp: int) -> tuple[Bucket, ...]:
         """Matrices before vectors; among these, slices with rows that other ranks hold, too, after all others."""
@@ -208,8 +207,9 @@ class StateLayout:
                 start = buckets[-1].stop if buckets else 0
                 stops = list(accumulate((sizes[name] for name in together), initial=start))
                 pieces = tuple(map(BufferRange, together, stops, stops[1:]))
-                share = Interval(start // dp, start // dp + _aligned(-(-(stops[-1] - start) // dp)))
-                stop = start + share.size * dp
+                aligned = -(-(stops[-1] - start) // (dp * ALIGNMENT)) * ALIGNMENT
+                share = Interval(start // dp, start // dp + aligned)
+                stop = start + aligned * dp
                 buckets.append(Bucket(start, stop, pieces, share, not is_vector, is_whole))
         return tuple(buckets)
 
@@ -235,8 +235,3 @@ def _cut(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
             run = []
     if run:
         yield run
-
-
-def _aligned(elements: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT

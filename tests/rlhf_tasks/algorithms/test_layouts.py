@@ -15,7 +15,8 @@ from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.parallel.batch.redistribution import share_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.slices import Head, Layout
+from rlhf_tasks.parallel.layout.shape import Head
+from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import partition
 from rlhf_tasks.parallel.model.stage import Stage

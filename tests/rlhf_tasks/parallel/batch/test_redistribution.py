@@ -1,7 +1,5 @@
 """Samples from heads to heads, and from a head to all ranks of its replica."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -10,21 +8,14 @@ from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import shares
+from rlhf_tasks.spec import DataSide
 
 IDS = range(40, 53)
 KEYS = ("input_ids", "response_mask", "columns", "values", "scores", "features")
 
 
-@dataclass(frozen=True)
-class At:
-    placement: Placement
-    balance: str = "count"
-    mini_batches: int = 1
-    group_size: int = 1
-
-
-def at(devices, dp=1, tp=1, pp=1, balance="count", mini_batches=1) -> At:
-    return At(Placement(tuple(devices), ParallelStrategy(dp, tp, pp)), balance, mini_batches)
+def at(devices, dp=1, tp=1, pp=1, **how) -> DataSide:
+    return DataSide(placement=Placement(tuple(devices), ParallelStrategy(dp, tp, pp)), **how)
 
 
 def sample(i: int) -> dict[str, torch.Tensor]:

@@ -10,22 +10,9 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.comm.reallocation import digest, reallocate, union_set
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
+from tests.rlhf_tasks.roles_in_layouts import ADAPTERS, model, place
 from tests.tiny_models import held_slices
-
-ADAPTERS = Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
-UNEVEN = {"query_heads": 9, "kv_heads": 3}
-
-
-def model(**changes) -> ModelShape:
-    sizes = {"family": "qwen3", "query_heads": 4, "kv_heads": 2, "layers": 3, **changes}
-    return ModelShape(hidden=8, head_dim=2, intermediate=11, vocab=17, context=64, qk_norm=True, **sizes)
-
-
-def place(devices, dp=1, tp=1, pp=1) -> Placement:
-    return Placement(tuple(devices), ParallelStrategy(dp, tp, pp))
-
 
 PLACEMENTS = [
     place([0]),
@@ -101,7 +88,7 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lor
     ("shape", "head", "dtype"),
     [
         (model(), "lm", torch.float32),
-        pytest.param(model(tied=True, **UNEVEN), "lm", torch.bfloat16, marks=pytest.mark.whole),
+        pytest.param(model(tied=True), "lm", torch.bfloat16, marks=pytest.mark.whole),
         pytest.param(
             model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float32, marks=pytest.mark.whole
         ),
@@ -122,7 +109,7 @@ def test_a_to_b_to_a_is_bit_equal_and_moves_no_more_than_it_must(ranks, shape, h
 def test_adapters_move_alone(ranks):
     """The same of what trains beside a frozen model: A and B of linear modules, and a value head."""
     how = (PLACEMENTS, torch.bfloat16, 2**28, ADAPTERS)
-    assert ranks.run(4, there_and_back, model(**UNEVEN), "scalar", *how) == [[]] * 4
+    assert ranks.run(4, there_and_back, model(), "scalar", *how) == [[]] * 4
     whole, adapters = (Layout(model(), "lm", place([0]), lora) for lora in (None, ADAPTERS))
     assert adapters.size_bytes(0, 2) < whole.size_bytes(0, 2)
 
@@ -175,7 +162,7 @@ def total(whole, lay: Layout) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_digest_depends_on_the_bits_and_not_on_the_layout(dtype):
-    shape = model(tied=True, **UNEVEN)
+    shape = model(tied=True)
     whole = whole_model(shape, "lm", dtype)
 
     digests = {total(whole, Layout(shape, "lm", p)) for p in PLACEMENTS}

@@ -1,5 +1,4 @@
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -16,6 +15,7 @@ from rlhf_tasks.parallel.layout.transfers import (
     reallocation_bound,
     shares,
 )
+from rlhf_tasks.spec import DataSide
 
 
 def layout(shape: ModelShape, devices, dp=1, tp=1, pp=1, head="lm") -> Layout:
@@ -135,16 +135,9 @@ def test_a_thousand_ranks_move_the_least_bytes(source, destination):
 # Samples
 
 
-@dataclass(frozen=True)
-class At:
-    placement: Placement
-    balance: str = "count"
-    mini_batches: int = 1
-    group_size: int = 1
-
-
-def heads(*devices: int) -> Placement:
-    return Placement(devices, ParallelStrategy(dp=len(devices)))
+def side(*devices: int, **how) -> DataSide:
+    """Samples on heads of one device each."""
+    return DataSide(placement=Placement(devices, ParallelStrategy(dp=len(devices))), **how)
 
 
 @given(
@@ -196,19 +189,18 @@ def test_groups_stay_whole():
 
 
 def test_an_equal_side_needs_no_transfer():
-    side = At(heads(2, 5, 3), mini_batches=2)
-    held = shares(side, range(20))
+    equal = side(2, 5, 3, mini_batches=2)
+    held = shares(equal, range(20))
 
     assert set(held) == {2, 5, 3}
-    assert plan_redistribution(held, shares(side, range(20)), 4) == []
+    assert plan_redistribution(held, shares(equal, range(20)), 4) == []
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(1, 8))
 def test_a_redistribution_brings_each_head_what_it_lacks(n, dp_from, dp_to, first, devices_per_host):
-    held = shares(At(heads(*range(dp_from))), range(n))
-    wanted = shares(
-        At(heads(*range(first, first + dp_to)), "tokens", 2), range(n), {i: i + 1 for i in range(n)}
-    )
+    held = shares(side(*range(dp_from)), range(n))
+    newcomers = side(*range(first, first + dp_to), balance="tokens", mini_batches=2)
+    wanted = shares(newcomers, range(n), {i: i + 1 for i in range(n)})
 
     got = {device: Counter(set(held.get(device, ())) & set(ids)) for device, ids in wanted.items()}
     for transfer in plan_redistribution(held, wanted, devices_per_host):

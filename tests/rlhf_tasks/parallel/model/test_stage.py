@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_tasks.doctor import difference, plain_logits, weigh
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.layout.slices import Head, Layout
+from rlhf_tasks.parallel.layout.shape import Head, Recompute
+from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.products import products
 from rlhf_tasks.parallel.model.stage import ROWS, Stage, check_model

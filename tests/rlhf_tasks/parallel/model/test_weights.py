@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_tasks.parallel.layout.shape import Lora, linear_modules
-from rlhf_tasks.parallel.layout.slices import Head, Layout
+from rlhf_tasks.parallel.layout.shape import Head, Lora, linear_modules
+from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, LowRank, check_weights
 from rlhf_tasks.parallel.model import weights
@@ -210,18 +210,14 @@ def test_a_random_start_follows_the_config(family: str):
     assert not torch.equal(weight, slices["model.layers.2.mlp.up_proj.weight"])
 
 
-def test_a_random_start_depends_on_the_seed_and_not_on_the_layout():
-    config = tiny_config("qwen3")
-    [whole] = make_stages(config, 1)
-    initialise(whole, seed=1)
-    expected = whole.named_slices()
-    for stage in make_stages(config, 3):
-        initialise(stage, seed=1)
-        for name, tensor in stage.named_slices().items():
-            assert torch.equal(tensor, expected[name]), name
-    [other] = make_stages(config, 1)
-    initialise(other, seed=2)
-    assert not torch.equal(other.named_slices()["lm_head.weight"], expected["lm_head.weight"])
+def test_a_random_start_depends_on_the_seed():
+    [stage] = make_stages(tiny_config("qwen3"), 1)
+    heads = []
+    for seed in (1, 2, 1):
+        initialise(stage, seed)
+        heads.append(stage.named_slices()["lm_head.weight"].detach().clone())
+    assert torch.equal(heads[0], heads[2])
+    assert not torch.equal(heads[0], heads[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it

@@ -25,8 +25,8 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.redistribution import share_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.shape import Lora, Recompute
-from rlhf_tasks.parallel.layout.slices import Head, Layout, ModelShape
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
+from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.work import forward_flops, head_flops, training_flops
 from rlhf_tasks.parallel.model.stage import Stage

@@ -286,12 +286,6 @@ def _in_small_chunks(rank: int, world: int, strategy: ParallelStrategy, dtype: t
         return _resident_and_offloaded(rank, world, strategy, dtype)
 
 
-def test_devices_in_any_order_and_float32(ranks) -> None:
-    strategy, order = ParallelStrategy(dp=2, tp=2, pp=1), (3, 0, 1, 2)
-    results = ranks.run(4, _train, GROUPED, strategy, torch.float32, order)
-    _assert_trained(results, GROUPED, strategy, torch.float32, order, 1e-6)
-
-
 @pytest.mark.parametrize(
     ("shape", "strategy", "order"),
     [
