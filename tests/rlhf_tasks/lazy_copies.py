@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rlhf_tasks.parallel.comm.host_memory import ThreadCopier
+from rlhf_tasks.parallel.comm.host_memory import Arrival, ThreadCopier
 
 
 class LazyCopier(ThreadCopier):
@@ -14,20 +14,15 @@ class LazyCopier(ThreadCopier):
 
     started = 0
 
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> "LazyArrival":
+    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
         self.started += 1
-        for _, there in pairs:
+        waiting = list(pairs)
+        for _, there in waiting:
             there.fill_(math.nan)
-        return LazyArrival(pairs)
 
+        def copy() -> None:
+            while waiting:
+                values, there = waiting.pop(0)
+                there.copy_(values)
 
-class LazyArrival:
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._pairs = pairs
-
-    def wait(self) -> None:
-        for values, there in self._pairs:
-            there.copy_(values)
-        self._pairs = ()
-
-    finish = wait
+        return Arrival(copy, copy)

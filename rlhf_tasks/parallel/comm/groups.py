@@ -95,9 +95,6 @@ class ProcessGroups:
             )
         return self._groups[key]
 
-    def __contains__(self, devices: Iterable[int]) -> bool:
-        return tuple(sorted(set(devices))) in self._groups
-
     def abort(self) -> None:
         """Make collectives that other threads wait for raise soon. Afterwards the groups can only be closed.
 

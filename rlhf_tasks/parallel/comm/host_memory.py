@@ -9,24 +9,23 @@ copies the weights from host memory while the device computes other things.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 
-class Arrival(Protocol):
-    """A copy in progress."""
+class Arrival(NamedTuple):
+    """A copy in progress.
 
-    def wait(self) -> None:
-        """Everything that the device computes after this call sees the complete copy. Raises the copy's error."""
-        ...
+    wait    everything that the device computes after this call sees the complete copy; raises the copy's error
+    finish  as `wait`, and the host sees the complete copy when this call returns
+    """
 
-    def finish(self) -> None:
-        """As `wait`, and the host sees the complete copy when this call returns."""
-        ...
+    wait: Callable[[], None]
+    finish: Callable[[], None]
 
 
 class Copier(Protocol):
@@ -124,22 +123,11 @@ class ThreadCopier:
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
         """Queue the copies of pairs of the same shape on the thread."""
-        return _Running(self._thread.submit(_copy, pairs))
+        result = self._thread.submit(_copy, pairs).result
+        return Arrival(wait=result, finish=result)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-
-
-class _Running:
-    """A copy on a thread."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    finish = wait
 
 
 class StreamCopier:
@@ -160,23 +148,10 @@ class StreamCopier:
             _copy(pairs)
         event = torch.cuda.Event()
         event.record(self._stream)
-        return _Queued(event)
+        return Arrival(lambda: torch.cuda.current_stream().wait_event(event), event.synchronize)
 
     def close(self) -> None:
         self._stream.synchronize()
-
-
-class _Queued:
-    """A copy on a stream."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def finish(self) -> None:
-        self._event.synchronize()
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

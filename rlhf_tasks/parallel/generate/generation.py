@@ -8,7 +8,6 @@ enter in their place, and which shapes come next, so no other communication is n
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -83,7 +82,9 @@ def generate(
     if empty:
         raise ValueError(f"samples {empty[:4]} have empty prompts: there is nothing to predict from.")
     segment_tokens = segments.tokens if segments else None
-    with _multiplication(engine, params.max_new_tokens):
+    stage = engine.stage
+    pays = params.max_new_tokens >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
+    with PackedWeights() if pays else products(stage.device, stage.dtype):
         prompts = _begun(batch, iteration).to(engine.device)
         drawing = Drawing(params, seed, purpose, segment_tokens, record_kept, micro_batches, prefill_tokens)
         parts = _dealt(batch["prompt_ids"], groups_in_flight or engine.placement.strategy.pp)
@@ -95,7 +96,7 @@ def generate(
             _decode(groups)
     if not engine.is_head:
         return None
-    answered = _assemble(batch, groups, engine.stage.dtype, record_kept)
+    answered = _assemble(batch, groups, stage.dtype, record_kept)
     lengths = answered["input_ids"].lengths
     new_tokens = sum(lengths) - sum(batch["prompt_ids"].lengths)
     engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
@@ -111,13 +112,6 @@ def _begun(batch: SampleBatch, iteration: int) -> SampleBatch:
     }
     given = {key: batch.data.get(key, packed) for key, packed in new.items()}
     return SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"], **given})
-
-
-def _multiplication(engine: Engine, steps: int) -> AbstractContextManager:
-    """The context for matrix products: packed weights, if they are possible and the steps are enough to save time."""
-    stage = engine.stage
-    pays = steps >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
-    return PackedWeights() if pays else products(stage.device, stage.dtype)
 
 
 def _dealt(prompts: Packed, groups: int) -> list[list[int]]:

@@ -256,11 +256,10 @@ class Experts(nn.Module):
         order = of_pairs.argsort(stable=True)  # numbers of pairs of a token and an expert, expert by expert
         tokens, places = (order // chosen.shape[1]).to(torch.int32), order.argsort().view_as(chosen)
         counts = of_pairs.new_zeros(len(self.gate_proj)).index_add_(0, of_pairs, torch.ones_like(of_pairs))
-        rows, factors = _spread(x, tokens, places), weights.flatten()[order, None]
-        given = (
-            self._together(rows, factors, counts) if self.grouped else self._in_turn(rows, factors, counts)
-        )
-        return _collect(given, tokens, places)
+        rows: Any = _Spread.apply(x, tokens, places)
+        factors = weights.flatten()[order, None]
+        outputs = self._together if self.grouped else self._in_turn
+        return _Collect.apply(outputs(rows, factors, counts), tokens, places)  # pyright: ignore[reportReturnType]
 
     # The factor comes before the last product, whose input has fewer columns than its output on most ranks.
 
@@ -278,12 +277,12 @@ class Experts(nn.Module):
         """The same, expert by expert."""
         sizes = counts.tolist()
         matrices = zip(self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind(), strict=True)
-        given = [
+        outputs = [
             self._expert(part, factor, *of_expert)
             for part, factor, of_expert in zip(rows.split(sizes), factors.split(sizes), matrices, strict=True)
             if len(part)
         ]
-        return torch.cat(given)
+        return torch.cat(outputs)
 
     def _expert(self, x: Tensor, factor: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         """One expert's output for its tokens. x [n, hidden], factor [n, 1] -> [n, hidden]."""
@@ -311,10 +310,15 @@ class MixtureOfExperts(nn.Module):
 
 
 # Each of these two is the other's transpose, and so its backward pass. torch's own backward pass of an index adds
-# rows in an order that differs from pass to pass.
+# rows in an order that differs from pass to pass. Both are told the pairs of a token and an expert:
+#
+# tokens  [T k] int32: the token of each pair
+# places  [T, k]: where in `tokens` those of each token are
 
 
 class _Spread(torch.autograd.Function):
+    """The row of each pair's token. x [T, hidden] -> [T k, hidden]."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
@@ -327,6 +331,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
+    """The sum of the rows of each token's pairs. y [T k, hidden] -> [T, hidden]."""
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         # Not among the saved tensors: full recomputation, which ends with the last of these, spares the last product.
@@ -340,17 +346,3 @@ class _Collect(torch.autograd.Function):
 
 def _summed(y: Tensor, places: Tensor) -> Tensor:
     return y.index_select(0, places.flatten()).view(*places.shape, y.shape[-1]).sum(1)
-
-
-def _spread(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """The row of each pair's token. x [T, hidden] -> [T k, hidden].
-
-    tokens  [T k] int32: the token of each pair of a token and an expert
-    places  [T, k]: where in `tokens` those of each token are
-    """
-    return _Spread.apply(x, tokens, places)  # pyright: ignore[reportReturnType]
-
-
-def _collect(y: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """The sum of the rows of each token's pairs. y [T k, hidden] -> [T, hidden]."""
-    return _Collect.apply(y, tokens, places)  # pyright: ignore[reportReturnType]

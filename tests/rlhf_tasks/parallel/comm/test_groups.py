@@ -52,9 +52,7 @@ def _groups_of_two(rank: int, world: int) -> None:
     assert float(all_reduce(torch.tensor([rank + 1.0]), groups[[1, 0]])) == 3.0
     assert groups[(rank,)] is None
     assert group_size(groups[(0, 1)]) == 2
-    assert (0, 1) in groups
     for foreign in [(1 - rank,), (0, 7)]:
-        assert foreign not in groups
         with pytest.raises(KeyError, match=f"rank {rank} has no group"):
             groups[foreign]
     groups.close()

@@ -16,8 +16,8 @@ from rlhf_tasks.parallel.model.tensor_parallel import (
     Router,
     RowParallelLinear,
     VocabParallelEmbedding,
-    _collect,
-    _spread,
+    _Collect,
+    _Spread,
     can_group,
     copy_to_ranks,
     sum_over_ranks,
@@ -172,10 +172,10 @@ def test_tokens_reach_the_pairs_and_come_back_summed():
     x = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
     tokens = torch.tensor([2, 0, 1, 0, 2, 1], dtype=torch.int32)
     places = torch.tensor([[1, 3], [5, 2], [4, 0]])
-    rows = _spread(x, tokens, places)
+    rows = _Spread.apply(x, tokens, places)
     assert rows.flatten().tolist() == [3.0, 1.0, 2.0, 1.0, 3.0, 2.0]
     factors = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0]])
-    total = _collect(rows * factors, tokens, places)
+    total = _Collect.apply(rows * factors, tokens, places)
     assert total.flatten().tolist() == [6.0, 18.0, 18.0]
     total.backward(torch.tensor([[1.0], [10.0], [100.0]]))
     assert x.grad.flatten().tolist() == [6.0, 90.0, 600.0]
