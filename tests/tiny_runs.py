@@ -97,6 +97,25 @@ def learning_config(folder: Path, kind: str, **changes: Any) -> RunConfig:
     return make_config({**document, **changes})
 
 
+def critic_free_config(folder: Path, **changes: Any) -> RunConfig:
+    """An algorithm (`type`) on a model and prompts below `folder`, which are made where they are not there yet."""
+    if not (folder / "actor").exists():
+        write_model(folder / "actor")
+        write_prompts(folder / "prompts.jsonl")
+    document = {
+        "models": {"actor": str(folder / "actor")},
+        "data": {"train": str(folder / "prompts.jsonl")},
+        "output_dir": str(folder / "runs"),
+        "sampling": {"max_completion_length": 12},
+        "rewards": [{"function": f"{Path(__file__).with_name('tiny_reward.py')}:length_reward"}],
+        "batch_size": 16,
+        "beta": 0.1,
+        "total_iterations": 3,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return make_config({**document, **changes})
+
+
 def ppo_config(folder: Path, **changes: Any) -> PPOConfig:
     """PPO with all six calls on models and data below `folder`, which are made where they are not there yet."""
     if not (folder / "actor").exists():

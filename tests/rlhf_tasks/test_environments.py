@@ -21,7 +21,7 @@ from rlhf_tasks.user_code.errors import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
 from tests.rlhf_tasks.test_parts import of_calls
-from tests.tiny_runs import ppo_config, write_model, write_prompts
+from tests.tiny_runs import critic_free_config, ppo_config
 
 pytestmark = pytest.mark.dist
 
@@ -32,25 +32,17 @@ PLAYED = {"factory": ECHO, "max_turn_tokens": 8}
 
 
 def grpo_config(folder, **changes):
-    """GRPO on the model and prompts below `folder`, which are made where they are not there yet."""
-    if not (folder / "actor").exists():
-        write_model(folder / "actor")
-        write_prompts(folder / "prompts.jsonl")
+    """GRPO, whose environment is its only reward."""
+    of_groups = {} if changes.get("type") == "remax" else {"num_generations": 4}
     document = {
         "type": "grpo",
-        "models": {"actor": str(folder / "actor")},
-        "data": {"train": str(folder / "prompts.jsonl")},
-        "output_dir": str(folder / "runs"),
         "sampling": {**SAMPLING, "top_k": 200},
         "environment": PLAYED,
-        "batch_size": 16,
-        **({} if changes.get("type") == "remax" else {"num_generations": 4}),
-        "beta": 0.1,
-        "total_iterations": 3,
-        "optimizer": {"learning_rate": 1e-3},
+        "rewards": [],
         "dtype": "float64",
+        **of_groups,
     }
-    return make_config({**document, **changes})
+    return critic_free_config(folder, **document | changes)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.config.base import RunConfig
 from tests.rlhf_tasks.test_layout_invariance import ALONE, PLANS, differences, trajectory
-from tests.tiny_runs import ppo_config, write_model, write_prompts
+from tests.tiny_runs import critic_free_config, ppo_config
 
 pytestmark = pytest.mark.dist
 
@@ -66,25 +65,10 @@ def test_parts_of_a_call_change_no_metric_under_any_plan(ranks, tmp_path, whole,
 
 def dapo_config(folder: Path, **changes: Any) -> RunConfig:
     """DAPO with a reference, in up to two rounds of four groups."""
-    if not (folder / "actor").exists():
-        write_model(folder / "actor")
-        write_prompts(folder / "prompts.jsonl")
-        (folder / "rewards.py").write_text(REWARD)
-    document = {
-        "type": "dapo",
-        "models": {"actor": str(folder / "actor")},
-        "data": {"train": str(folder / "prompts.jsonl")},
-        "output_dir": str(folder / "runs"),
-        "sampling": {"max_completion_length": 12},
-        "rewards": [{"function": f"{folder}/rewards.py:judge"}],
-        "batch_size": 16,
-        "num_generations": 4,
-        "num_mini_batches": 2,
-        "beta": 0.1,
-        "total_iterations": 3,
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    return make_config({**document, **changes})
+    (folder / "rewards.py").write_text(REWARD)
+    rewards = [{"function": f"{folder}/rewards.py:judge"}]
+    own = {"type": "dapo", "rewards": rewards, "num_generations": 4, "num_mini_batches": 2}
+    return critic_free_config(folder, **own | changes)
 
 
 @pytest.mark.parametrize(

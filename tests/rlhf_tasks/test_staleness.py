@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.parallel.batch.samples import SampleStore
@@ -13,7 +12,7 @@ from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_layout_invariance import ALONE, OWN, differences, other_plans, trajectory
 from tests.rlhf_tasks.test_parts import of_calls
-from tests.tiny_runs import ppo_config, write_model, write_prompts
+from tests.tiny_runs import critic_free_config, ppo_config
 
 pytestmark = pytest.mark.dist
 
@@ -179,22 +178,8 @@ KINDS = {
 
 def group_config(folder: Path, kind: str, **changes) -> RunConfig:
     """GRPO in parts and with top-k, or ReMax with its two generations, two iterations ahead."""
-    if not (folder / "actor").exists():
-        write_model(folder / "actor")
-        write_prompts(folder / "prompts.jsonl")
-    document = {
-        "models": {"actor": str(folder / "actor")},
-        "data": {"train": str(folder / "prompts.jsonl")},
-        "output_dir": str(folder / "runs"),
-        "sampling": {"max_completion_length": 12},
-        "rewards": [{"function": f"{Path(__file__).parents[1]}/tiny_reward.py:length_reward"}],
-        "batch_size": 16,
-        "beta": 0.1,
-        "staleness": 2,
-        "total_iterations": 3,
-        "optimizer": {"learning_rate": 1e-2},
-    }
-    return make_config({**document, **KINDS[kind], **changes})
+    ahead = {"staleness": 2, "optimizer": {"learning_rate": 1e-2}}
+    return critic_free_config(folder, **ahead | KINDS[kind] | changes)
 
 
 @pytest.mark.parametrize(

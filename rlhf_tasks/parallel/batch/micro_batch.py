@@ -183,13 +183,13 @@ def split(batch: SampleBatch, micro_batches: int, most_tokens: int | None = None
     lengths = batch["input_ids"].lengths
     begins = common_prefixes(batch["input_ids"].values, lengths)
     together = [list(places) for _, places in groupby(range(len(batch)), key=lambda place: batch.ids[place])]
-    behind = [sum(lengths[place] - begins[place] for place in places) for places in together]
-    alone = [tokens + begins[places[0]] for tokens, places in zip(behind, together, strict=True)]
+    after = [sum(lengths[place] - begins[place] for place in places) for places in together]
+    alone = [tokens + begins[places[0]] for tokens, places in zip(after, together, strict=True)]
     parts = _balanced(alone, micro_batches, most_tokens)
-    if behind != alone:
+    if after != alone:
         most = max(most_tokens or 0, *(sum(alone[group] for group in part) for part in parts))
-        consecutive = _consecutive(alone, behind, micro_batches, None if most_tokens is None else most)
-        if len(consecutive) <= len(parts) and _fullest(consecutive, alone, behind) <= most:
+        consecutive = _consecutive(alone, after, micro_batches, None if most_tokens is None else most)
+        if len(consecutive) <= len(parts) and _fullest(consecutive, alone, after) <= most:
             parts = consecutive
     return [micro_batch(batch.take([place for group in part for place in together[group]])) for part in parts]
 
@@ -209,17 +209,17 @@ def _balanced(tokens: Sequence[int], parts: int, most_tokens: int | None) -> lis
 
 
 def _consecutive(
-    alone: Sequence[int], behind: Sequence[int], parts: int, most_tokens: int | None
+    alone: Sequence[int], after: Sequence[int], parts: int, most_tokens: int | None
 ) -> list[list[int]]:
     """The indices of `alone` in at most so many runs whose fullest has the fewest tokens; in as many more as it takes
     until none has more than `most_tokens`.
 
-    alone, behind  tokens that are computed for what is first in its run; and after its predecessor
+    alone, after  tokens that are computed for what is first in its run; and after its predecessor
     """
 
     def filled(most: int) -> list[list[int]]:
         runs, load = list[list[int]](), 0
-        for place, (first, next_) in enumerate(zip(alone, behind, strict=True)):
+        for place, (first, next_) in enumerate(zip(alone, after, strict=True)):
             if runs and load + next_ <= most:
                 runs[-1].append(place)
                 load += next_
@@ -234,9 +234,9 @@ def _consecutive(
     return filled(sums[bisect_left(sums, True, key=lambda most: len(filled(most)) <= parts)])
 
 
-def _fullest(runs: Sequence[Sequence[int]], alone: Sequence[int], behind: Sequence[int]) -> int:
+def _fullest(runs: Sequence[Sequence[int]], alone: Sequence[int], after: Sequence[int]) -> int:
     """Tokens that the fullest of the runs of `_consecutive` computes."""
-    return max(alone[first] + sum(behind[place] for place in others) for first, *others in runs)
+    return max(alone[first] + sum(after[place] for place in others) for first, *others in runs)
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:

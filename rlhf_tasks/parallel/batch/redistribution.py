@@ -145,19 +145,21 @@ def _all_gather(ours: Tensor, heads: Sequence[int], groups: ProcessGroups) -> di
 
 
 def _holdings(key: str, number: int, ids: Sequence[int], tables: Mapping[int, Tensor]) -> Holdings:
-    headers, held, rows = set(), {}, {}
+    headers = set()
+    samples_of = {}
+    rows = {}
     for head, table in tables.items():
-        header, lengths = table[number].tolist()[:_HEADER], table[number].tolist()[_HEADER:]
-        ours = {sample: length for sample, length in zip(ids, lengths, strict=True) if length != _ABSENT}
-        if ours:
-            headers.add(tuple(header))
-        held[head] = tuple(ours)
-        rows.update(ours)
+        of_key = table[number].tolist()
+        lengths = {i: n for i, n in zip(ids, of_key[_HEADER:], strict=True) if n != _ABSENT}
+        if lengths:
+            headers.add(tuple(of_key[:_HEADER]))
+        samples_of[head] = tuple(lengths)
+        rows.update(lengths)
     if not headers:
         raise LookupError(f"key {key!r}: none of the heads {sorted(tables)} holds a sample of it")
     assert len(headers) == 1, f"key {key!r} has several dtypes or row shapes: {headers}"
     code, dims, *shape = headers.pop()
-    return Holdings(_DTYPES[code], tuple(shape[:dims]), held, rows)
+    return Holdings(_DTYPES[code], tuple(shape[:dims]), samples_of, rows)
 
 
 def share_batch(batch: SampleBatch | None, placement: Placement, groups: ProcessGroups) -> SampleBatch:

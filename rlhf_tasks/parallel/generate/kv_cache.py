@@ -111,12 +111,13 @@ class KVCache:
         ]
 
     def _mask(self, window: int | None) -> list[Tensor]:
-        columns, masks = torch.arange(self.span, device=self._device), list[Tensor]()
+        masks = []
+        columns = torch.arange(self.span, device=self._device)
         sizes = [rows.stop - rows.start for rows, _ in self._read]
-        for own, (_, span) in zip(self._attending[:, :, None].split(sizes), self._read, strict=True):
-            mask = columns[:span] <= own
+        for newest, (_, span) in zip(self._attending[:, :, None].split(sizes), self._read, strict=True):
+            mask = columns[:span] <= newest
             if window is not None:
-                mask &= columns[:span] > own - window
+                mask &= columns[:span] > newest - window
             masks.append(mask[:, None])
         return masks
 

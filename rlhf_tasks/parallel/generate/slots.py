@@ -82,7 +82,8 @@ class Responses:
     """
 
     def __init__(self, prompts: SampleBatch, drawing: Drawing) -> None:
-        device, lengths = prompts["input_ids"].values.device, prompts["input_ids"].lengths
+        device = prompts["input_ids"].values.device
+        lengths = prompts["input_ids"].lengths
         self._segment = drawing.segment_tokens or drawing.params.max_new_tokens
         self.before = prompts[BEFORE].values
         self.allowed = [drawing.params.max_new_tokens - before for before in self.before.tolist()]
@@ -186,14 +187,13 @@ class Rows:
 
     def enter(self, queue: Queue, step: int) -> None:
         """Give those that enter the next rows. step: the number of their first step"""
-        places, device = queue.entering, self.order.device
-        new = torch.tensor(places, device=device)
-        drawn = torch.tensor([queue.drawn[place] for place in places], device=device)
-        self.places += places
-        self.started += [step - queue.drawn[place] for place in places]
+        drawn_before = [queue.drawn[place] for place in queue.entering]
+        new = torch.tensor(queue.entering, device=self.order.device)
+        self.places += queue.entering
+        self.started += [step - drawn for drawn in drawn_before]
         self.order = torch.cat([self.order, new])
         self.newest = torch.cat([self.newest, queue.last[new]])
-        self.drawn = torch.cat([self.drawn, drawn])
+        self.drawn = torch.cat([self.drawn, new.new_tensor(drawn_before)])
         self.finished = torch.cat([self.finished, torch.zeros_like(new).bool()])
         self.matched = torch.cat([self.matched, queue.matched[new]])
 
@@ -346,7 +346,8 @@ class Group:
         tokens = self._relay.receive_tokens(self._cache.rows)
         self.computed = False
         responses, rows = self._responses, self._rows
-        order, most = rows.order, responses.most_tensor[rows.order]
+        order = rows.order
+        most = responses.most_tensor[order]
         responses.tokens[order, rows.drawn] = tokens
         ends = torch.isin(tokens, self._stops)
         if self._strings is not None:
@@ -427,11 +428,12 @@ class Group:
 
     def samples(self) -> dict[int, dict[str, Tensor]]:
         """Sample id -> key -> data, as `generate` returns them, on the CPU. Only for the last stage."""
-        responses, dtype = self._responses, torch.promote_types(self._stage.dtype, torch.float32)
-        lengths, truncated = responses.lengths.tolist(), responses.truncated.cpu()
-        tokens, logprobs = responses.tokens.cpu(), responses.logprobs.to("cpu", dtype)
+        responses = self._responses
+        truncated = responses.truncated.cpu()
+        tokens = responses.tokens.cpu()
+        logprobs = responses.logprobs.to("cpu", torch.promote_types(self._stage.dtype, torch.float32))
         samples = {}
-        for place, (sample_id, length) in enumerate(zip(self._ids, lengths, strict=True)):
+        for place, (sample_id, length) in enumerate(zip(self._ids, responses.lengths.tolist(), strict=True)):
             prompt = self._prompts[place].cpu()
             data = {
                 "input_ids": torch.cat([prompt, tokens[place, :length]]),

@@ -254,7 +254,8 @@ class Experts(nn.Module):
         """
         of_pairs = chosen.flatten()
         order = of_pairs.argsort(stable=True)  # numbers of pairs of a token and an expert, expert by expert
-        tokens, places = (order // chosen.shape[1]).to(torch.int32), order.argsort().view_as(chosen)
+        tokens = (order // chosen.shape[1]).to(torch.int32)
+        places = order.argsort().view_as(chosen)
         counts = of_pairs.new_zeros(len(self.gate_proj)).index_add_(0, of_pairs, torch.ones_like(of_pairs))
         rows: Any = _Spread.apply(x, tokens, places)
         factors = weights.flatten()[order, None]

@@ -298,7 +298,8 @@ class FolderWriter:
         file = self._file_of[name]
         self._waiting[name] = whole.detach().to("cpu").contiguous()
         if self._waiting.keys() == {other for other, its in self._file_of.items() if its == file}:
-            parts, transposed = defaultdict[str, list[Tensor]](list), set[str]()
+            parts = defaultdict[str, list[Tensor]](list)
+            transposed = set[str]()
             for waiting, tensor in self._waiting.items():
                 spec = self._specs[waiting]
                 pieces = [tensor] if spec.stacked is None else tensor.unbind()

@@ -222,8 +222,9 @@ class Engine:
         layout, lengths = self.layout, batch["input_ids"].lengths
         predicted = None
         if counted is not None and layout.head == "lm" and self.is_head:
-            mask, firsts = batch[counted].values, [0, *accumulate(lengths)][:-1]
-            predicted = int(mask.sum() - mask[firsts].sum())  # nothing predicts a sample's first token
+            mask = batch[counted].values
+            firsts = mask[[0, *accumulate(lengths)][:-1]]
+            predicted = int(mask.sum() - firsts.sum())  # nothing predicts a sample's first token
         shared = [begin for micro in micros if micro.shared for begin in micro.shared.begins if begin]
         return passes(layout.shape, layout.head, lengths, predicted, layout.lora, shared)
 

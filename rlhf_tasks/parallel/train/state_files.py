@@ -231,8 +231,9 @@ class StateTransfer:
 
 def _without(piece: Interval, taken: Interval) -> tuple[Interval, Interval]:
     """The parts of `piece` before and after `taken`; either may be empty."""
-    before, behind = min(piece.stop, taken.start), max(piece.start, taken.stop)
-    return Interval(piece.start, before), Interval(behind, piece.stop)
+    before = Interval(piece.start, min(piece.stop, taken.start))
+    after = Interval(max(piece.start, taken.stop), piece.stop)
+    return before, after
 
 
 def _common(

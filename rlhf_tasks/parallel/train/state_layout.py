@@ -194,8 +194,10 @@ class StateLayout:
 
     def _lay_out(self, pp: int, tp: int) -> tuple[Bucket, ...]:
         """Matrices before vectors; among these, slices with rows that other ranks hold, too, after all others."""
-        layout, dp = self.layout, self.layout.placement.strategy.dp
-        held, whole = layout.held(layout.placement.device(0, tp, pp)), self._whole(pp, tp)
+        layout = self.layout
+        dp = layout.placement.strategy.dp
+        held = layout.held(layout.placement.device(0, tp, pp))
+        whole = self._whole(pp, tp)
         sizes = {name: rows.size * layout.specs[name].row_size for name, rows in held.items()}
 
         def kind(name: str) -> tuple[bool, bool]:
@@ -217,7 +219,8 @@ class StateLayout:
         """The parameters with rows that several ranks of a replica hold, this one among them."""
         axes = self.layout.placement.strategy
         place = Placement(tuple(range(axes.tp * axes.pp)), ParallelStrategy(1, axes.tp, axes.pp))
-        replica, device = replace(self.layout, placement=place), place.device(0, tp, pp)
+        replica = replace(self.layout, placement=place)
+        device = place.device(0, tp, pp)
         return {
             name
             for name in replica.held(device)
