@@ -540,11 +540,11 @@ class ExecutionPlan(Frozen):
     @property
     def calls(self) -> dict[str, list[CallNode]]:
         """Call -> its nodes: one, or one for each part."""
-        found: dict[str, list[CallNode]] = {}
+        calls: dict[str, list[CallNode]] = {}
         for node in self.nodes:
             if isinstance(node, CallNode):
-                found.setdefault(node.call.name, []).append(node)
-        return found
+                calls.setdefault(node.call.name, []).append(node)
+        return calls
 
     def on(self, device: int) -> tuple[PlanNode, ...]:
         """The nodes that involve a device, in plan order: that rank's work."""

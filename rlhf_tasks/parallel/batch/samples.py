@@ -123,12 +123,13 @@ class SampleStore:
 
     def held(self, ids: Iterable[int]) -> list[SampleBatch]:
         """What is here of some samples: a batch with one key for each key that any of them has."""
-        wanted, found = list(ids), list[SampleBatch]()
+        wanted = list(ids)
+        batches: list[SampleBatch] = []
         for key, held in self._data.items():
             here = tuple(sample for sample in wanted if sample in held)
             if here:
-                found.append(self.get(here, [key]))
-        return found
+                batches.append(self.get(here, [key]))
+        return batches
 
     def drop(self, ids: Sequence[int], keys: Iterable[str] | None = None) -> None:
         """Forget samples under some keys; default: under every key. Unknown ids are ignored."""

@@ -110,8 +110,8 @@ def _begun(batch: SampleBatch, iteration: int) -> SampleBatch:
         BEFORE: Packed(torch.zeros(n, dtype=torch.int64), (1,) * n),
         BEGUN: Packed(torch.full((n,), iteration, dtype=torch.int64), (1,) * n),
     }
-    given = {key: batch.data.get(key, packed) for key, packed in new.items()}
-    return SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"], **given})
+    states = {key: batch.data.get(key, packed) for key, packed in new.items()}
+    return SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"], **states})
 
 
 def _dealt(prompts: Packed, groups: int) -> list[list[int]]:

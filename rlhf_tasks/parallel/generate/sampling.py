@@ -181,8 +181,8 @@ def _inverted(
     tokens = torch.searchsorted(cumulative, mine[:, None], right=True)
     tokens = tokens.clamp(max=scores.shape[-1] - 1)  # a NaN threshold gives an index past the last token
     logprobs = scores.gather(-1, tokens)[:, 0] + (peak - highest) - total.log()
-    found = vocabulary.gather(torch.stack([tokens[:, 0] + vocabulary.start, logprobs]))
-    of_owner = found.gather(0, owner[:, None].expand(1, 2, -1))[0]
+    of_ranks = vocabulary.gather(torch.stack([tokens[:, 0] + vocabulary.start, logprobs]))
+    of_owner = of_ranks.gather(0, owner[:, None].expand(1, 2, -1))[0]
     return of_owner[0].long(), of_owner[1]
 
 
@@ -300,8 +300,8 @@ def follow(table: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tenso
     states, tokens  [n] int64
     Returns [n] int64 and [n] bool.
     """
-    found = table[states, tokens.clamp(max=table.shape[1] - 1)].long()
-    return found >> 1, (found & 1).bool()
+    entry = table[states, tokens.clamp(max=table.shape[1] - 1)].long()
+    return entry >> 1, (entry & 1).bool()
 
 
 def states_after(table: Tensor, texts: Sequence[Tensor]) -> Tensor:

@@ -452,10 +452,10 @@ class Group:
 
 def same_prompts(prompts: Packed) -> list[list[int]]:
     """The places of the sequences with each prompt, in the order in which prompts come first."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    places_of: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts.to(torch.device("cpu")).split()):
-        found.setdefault(tuple(prompt.tolist()), []).append(place)
-    return list(found.values())
+        places_of.setdefault(tuple(prompt.tolist()), []).append(place)
+    return list(places_of.values())
 
 
 def passes(lengths: Sequence[int], first_row: int, most: int) -> Iterator[list[Piece]]:

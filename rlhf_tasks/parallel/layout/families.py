@@ -286,20 +286,24 @@ def read_family(weights: Mapping[str, tuple[int, ...]], source: str) -> Family:
     weights  tensor name -> shape; source: names the model in errors
     Raises ConfigError, naming what is there or missing, for layers of another kind.
     """
-    found = {name.removeprefix(_FIRST): shape for name, shape in weights.items() if name.startswith(_FIRST)}
-    found = {name: shape for name, shape in found.items() if "rotary_emb" not in name}
-    odd = sorted(name for name in found if not _KNOWN_IN_LAYER.fullmatch(name))
+    layer = {
+        name.removeprefix(_FIRST): shape
+        for name, shape in weights.items()
+        if name.startswith(_FIRST) and "rotary_emb" not in name
+    }
+    odd = sorted(name for name in layer if not _KNOWN_IN_LAYER.fullmatch(name))
     required = [f"self_attn.{name}.weight" for name in _ATTENTION] + [
         f"mlp.{name}.weight" for name in _MLP[1:]
     ]
-    lacking = [name for name in required if name not in found]
+    lacking = [name for name in required if name not in layer]
     if odd or lacking:
         what = f"has {odd[0]}, which Llama's have not" if odd else f"lacks {lacking[0]}"
         raise ConfigError(
             f"Model {source!r}: its first layer {what}, so it is unknown how to split it. {_KNOWN}"
         )
-    query, hidden = found["self_attn.q_proj.weight"][:1], found["self_attn.q_proj.weight"][1:]
-    norms = {name.removesuffix(".weight"): shape for name, shape in found.items() if "norm" in name}
+    of_query = layer["self_attn.q_proj.weight"]
+    query, hidden = of_query[:1], of_query[1:]
+    norms = {name.removesuffix(".weight"): shape for name, shape in layer.items() if "norm" in name}
     heads = [name for name in norms if name.startswith("self_attn.")]
     unlike = [name for name in norms if name not in heads and norms[name] != hidden]
     unlike += [name for name in heads if norms[name] == query or len(heads) == 1]
@@ -309,11 +313,11 @@ def read_family(weights: Mapping[str, tuple[int, ...]], source: str) -> Family:
             f"over hidden states nor over each head of query and key, so it cannot be split. {_KNOWN}"
         )
     return Family(
-        qkv_bias="self_attn.q_proj.bias" in found,
-        out_bias="self_attn.o_proj.bias" in found,
-        mlp_bias="mlp.up_proj.bias" in found,
+        qkv_bias="self_attn.q_proj.bias" in layer,
+        out_bias="self_attn.o_proj.bias" in layer,
+        mlp_bias="mlp.up_proj.bias" in layer,
         qk_norm=bool(heads),
         tied="lm_head.weight" not in weights,
         norms=tuple(name for name in norms if name not in heads),
-        gated="mlp.gate_proj.weight" in found,
+        gated="mlp.gate_proj.weight" in layer,
     )

@@ -306,7 +306,7 @@ class Lora:
                 f"{' (its experts have no adapters)' if shape.experts else ''}. "
                 f"Its linear layers are {', '.join(sizes)}."
             )
-        name, most = min(((name, min(sizes[name])) for name in self.targets), key=lambda found: found[1])
+        name, most = min(((name, min(sizes[name])) for name in self.targets), key=lambda least: least[1])
         if self.rank > most:
             raise ConfigError(
                 f"lora.rank={self.rank} is larger than a dimension of {name}, {list(sizes[name])}. "
@@ -316,11 +316,11 @@ class Lora:
 
 def linear_modules(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
     """The linear modules of a decoder layer: name -> [out, in]; of several of a name, that with the least dim."""
-    found: dict[str, tuple[int, ...]] = {}
+    modules: dict[str, tuple[int, ...]] = {}
     for spec in parameters(shape, "lm"):
         if spec.layer == 0 and spec.is_linear:
-            found[spec.module] = min(found.get(spec.module, spec.shape), spec.shape, key=min)
-    return found
+            modules[spec.module] = min(modules.get(spec.module, spec.shape), spec.shape, key=min)
+    return modules
 
 
 @lru_cache(maxsize=64)

@@ -122,19 +122,19 @@ def _base(path: Path, config: Mapping[str, Any]) -> Path:
         )
     with reading(path, "base_model_name_or_path is no path"):
         places = [Path(named)] if Path(named).is_absolute() else [p / named for p in path.absolute().parents]
-        found = next((place for place in places if is_model_folder(place)), None)
-    if found is None:
+        base = next(filter(is_model_folder, places), None)
+    if base is None:
         raise ConfigError(
             f"{path}: the base model {shown(named)} is no model folder"
             f"{'' if Path(named).is_absolute() else ' in the adapter folder or one above it'}. Download it, or write "
             "its absolute path to base_model_name_or_path."
         )
-    if not (found / "config.json").is_file():
+    if not (base / "config.json").is_file():
         raise ConfigError(
-            f"{path}: its base model {shown(str(found))} is an adapter itself. Merge that one first, with "
+            f"{path}: its base model {shown(str(base))} is an adapter itself. Merge that one first, with "
             "prefect-rlhf export --merged or peft's merge_and_unload."
         )
-    return found
+    return base
 
 
 SINGLE = "model.safetensors"

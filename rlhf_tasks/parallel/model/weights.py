@@ -108,12 +108,12 @@ def opened(files: Mapping[str, InFile]) -> Iterator[ReadTensor]:
             return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
 
         def tensor(name: str) -> Any:
-            found = files[name]
-            own = tensors(found.file).get_slice(found.name)
-            if found.added is None:
+            place = files[name]
+            own = tensors(place.file).get_slice(place.name)
+            if place.added is None:
                 return own
-            a, b = (tensors(found.added.file).get_tensor(half) for half in (found.added.a, found.added.b))
-            return _Merged(own, a, b, found.added)
+            a, b = (tensors(place.added.file).get_tensor(half) for half in (place.added.a, place.added.b))
+            return _Merged(own, a, b, place.added)
 
         yield tensor
 

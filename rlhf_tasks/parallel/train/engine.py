@@ -189,8 +189,8 @@ class Engine:
                     f"the loss gives the metrics {sorted(terms.metrics)}, but the train step was told "
                     f"{sorted(metrics)}: name all of them there, and no others"
                 )
-            given = {**terms.metrics, "loss": terms.total}
-            sums.add_(torch.stack([given[name].detach().double() for name in names]))
+            values = {**terms.metrics, "loss": terms.total}
+            sums.add_(torch.stack([values[name].detach().double() for name in names]))
             return terms.total / denominator
 
         with products(self.device, self.stage.dtype):

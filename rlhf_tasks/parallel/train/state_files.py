@@ -237,11 +237,11 @@ def _without(piece: Interval, taken: Interval) -> tuple[Interval, Interval]:
 
 
 def _common(
-    given: Iterable[Rectangle], wanted: Iterable[Rectangle], columns: Iterable[Interval]
+    theirs: Iterable[Rectangle], wanted: Iterable[Rectangle], columns: Iterable[Interval]
 ) -> Iterator[Rectangle]:
-    """Every non-empty intersection of a given rectangle, a wanted one, and an interval of columns."""
-    for theirs, ours, (left, right) in product(given, wanted, columns):
-        part = theirs.intersect(ours)
+    """Every non-empty intersection of one of their rectangles, a wanted one, and an interval of columns."""
+    for one, other, (left, right) in product(theirs, wanted, columns):
+        part = one.intersect(other)
         part = part and part.intersect(part._replace(left=left, right=right))
         if part is not None:
             yield part

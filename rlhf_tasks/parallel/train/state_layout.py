@@ -163,10 +163,10 @@ class StateLayout:
     def range(self, name: str, device: int) -> Interval:
         """The elements of a device's flattened slice whose state it keeps; empty if it holds no slice."""
         at = self._at[device]
-        found = self._by_name(at.pp, at.tp).get(name)
-        if found is None:
+        by_name = self._by_name(at.pp, at.tp)
+        if name not in by_name:
             return Interval(0, 0)
-        piece, bucket = found
+        piece, bucket = by_name[name]
         first = self._first(bucket, device)
         common = Interval(piece.start, piece.stop).intersect(Interval(first, first + bucket.share.size))
         return Interval(common.start - piece.start, common.stop - piece.start)
