@@ -147,20 +147,14 @@ class Layout:
         spec, rows = self.specs[name], self.held(device)[name].size
         return (*spec.shape[: spec.dim], rows, *spec.shape[spec.dim + 1 :])
 
-    def owners(self, name: str) -> tuple[tuple[int, Interval], ...]:
-        """(device, rows) of every device that holds a slice of a parameter, in all dp ranks."""
-        spec, s = self.specs[name], self.placement.strategy
+    def holders(self, name: str, dp_rank: int) -> tuple[tuple[int, Interval], ...]:
+        """(device, rows) of every device of a dp rank that holds a slice of a parameter, by pp rank, then tp rank."""
+        spec = self.specs[name]
         return tuple(
             (self.placement.device(dp_rank, tp_rank, pp_rank), self.interval(spec, tp_rank))
             for pp_rank in self.stages(spec)
-            for dp_rank in range(s.dp)
-            for tp_rank in range(s.tp)
+            for tp_rank in range(self.placement.strategy.tp)
         )
-
-    def size_bytes(self, device: int, itemsize: int) -> int:
-        """Bytes of a device's parameters at `itemsize` bytes per element."""
-        held = self.held(device)
-        return sum(rows.size * self.specs[name].row_size for name, rows in held.items()) * itemsize
 
     # Copies inside one dp rank
 
@@ -174,8 +168,7 @@ class Layout:
 
     def shared(self, name: str, dp_rank: int) -> tuple[Shared, ...]:
         """The pieces of a parameter that several devices of a dp rank hold, cut where the holders change."""
-        replica = set(self.placement.replica(dp_rank))
-        holders = [(device, rows) for device, rows in self.owners(name) if device in replica]
+        holders = self.holders(name, dp_rank)
         cuts = sorted({cut for _, rows in holders for cut in rows})
         pieces: list[Shared] = []
         for start, stop in pairwise(cuts):

@@ -44,10 +44,6 @@ class Pipeline:
         self._dtype = dtype
 
     @property
-    def is_first(self) -> bool:
-        return self._previous is None
-
-    @property
     def is_last(self) -> bool:
         return self._next is None
 
