@@ -10,7 +10,7 @@ A group is None where tp is 1. Every function here then does the same as its pla
 Experts are split as MLPs are (second half).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -97,20 +97,12 @@ class ColumnParallelLinear(AdaptableLinear):
         return self.product(input, self.bias)
 
 
-class PackedColumns(nn.Module):
-    """Column-parallel linear modules side by side, in place of one that a family packs them in.
-
-    parts  name -> module
-    """
-
-    def __init__(self, parts: Mapping[str, ColumnParallelLinear]) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
+class PackedColumns(nn.ModuleDict):
+    """Column-parallel linear modules side by side by name, in place of one that a family packs them in."""
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., in_features] -> [..., local columns of the first part, of the second, ...]."""
-        return torch.cat([part(input) for part in self.children()], -1)
+        return torch.cat([part(input) for part in self.values()], -1)
 
 
 class RowParallelLinear(AdaptableLinear):
