@@ -264,14 +264,6 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_one(min_new_t
     assert {True, False} == set(truncated.values())
 
 
-def test_min_equal_to_max_gives_exactly_that_many_tokens():
-    samples = draw(
-        build("llama", torch.float32), prompts(), max_new_tokens=6, min_new_tokens=6, stop_ids=STOPS
-    )
-    assert {len(r) for r in responses(samples).values()} == {6}
-    assert samples["truncated"].values.all()
-
-
 def test_work_is_counted_of_the_tokens_that_came():
     engine, batch = build("llama", torch.float32), prompts()
     samples = draw(engine, batch, max_new_tokens=9, stop_ids=STOPS)

@@ -174,13 +174,6 @@ def test_the_padding_token_gets_no_gradient_as_in_transformers():
     assert_close(gradient, model.model.embed_tokens.weight.grad, 1e-5)
 
 
-def test_a_sequence_does_not_see_its_neighbours():
-    config = tiny_config("llama")
-    [stage] = pipeline(config, tiny_model(config), 1)
-    a, b, c = tokens(6, 4, 5)
-    torch.testing.assert_close(run([stage], [a, b, c])[6:10], run([stage], [b]))
-
-
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2"])
 @pytest.mark.parametrize(
     "lengths",
@@ -208,15 +201,6 @@ def test_layers_compute_a_multiple_of_rows_on_the_cpu_and_what_pads_them_changes
     assert plain_rows == {sum(lengths)}
     torch.testing.assert_close(logits, plain_logits, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gradients, plain_gradients, rtol=1e-9, atol=1e-12)
-
-
-def test_rows_pass_the_head_alone():
-    config = tiny_config("llama")
-    stages = pipeline(config, tiny_model(config), 2)
-    micro = packed(tokens(4, 3))
-    hidden = stages[0](micro.input_ids, micro)
-    rows = torch.tensor([3, 6])
-    torch.testing.assert_close(stages[1](hidden, micro, rows=rows), stages[1](hidden, micro)[rows])
 
 
 def samples_of_prompts() -> list[Tensor]:
@@ -274,13 +258,6 @@ def test_a_prompt_of_several_samples_is_computed_once_and_gives_the_same(
     assert all_rows == {-(-micro.tokens // ROWS) * ROWS}
     torch.testing.assert_close(output, whole, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_samples_of_a_prompt_equal_transformers(family: str):
-    config = tiny_config(family)
-    model, sequences = tiny_model(config), samples_of_prompts()
-    assert_close(run(pipeline(config, model, 2), sequences), reference(model, "lm", sequences), 1e-5)
 
 
 @pytest.mark.parametrize(

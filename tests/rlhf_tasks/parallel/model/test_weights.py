@@ -27,27 +27,14 @@ from tests.adapter_folders import write_adapter
 from tests.tiny_models import by_our_names, held_slices, packed, shape_of, tiny_config, tiny_model, tokens
 
 CPU = torch.device("cpu")
+ALONE = Placement((0,), ParallelStrategy())
 UNEVEN = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
 
 
-def make_stages(config, pp: int, head: Head = "lm", dtype=torch.float32, lora=None) -> list[Stage]:
-    placement = Placement(tuple(range(pp)), ParallelStrategy(pp=pp))
-    layout = Layout(shape_of(config), head, placement, lora)
-    at = [placement.coordinate(device) for device in range(pp)]
-    return [Stage(config, layout, coordinate, None, device=CPU, dtype=dtype) for coordinate in at]
-
-
-@pytest.mark.parametrize("shard_size", ["10MB", "20KB"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_saved_model_is_read_stage_by_stage(tmp_path: Path, shard_size: str, tied: bool):
-    model = tiny_model(tiny_config("llama", tie_word_embeddings=tied))
-    model.save_pretrained(tmp_path, max_shard_size=shard_size)
-    assert (tmp_path / "model.safetensors").exists() == (shard_size == "10MB")
-    whole = model.state_dict()
-    for stage in make_stages(load_config(tmp_path), 2):
-        assert load(stage, tmp_path, seed=0) == ()
-        for name, tensor in stage.named_slices().items():
-            assert torch.equal(tensor, whole[name]), name
+def make_stage(config, head: Head = "lm", dtype=torch.float32, lora=None) -> Stage:
+    """A whole model."""
+    layout = Layout(shape_of(config), head, ALONE, lora)
+    return Stage(config, layout, ALONE.coordinate(0), None, device=CPU, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -69,17 +56,17 @@ def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, 
     config = load_config(tmp_path)
     placement = Placement(tuple(reversed(range(strategy.size))), strategy)
     layout = Layout(shape_of(config), "lm", placement)
-    [alone] = make_stages(config, 1)
+    alone = make_stage(config)
     initialise(alone, seed=4)
     read, drawn = by_our_names(layout, model, model.state_dict()), alone.named_slices()
     group: Any = object() if strategy.tp > 1 else None  # nothing is computed, so nothing is sent
     for device in placement.devices:
         stage = Stage(config, layout, placement.coordinate(device), group, device=CPU, dtype=torch.float32)
-        for whole, fill in (
-            (read, lambda s: load(s, tmp_path, seed=4)),
-            (drawn, lambda s: initialise(s, seed=4)),
-        ):
-            fill(stage)
+        for whole in (read, drawn):
+            if whole is read:
+                assert load(stage, tmp_path, seed=4) == ()
+            else:
+                initialise(stage, seed=4)
             for name, expected in held_slices(layout, device, whole).items():
                 assert torch.equal(stage.named_slices()[name], expected), (device, name)
 
@@ -118,35 +105,19 @@ def test_a_rank_holds_its_slices_and_one_tensor_while_it_reads(tmp_path: Path, r
     assert held <= slices + largest + 2**20
 
 
-def test_weights_are_converted_to_the_stage_dtype(tmp_path: Path):
-    model = tiny_model(tiny_config("llama"))
-    model.save_pretrained(tmp_path)
-    [stage] = make_stages(load_config(tmp_path), 1, dtype=torch.bfloat16)
-    load(stage, tmp_path, seed=0)
-    assert torch.equal(stage.model.norm.weight, model.model.norm.weight.bfloat16())
-
-
 def test_a_critic_starts_from_a_language_model_with_a_new_head(tmp_path: Path):
     model = tiny_model(tiny_config("llama"))
     model.save_pretrained(tmp_path)
     config = load_config(tmp_path)
     heads = []
     for seed in (5, 5, 6):
-        [stage] = make_stages(config, 1, "scalar")
+        stage = make_stage(config, "scalar")
         assert load(stage, tmp_path, seed) == ("score.weight",)
         assert torch.equal(stage.model.norm.weight, model.model.norm.weight)
         heads.append(stage.score.weight.detach())
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
     assert 0.2 < heads[0].std() / config.initializer_range < 3
-
-
-def test_a_reward_model_keeps_its_head(tmp_path: Path):
-    model = tiny_model(tiny_config("llama"), "scalar")
-    model.save_pretrained(tmp_path)
-    [stage] = make_stages(load_config(tmp_path), 1, "scalar")
-    assert load(stage, tmp_path, seed=0) == ()
-    assert torch.equal(stage.score.weight, model.score.weight)
 
 
 def change(folder: Path, norm: Tensor | None) -> None:
@@ -185,7 +156,7 @@ def index(folder: Path, text: str = "") -> None:
 )
 def test_faults_of_a_folder_are_named(tmp_path: Path, spoil: Callable[[Path], object], said: str):
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
-    [stage] = make_stages(load_config(tmp_path), 1)
+    stage = make_stage(load_config(tmp_path))
     spoil(tmp_path)
     with pytest.raises(ValueError, match=said):
         load(stage, tmp_path, seed=0)
@@ -199,7 +170,7 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path):
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_a_random_start_follows_the_config(family: str):
     config = tiny_config(family, hidden_size=64, initializer_range=0.05, pad_token_id=3, attention_bias=True)
-    [stage] = make_stages(config, 1)
+    stage = make_stage(config)
     initialise(stage, seed=11)
     slices = stage.named_slices()
     assert torch.all(slices["model.norm.weight"] == (0.0 if family == "gemma" else 1.0))
@@ -211,7 +182,7 @@ def test_a_random_start_follows_the_config(family: str):
 
 
 def test_a_random_start_depends_on_the_seed():
-    [stage] = make_stages(tiny_config("qwen3"), 1)
+    stage = make_stage(tiny_config("qwen3"))
     heads = []
     for seed in (1, 2, 1):
         initialise(stage, seed)
@@ -235,7 +206,7 @@ def test_an_adapters_folder_is_read_as_the_model_that_peft_merges(tmp_path: Path
     base, folder = tmp_path / "base", tmp_path / "adapter"
     tiny_model(tiny_config(family, **changes)).save_pretrained(base)
     merged = write_adapter(folder, base, family)
-    [alone] = make_stages(load_config(folder), 1, dtype=torch.float64)
+    alone = make_stage(load_config(folder), dtype=torch.float64)
     assert load(alone, folder, seed=4) == ()
     [sequence] = tokens(9)
     micro = packed([sequence])
@@ -258,7 +229,7 @@ def test_a_reward_models_adapter_brings_its_head(tmp_path: Path):
     base, folder = tmp_path / "base", tmp_path / "adapter"
     tiny_model(tiny_config("llama")).save_pretrained(base)  # a language model
     merged = write_adapter(folder, base, head="scalar")
-    [stage] = make_stages(load_config(folder), 1, head="scalar", dtype=torch.float64)
+    stage = make_stage(load_config(folder), head="scalar", dtype=torch.float64)
     assert load(stage, folder, seed=4) == ()
     torch.testing.assert_close(stage.named_slices()["score.weight"], merged.score.weight.data)
 
@@ -274,9 +245,6 @@ def test_any_part_of_a_merged_weight_has_the_bits_of_the_whole(rank: int):
         part = slice(first, first + 8)
         assert torch.equal(merged[part, :], whole[part])
         assert torch.equal(merged[:, part], whole[:, part])
-
-
-ALONE = Placement((0,), ParallelStrategy())
 
 
 def layout_of(source: Path, head: Head) -> Layout:
@@ -336,7 +304,7 @@ def test_adapters_of_transposed_weights_are_saved_as_peft_reads_them(tmp_path: P
     model = tiny_model(tiny_config("gpt2"))
     model.save_pretrained(source)
     lora = Lora(3, 5.0, tuple(linear_modules(shape_of(load_config(source)))))
-    [stage] = make_stages(load_config(source), 1, lora=lora)
+    stage = make_stage(load_config(source), lora=lora)
     load(stage, source, seed=4)
     writer = FolderWriter(folder, source, stage.trained, torch.float32)
     for name, adapter in stage.trained_slices().items():
@@ -362,7 +330,7 @@ def test_the_weights_of_a_decoder_without_its_head_are_read(tmp_path: Path):
     save_file({**weights, **masks}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     layout = layout_of(tmp_path, "lm")
     check_weights(tmp_path, layout.parameters, needs_head=False)
-    [stage] = make_stages(load_config(tmp_path), 1)
+    stage = make_stage(load_config(tmp_path))
     assert load(stage, tmp_path, seed=4) == ()
     for name, tensor in by_our_names(layout, model, model.state_dict()).items():
         assert torch.equal(stage.named_slices()[name], tensor), name
@@ -374,7 +342,7 @@ def test_a_reward_model_is_saved_as_a_sequence_classifier(tmp_path: Path):
     model.save_pretrained(source)
 
     def read(place: Path) -> dict[str, Tensor]:
-        [stage] = make_stages(load_config(source), 1, "scalar", torch.bfloat16)
+        stage = make_stage(load_config(source), "scalar", torch.bfloat16)
         load(stage, place, seed=4)
         return stage.named_slices()
 
