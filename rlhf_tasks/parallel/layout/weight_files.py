@@ -392,7 +392,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
     """Parameter name -> its file, from the index, or from the header of the only file."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
-        names: Any = read_json(index, remedy=SAVE_ANEW).get("weight_map")
+        names: dict[Any, Any] | None = read_json(index, remedy=SAVE_ANEW).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
             raise ConfigError(f"{index} has no weight_map {{parameter: file}}. {SAVE_ANEW}")
         elsewhere = next((file for file in names.values() if Path(file).name != file), None)

@@ -32,44 +32,34 @@ def head_flops(tokens: float, hidden: int, vocab: int) -> float:
     return 2 * tokens * hidden * vocab
 
 
-def forward_flops(
+def pass_flops(
     shape: ModelShape,
     head: Head,
     lengths: Sequence[int],
     predicted: int | None = None,
     lora: Lora | None = None,
     shared: Sequence[int] = (),
+    training: bool = False,
 ) -> float:
     """FLOPs of a whole model's forward pass, adapters included, over sequences of these lengths in tokens.
 
     predicted  tokens that pass the head; None: all
     shared     of some of the sequences, how many first tokens are computed with another one
+    training   of a backward pass too. Under LoRA, frozen matrices have no products for their gradients
     """
     vocab = 1 if head == "scalar" else shape.vocab
     rows = sum(lengths) if predicted is None else predicted
     layers = sum(_layers_flops(shape, head, length, lora) for length in lengths)
     layers -= sum(_layers_flops(shape, head, length, lora) for length in shared)
-    return layers + head_flops(rows, shape.hidden, vocab)
-
-
-def training_flops(
-    shape: ModelShape,
-    head: Head,
-    lengths: Sequence[int],
-    predicted: int | None = None,
-    lora: Lora | None = None,
-    shared: Sequence[int] = (),
-) -> float:
-    """FLOPs of a forward and a backward pass. Under LoRA, frozen matrices have no products for their gradients.
-
-    predicted, shared  as in `forward_flops`
-    """
+    forward = layers + head_flops(rows, shape.hidden, vocab)
+    if not training:
+        return forward
     spared = 0.0
     if lora is not None:
         spared = 2 * (sum(lengths) - sum(shared)) * shape.layers * layer_size(shape, head)
         if head == "lm":
-            spared += head_flops(sum(lengths) if predicted is None else predicted, shape.hidden, shape.vocab)
-    return TRAINING * forward_flops(shape, head, lengths, predicted, lora, shared) - spared
+            spared += head_flops(rows, shape.hidden, shape.vocab)
+    return TRAINING * forward - spared
 
 
 def generation_flops(

@@ -19,7 +19,7 @@ from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.comm.host_memory import Copier
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.work import forward_flops, training_flops
+from rlhf_tasks.parallel.layout.work import pass_flops
 from rlhf_tasks.parallel.model.logprobs import Vocabulary, packed_logprobs, packed_logprobs_and_entropy
 from rlhf_tasks.parallel.model.products import products
 from rlhf_tasks.parallel.model.stage import Stage
@@ -143,7 +143,7 @@ class Engine:
 
         with products(self.device, self.stage.dtype):
             rows = self.pipeline.forward(micros, run)
-        self.count(self._flops_of(forward_flops, batch, micros, counted))
+        self.count(self._flops_of(batch, micros, counted))
         if not self.is_last_stage:
             return None
         if not micros:
@@ -199,7 +199,7 @@ class Engine:
             self.pipeline.forward_backward(micros, run, optimizer.gradients.end_pass)
             optimizer.gradients.end_passes()
         reach(Point.BACKWARD)
-        self.count(self._flops_of(training_flops, batch, micros, counted))
+        self.count(self._flops_of(batch, micros, counted, training=True))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
         totals["loss"] /= denominator
         report = optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
@@ -212,13 +212,9 @@ class Engine:
         return self.stage(x, micro, rows=micro.rows), micro
 
     def _flops_of(
-        self,
-        passes: Callable[..., float],
-        batch: SampleBatch,
-        micros: Sequence[MicroBatch],
-        counted: str | None,
+        self, batch: SampleBatch, micros: Sequence[MicroBatch], counted: str | None, training: bool = False
     ) -> float:
-        """FLOPs of passes (layout/work.py) over this replica's samples, cut into micro-batches."""
+        """FLOPs of a pass (layout/work.py) over this replica's samples, cut into micro-batches."""
         layout, lengths = self.layout, batch["input_ids"].lengths
         predicted = None
         if counted is not None and layout.head == "lm" and self.is_head:
@@ -226,7 +222,7 @@ class Engine:
             firsts = mask[[0, *accumulate(lengths)][:-1]]
             predicted = int(mask.sum() - firsts.sum())  # nothing predicts a sample's first token
         shared = [begin for micro in micros if micro.shared for begin in micro.shared.begins if begin]
-        return passes(layout.shape, layout.head, lengths, predicted, layout.lora, shared)
+        return pass_flops(layout.shape, layout.head, lengths, predicted, layout.lora, shared, training)
 
     def count(self, flops: float) -> None:
         """Add FLOPs that this replica has computed; ignored except on its head."""

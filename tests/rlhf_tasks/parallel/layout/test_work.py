@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
-from rlhf_tasks.parallel.layout.work import forward_flops, generation_flops, training_flops
+from rlhf_tasks.parallel.layout.work import generation_flops, pass_flops
 
 SHAPE = ModelShape(
     "llama", hidden=8, layers=2, query_heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=16, context=32
@@ -14,23 +14,23 @@ LAYERS = 2 * (2 * 10 * LAYER + 4 * 10 * ATTENDED * 8)  # of ten tokens
 
 
 def test_a_forward_pass_is_two_operations_per_parameter_and_token_and_attention():
-    assert forward_flops(SHAPE, "lm", [10]) == LAYERS + 2 * 10 * 8 * 16 == 24_320
-    assert forward_flops(SHAPE, "scalar", [10]) == LAYERS + 2 * 10 * 8
-    assert forward_flops(SHAPE, "lm", [10, 10, 10]) == 3 * 24_320
-    assert forward_flops(SHAPE, "lm", []) == 0
+    assert pass_flops(SHAPE, "lm", [10]) == LAYERS + 2 * 10 * 8 * 16 == 24_320
+    assert pass_flops(SHAPE, "scalar", [10]) == LAYERS + 2 * 10 * 8
+    assert pass_flops(SHAPE, "lm", [10, 10, 10]) == 3 * 24_320
+    assert pass_flops(SHAPE, "lm", []) == 0
 
 
 def test_attention_alone_grows_with_the_square_of_the_length():
     quadratic = 4 * 20 * 10 * 8 * 2
-    assert forward_flops(SHAPE, "lm", [20]) == 2 * (24_320 - 4 * 10 * 5 * 8 * 2) + quadratic
+    assert pass_flops(SHAPE, "lm", [20]) == 2 * (24_320 - 4 * 10 * 5 * 8 * 2) + quadratic
 
 
 def test_a_token_costs_the_experts_that_it_is_given_to():
     mixture = replace(SHAPE, family="mixtral", experts=8, experts_per_token=3)
     router, expert = 8 * 8, 3 * 8 * 8
     layer = LAYER + 2 * expert + router
-    assert forward_flops(mixture, "lm", [10]) == 24_320 + 2 * 2 * 10 * (layer - LAYER)
-    assert training_flops(mixture, "lm", [10]) == 3 * forward_flops(mixture, "lm", [10])
+    assert pass_flops(mixture, "lm", [10]) == 24_320 + 2 * 2 * 10 * (layer - LAYER)
+    assert pass_flops(mixture, "lm", [10], training=True) == 3 * pass_flops(mixture, "lm", [10])
 
 
 def test_generation_needs_no_pass_of_the_last_token_and_logits_of_new_tokens_only():
@@ -41,12 +41,12 @@ def test_generation_needs_no_pass_of_the_last_token_and_logits_of_new_tokens_onl
 
 def test_training_is_three_passes_and_with_adapters_without_the_gradients_of_frozen_matrices():
     """Adapters of rank 1 on two 8 x 8 matrices of each of two layers."""
-    assert training_flops(SHAPE, "lm", [10]) == 3 * 24_320
+    assert pass_flops(SHAPE, "lm", [10], training=True) == 3 * 24_320
     lora, adapters = Lora(1, 1.0, ("q_proj", "up_proj")), 2 * 10 * 2 * 2 * (8 + 8)
-    assert forward_flops(SHAPE, "lm", [10], lora=lora) == 24_320 + adapters
+    assert pass_flops(SHAPE, "lm", [10], lora=lora) == 24_320 + adapters
     frozen = 2 * 10 * (2 * LAYER + 8 * 16)
-    assert training_flops(SHAPE, "lm", [10], lora=lora) == 3 * (24_320 + adapters) - frozen
+    assert pass_flops(SHAPE, "lm", [10], lora=lora, training=True) == 3 * (24_320 + adapters) - frozen
     spared = 3 * 2 * 6 * 8 * 16 - 2 * 6 * 8 * 16  # six tokens that do not pass the head
-    assert training_flops(SHAPE, "lm", [10], 4, lora) == 3 * (24_320 + adapters) - frozen - spared
-    scalar = 3 * forward_flops(SHAPE, "scalar", [10], lora=lora) - 2 * 10 * 2 * LAYER  # its head trains
-    assert training_flops(SHAPE, "scalar", [10], lora=lora) == scalar
+    assert pass_flops(SHAPE, "lm", [10], 4, lora, training=True) == 3 * (24_320 + adapters) - frozen - spared
+    scalar = 3 * pass_flops(SHAPE, "scalar", [10], lora=lora) - 2 * 10 * 2 * LAYER  # its head trains
+    assert pass_flops(SHAPE, "scalar", [10], lora=lora, training=True) == scalar

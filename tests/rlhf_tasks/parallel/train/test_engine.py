@@ -28,7 +28,7 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.work import forward_flops, head_flops, training_flops
+from rlhf_tasks.parallel.layout.work import head_flops, pass_flops
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, Output
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
@@ -498,10 +498,10 @@ def test_the_work_of_all_ranks_is_the_models_however_it_is_split(ranks, strategy
     trial = _trial("llama", "lm", strategy, lora=lora)
     shape = trial.layout.shape
     work, counted = zip(*ranks.run(strategy.size, _work, trial), strict=True)
-    expected = sum(passes(shape, "lm", LENGTHS, None, lora) for passes in (forward_flops, training_flops))
+    expected = sum(pass_flops(shape, "lm", LENGTHS, None, lora, (), training) for training in (False, True))
     assert sum(work) == pytest.approx(expected, rel=1e-12)
     predicted = sum(LENGTHS) - len(LENGTHS)
-    assert sum(counted) == pytest.approx(forward_flops(shape, "lm", LENGTHS, predicted, lora), rel=1e-12)
+    assert sum(counted) == pytest.approx(pass_flops(shape, "lm", LENGTHS, predicted, lora), rel=1e-12)
 
 
 def _counted(rank: int, world: int, trial: Trial, counted: str | None):
