@@ -85,7 +85,7 @@ def plan_redistributions() -> None:
             start_s = time.process_time()
             held = shares(DataSide(placement=source), ids, lengths)
             wanted = shares(DataSide(placement=destination, balance=balance, mini_batches=4), ids, lengths)
-            plan = plan_redistribution(held, wanted, 8)
+            plan = plan_redistribution(held, wanted, 8, "a key")
             seconds = time.process_time() - start_s
             row = {"pair": pair, "balance": balance, "plan_s": round(seconds, 3), "messages": len(plan)}
             print(json.dumps(row))

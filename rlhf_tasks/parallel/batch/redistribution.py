@@ -2,7 +2,7 @@
 ranks of its replica."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,29 +108,18 @@ def redistribute(
     outgoing: dict[int, list[Tensor]] = {}
     expected: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for key in keys:
-        for source_head, destination_head, samples in _moves(key, holdings[key], wanted, devices_per_host):
-            if source_head == groups.rank:
-                values = store.get(samples, [key])[key].values
-                outgoing.setdefault(destination_head, []).append(values)
-            elif destination_head == groups.rank:
-                expected.setdefault(source_head, []).append((key, samples))
+        for transfer in plan_redistribution(holdings[key].held, wanted, devices_per_host, key):
+            if transfer.source == groups.rank:
+                values = store.get(transfer.ids, [key])[key].values
+                outgoing.setdefault(transfer.destination, []).append(values)
+            elif transfer.destination == groups.rank:
+                expected.setdefault(transfer.source, []).append((key, transfer.ids))
     blanks = {peer: [holdings[key].blank(samples) for key, samples in e] for peer, e in expected.items()}
     for peer, tensors in exchange(outgoing, blanks, groups[heads], groups.device).items():
         for (key, samples), values in zip(expected[peer], tensors, strict=True):
             packed = Packed(values, tuple(holdings[key].rows[sample] for sample in samples))
             store.put(SampleBatch(samples, {key: packed}))
     return sum(tensor.nbytes for tensors in outgoing.values() for tensor in tensors)
-
-
-def _moves(
-    key: str, holdings: Holdings, wanted: Mapping[int, Sequence[int]], devices_per_host: int
-) -> Iterable[tuple[int, int, tuple[int, ...]]]:
-    """The messages of one key: (source head, destination head, samples)."""
-    try:
-        transfers = plan_redistribution(holdings.held, wanted, devices_per_host)
-    except LookupError as error:
-        raise LookupError(f"key {key!r}: {error}") from None
-    return ((t.source, t.destination, t.ids) for t in transfers)
 
 
 def _all_gather(ours: Tensor, heads: Sequence[int], groups: ProcessGroups) -> dict[int, Tensor]:

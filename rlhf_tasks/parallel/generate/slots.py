@@ -235,8 +235,7 @@ class Group:
     def __init__(self, engine: Engine, prompts: SampleBatch, drawing: Drawing) -> None:
         device = engine.device
         stop_strings = drawing.params.stop_strings
-        self.computed = False
-        self.done = False
+        # What is always the same:
         self._drawing = drawing
         self._pace = PACES[device.type]
         self._stage = engine.stage
@@ -247,6 +246,9 @@ class Group:
         self._slots = slots_of(len(prompts), drawing.micro_batches)
         self._stops = torch.tensor(drawing.params.stop_ids, dtype=torch.int64, device=device)
         self._strings = stop_strings and stop_strings.to(device)
+        # What changes with the steps:
+        self.computed = False
+        self.done = False
         self._step = -1  # number of the last step
         self._responses = Responses(prompts, drawing)
         self._rows = Rows.none(device)
@@ -287,7 +289,8 @@ class Group:
 
     def _enter(self) -> None:
         """Fill the prompts of the sequences that enter into the next rows, each prompt once."""
-        queue, first = self._queue, self._cache.rows
+        queue = self._queue
+        first = self._cache.rows
         lengths = [len(queue.tokens[place]) - 1 for place in queue.entering]
         self._cache.enter(lengths)
         self._rows.enter(queue, self._step + 1)
@@ -376,7 +379,8 @@ class Group:
 
     def next_segment(self) -> None:
         """Begin the next segment: all that has not ended is drawn further."""
-        responses, queue = self._responses, self._queue
+        responses = self._responses
+        queue = self._queue
         ended = responses.ended()
         running = [place for place, has_ended in enumerate(ended) if not has_ended]
         self.done = not running

@@ -258,12 +258,13 @@ def shares(side: Side, ids: Sequence[int], lengths: Mapping[int, int] | None = N
 
 
 def plan_redistribution(
-    held: Mapping[int, Collection[int]], wanted: Mapping[int, Sequence[int]], devices_per_host: int
+    held: Mapping[int, Collection[int]], wanted: Mapping[int, Sequence[int]], devices_per_host: int, key: str
 ) -> list[SampleTransfer]:
     """The messages after which every head holds the samples that it wants.
 
     held, wanted      head device -> sample ids
     devices_per_host  devices with the same id // devices_per_host share a host
+    key               whose data move, for the error message
 
     Samples that a head already holds are not sent. A sample comes from a holder on the same host where there is one;
     among several, from the one with the fewest samples to send so far. One message per pair of devices, sorted by
@@ -279,7 +280,9 @@ def plan_redistribution(
         own = set(held.get(device, ()))
         for sample in (sample for sample in ids if sample not in own):
             if sample not in holders:
-                raise LookupError(f"no head holds sample {sample}, which the head on device {device} needs")
+                raise LookupError(
+                    f"key {key!r}: no head holds sample {sample}, which the head on device {device} needs"
+                )
             host = device // devices_per_host
             near = holders[sample]
             if len(near) > 1:

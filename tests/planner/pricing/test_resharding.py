@@ -145,7 +145,7 @@ def test_redistributions_take_about_what_their_lists_take(llama):
     ratios = []
     for _, *placements in pairs(llama, 300):
         sides = [DataSide(placement=p) for p in placements]
-        planned = plan_redistribution(*(shares(side, range(48)) for side in sides), 4)
+        planned = plan_redistribution(*(shares(side, range(48)) for side in sides), 4, "a key")
         listed = busiest_s((t.source, t.destination, len(t.ids) * 20.0) for t in planned)
         heads = [Heads(p.heads[0], p.strategy.tp, p.strategy.dp) for p in placements]
         seconds = redistribution(*heads, 960.0, 4, FREE)[0]

@@ -193,7 +193,7 @@ def test_an_equal_side_needs_no_transfer():
     held = shares(equal, range(20))
 
     assert set(held) == {2, 5, 3}
-    assert plan_redistribution(held, shares(equal, range(20)), 4) == []
+    assert plan_redistribution(held, shares(equal, range(20)), 4, "a key") == []
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(1, 8))
@@ -203,7 +203,7 @@ def test_a_redistribution_brings_each_head_what_it_lacks(n, dp_from, dp_to, firs
     wanted = shares(newcomers, range(n), {i: i + 1 for i in range(n)})
 
     got = {device: Counter(set(held.get(device, ())) & set(ids)) for device, ids in wanted.items()}
-    for transfer in plan_redistribution(held, wanted, devices_per_host):
+    for transfer in plan_redistribution(held, wanted, devices_per_host, "a key"):
         assert set(transfer.ids) <= set(held[transfer.source])
         got[transfer.destination].update(transfer.ids)
 
@@ -213,10 +213,13 @@ def test_a_redistribution_brings_each_head_what_it_lacks(n, dp_from, dp_to, firs
 def test_a_sample_on_several_heads_comes_from_the_same_host():
     held = {0: [7, 8], 4: [7, 8]}
 
-    assert {t.source for t in plan_redistribution(held, {5: [7, 8]}, 4)} == {4}
-    assert [(t.source, t.ids) for t in plan_redistribution(held, {9: [7, 8]}, 4)] == [(0, (7,)), (4, (8,))]
+    assert {t.source for t in plan_redistribution(held, {5: [7, 8]}, 4, "a key")} == {4}
+    assert [(t.source, t.ids) for t in plan_redistribution(held, {9: [7, 8]}, 4, "a key")] == [
+        (0, (7,)),
+        (4, (8,)),
+    ]
 
 
 def test_a_sample_that_no_head_holds_is_named():
     with pytest.raises(LookupError, match="sample 3, which the head on device 1 needs"):
-        plan_redistribution({0: [1, 2]}, {1: [2, 3]}, 4)
+        plan_redistribution({0: [1, 2]}, {1: [2, 3]}, 4, "a key")
