@@ -96,7 +96,7 @@ def generate(
             _decode(groups)
     if not engine.is_head:
         return None
-    answered = _assemble(batch, groups, stage.dtype, record_kept)
+    answered = _assemble(batch, groups, engine.dtype_of_rows, record_kept)
     lengths = answered["input_ids"].lengths
     new_tokens = sum(lengths) - sum(batch["prompt_ids"].lengths)
     engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
@@ -137,22 +137,21 @@ def _decode(groups: Sequence[Group]) -> None:
 
 
 def _assemble(
-    batch: SampleBatch, groups: Sequence[Group], dtype: torch.dtype, record_kept: bool
+    batch: SampleBatch, groups: Sequence[Group], dtype_of_rows: torch.dtype, record_kept: bool
 ) -> SampleBatch:
     """The samples of all groups in the batch's order, on the batch's device."""
     samples = {sample_id: data for group in groups for sample_id, data in group.samples().items()}
-    device = batch["prompt_ids"].values.device
-    empty = {
-        "input_ids": torch.empty(0, dtype=torch.int64),
-        "response_mask": torch.empty(0, dtype=torch.bool),
-        "old_logprobs": torch.empty(0, dtype=torch.promote_types(dtype, torch.float32)),
-        "truncated": torch.empty(0, dtype=torch.bool),
+    dtypes = {
+        "input_ids": torch.int64,
+        "response_mask": torch.bool,
+        "old_logprobs": dtype_of_rows,
+        "truncated": torch.bool,
     }
     if record_kept:
-        empty |= {key: torch.empty(0, dtype=torch.int32) for key in ("kept_counts", "kept_tokens")}
+        dtypes |= dict.fromkeys(("kept_counts", "kept_tokens"), torch.int32)
     data = {}
-    for key, nothing in empty.items():
+    for key, dtype in dtypes.items():
         parts = [samples[sample_id][key] for sample_id in batch.ids]
-        lengths = tuple(len(part) for part in parts)
-        data[key] = Packed(torch.cat([nothing, *parts]).to(device), lengths)
+        values = torch.cat([torch.empty(0, dtype=dtype), *parts])
+        data[key] = Packed(values.to(batch["prompt_ids"].values.device), tuple(map(len, parts)))
     return SampleBatch(batch.ids, data)

@@ -68,9 +68,8 @@ def test_sequences_come_grow_and_leave(multiple: int):
         lengths = step(cache, lengths)
         assert_holds(cache, lengths)
         assert_holds(cache, lengths, window=3)
-        if (
-            number == 1
-        ):  # the longest, in the middle, leaves: the last row takes its place; another one enters
+        if number == 1:
+            # The longest, in the middle, leaves: the last row takes its place; another one enters.
             kept = vacate([False, False, True, False], 3)
             cache.keep(kept)
             lengths = {list(lengths)[row]: list(lengths.values())[row] for row in kept}
