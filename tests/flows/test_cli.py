@@ -126,10 +126,6 @@ def test_a_device_that_is_not_known_is_refused(call, document, command):
     refused(call, "planning.device: There is no device preset 'zx'; known are", command=command)
 
 
-def test_a_missing_configuration_is_refused(call):
-    refused(call, "nowhere.yaml: no such file", command=("run", "ppo", "--config", "nowhere.yaml"))
-
-
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["run", "ppo", "--config"], ["graph", "orpo"], ["demo", "--seed", "x"]]
 )

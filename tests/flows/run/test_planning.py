@@ -20,7 +20,21 @@ KEYS = ("prompt", "chosen", "rejected")
 pytestmark = pytest.mark.timeout(1800)  # the first to evaluate plans compiles that
 
 
-def test_rewards_in_python_are_no_forward_pass(run_plan, tmp_path):
+@pytest.fixture
+def planned(run_plan, tmp_path):
+    """Plan a configuration, in a mode; gives (figures, standard output, errors)."""
+
+    def plan(document, *arguments, mode="heuristic"):
+        file = tmp_path / "figures.json"
+        given = ("--mode", mode, "--no-compare", "--json", str(file), *arguments)
+        status, out, err = run_plan(document, *given)
+        assert status == 0, err
+        return json.loads(file.read_text()), out, err
+
+    return plan
+
+
+def test_rewards_in_python_are_no_forward_pass(planned):
     times = []
     for planning in ({}, {"reward_seconds_per_sequence": 0.25}):
         document = ppo(
@@ -28,10 +42,7 @@ def test_rewards_in_python_are_no_forward_pass(run_plan, tmp_path):
             rewards=[{"function": "score.py:score"}],
             planning={"prompt_tokens": 16, "device": "cpu-slot", **planning},
         )
-        figures = tmp_path / "figures.json"
-        status, _, err = run_plan(document, "--mode", "symmetric", "--no-compare", "--json", str(figures))
-        assert status == 0, err
-        given = json.loads(figures.read_text())["assignments"]["reward_inference"]
+        given = planned(document, mode="symmetric")[0]["assignments"]["reward_inference"]
         times.append((given["time_s"], given["dp"]))
     (dispatch_s, _), (time_s, dp) = times
     assert dispatch_s == 5e-3
@@ -208,16 +219,13 @@ def test_the_classes_of_devices_are_named(run_plan, write, tmp_path):
 
 
 @pytest.mark.whole
-def test_classes_of_devices_may_stand_in_the_configuration(run_plan, tmp_path):
+def test_classes_of_devices_may_stand_in_the_configuration(planned, run_plan):
     times = []
     for device in ("cpu-slot", {"cpu-slot": 1, "h100-sxm": 1}):
         document = ppo(
             planning={"prompt_tokens": 16, "device": device}, cluster={"n_hosts": 2, "devices_per_host": 2}
         )
-        figures = tmp_path / "figures.json"
-        status, _, err = run_plan(document, "--time-limit", "2", "--no-compare", "--json", str(figures))
-        assert status == 0, err
-        times.append(json.loads(figures.read_text())["iteration_time_s"])
+        times.append(planned(document, "--time-limit", "2", mode="search")[0]["iteration_time_s"])
     assert times[1] < times[0]
     both = [{"n_hosts": 1, "device": "cpu-slot"}]
     status, _, err = run_plan(ppo(planning={"prompt_tokens": 16, "device": both}), "--time-limit", "2")
@@ -225,20 +233,13 @@ def test_classes_of_devices_may_stand_in_the_configuration(run_plan, tmp_path):
     assert "planning.device: give a device, or {device: number of hosts}, found [" in err
 
 
-def test_a_figure_in_the_wrong_unit_is_warned_about(run_plan, write):
-    cluster = {
-        "n_hosts": 1,
-        "devices_per_host": 2,
-        "device": "cpu-slot",
-        "between_hosts": {"bytes_per_s": 25},
-    }
-    status, _, err = run_plan(ppo(), "--cluster", write(cluster), "--mode", "heuristic", "--no-compare")
-    assert status == 0
+def test_a_figure_in_the_wrong_unit_is_warned_about(planned, write):
+    cluster = {"n_hosts": 1, "devices_per_host": 2, "device": "cpu-slot"}
+    slow, sound = ({**cluster, "between_hosts": {"bytes_per_s": rate}} for rate in (25, "2.5e9"))
+    _, _, err = planned(ppo(), "--cluster", write(slow))
     assert err.startswith("warning: ")
     assert "between_hosts.bytes_per_s=25 is implausible" in err
-    cluster["between_hosts"] = {"bytes_per_s": "2.5e9"}
-    status, _, err = run_plan(ppo(), "--cluster", write(cluster), "--mode", "heuristic", "--no-compare")
-    assert (status, err) == (0, "")
+    assert planned(ppo(), "--cluster", write(sound))[2] == ""
 
 
 MEANT_IN_OTHER_UNITS = {
@@ -249,7 +250,7 @@ MEANT_IN_OTHER_UNITS = {
 
 
 @pytest.mark.parametrize("place", ["configuration", "configuration by hosts", "cluster file"])
-def test_figures_are_judged_wherever_a_device_is_stated(run_plan, write, place):
+def test_figures_are_judged_wherever_a_device_is_stated(planned, write, place):
     """A sentence for each, with the value, where it stands, and the unit that was likely meant."""
     stated = write(MEANT_IN_OTHER_UNITS, "mine.yaml")
     device = stated if place == "configuration" else {stated: 1}
@@ -259,9 +260,7 @@ def test_figures_are_judged_wherever_a_device_is_stated(run_plan, write, place):
         if place == "cluster file"
         else (ppo(planning={"prompt_tokens": 16, "device": device}),)
     )
-    status, _, err = run_plan(*given, "--mode", "heuristic", "--no-compare")
-    assert status == 0, err
-    lines = err.splitlines()
+    lines = planned(*given)[2].splitlines()
     assert len(lines) == 3
     wrong = (("flops_per_s=312", "3.12e+14"), ("bytes_per_s=2e+11", "2.5e+10"), ("latency_s=15", "1.5e-05"))
     for line, (value, meant) in zip(lines, wrong, strict=True):
@@ -284,14 +283,10 @@ def test_a_run_is_warned_too(tmp_path, capsys, write):
     assert capsys.readouterr().err.count("is implausible") == 3
 
 
-def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(run_plan, write, tmp_path):
+def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(planned, write):
     cluster = write("n_hosts: 1\ndevices_per_host: 4\ndevice: {like: cpu-slot, memory_bytes: 8e9}\n")
-    figures = tmp_path / "figures.json"
-    status, _, err = run_plan(
-        ppo(), "--cluster", cluster, "--mode", "heuristic", "--no-compare", "--json", str(figures)
-    )
-    assert status == 0, err
-    assert json.loads(figures.read_text())["peak_memory_bytes"].keys() == {"0", "1", "2", "3"}
+    figures, _, _ = planned(ppo(), "--cluster", cluster)
+    assert figures["peak_memory_bytes"].keys() == {"0", "1", "2", "3"}
 
 
 @pytest.mark.parametrize(
@@ -331,13 +326,11 @@ def test_what_cannot_be_planned_is_refused(run_plan, change, parts):
     refused(run_plan(ppo(**change), "--mode", "heuristic"), *parts)
 
 
-def test_the_plan_tells_what_is_kept_of_the_memory(run_plan, tmp_path):
-    figures = tmp_path / "figures.json"
-    document = ppo(planning={"prompt_tokens": 16, "device": "h100-sxm"})
-    _, out, _ = run_plan(document, "--mode", "heuristic", "--no-compare", "--json", str(figures))
+def test_the_plan_tells_what_is_kept_of_the_memory(planned):
+    figures, out, _ = planned(ppo(planning={"prompt_tokens": 16, "device": "h100-sxm"}))
     kept = "context 1 GB, communicators 6.9 GB, fragmentation 2.4 GB"
     assert f"Of the 80 GB of a h100-sxm tensors do not have {kept}." in out
-    (device,) = json.loads(figures.read_text())["device_classes"].values()
+    (device,) = figures["device_classes"].values()
     assert device["reserved_bytes"] == {"context": 1e9, "communicators": 6.9e9, "fragmentation": 2.4e9}
 
 
@@ -396,7 +389,7 @@ def test_models_that_no_device_holds_are_refused_with_device_and_bytes(run_plan)
     refused(run_plan(ppo(models=models), "--mode", "heuristic"), " bytes", "would lower it")
 
 
-def test_lengths_come_from_the_data_where_they_are_not_given(run_plan, tmp_path):
+def test_lengths_come_from_the_data_where_they_are_not_given(planned, tmp_path):
     model_folder(tmp_path / "model")
     rows = [{"prompt": "a" * 20}, {"prompt": "a" * 10}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -405,69 +398,52 @@ def test_lengths_come_from_the_data_where_they_are_not_given(run_plan, tmp_path)
         data={"train": str(tmp_path / "prompts.jsonl")},
         planning={},
     )
-    times = []
-    for arguments in ((), ("planning.prompt_tokens=15",), ("planning.prompt_tokens=20",)):
-        figures = tmp_path / "figures.json"
-        status, _, err = run_plan(
-            document, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments
-        )
-        assert status == 0, err
-        times.append(json.loads(figures.read_text())["iteration_time_s"])
+    times = [
+        planned(document, *arguments)[0]["iteration_time_s"]
+        for arguments in ((), ("planning.prompt_tokens=15",), ("planning.prompt_tokens=20",))
+    ]
     assert times[0] == times[1]
     assert times[0] < times[2]
 
 
-def test_it_is_said_whether_figures_were_measured(run_plan, tmp_path):
-    figures, elsewhere = tmp_path / "figures.json", tmp_path / "measured.json"
+def test_it_is_said_whether_figures_were_measured(planned, tmp_path):
+    elsewhere = tmp_path / "measured.json"
     write_profiles([measured()], elsewhere)
     slot = ppo(planning={"prompt_tokens": 16, "device": "cpu-slot"})
     for arguments, source in (
         ((), "preset of cpu-slot"),
         (("--profile", str(elsewhere)), "measured profile of cpu-slot"),
     ):
-        status, out, err = run_plan(
-            slot, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments
-        )
-        assert (status, err) == (0, "")
+        figures, out, err = planned(slot, *arguments)
+        assert (figures["source"], err) == (source, "")
         assert f"Priced by: {source}.\n" in out
-        assert json.loads(figures.read_text())["source"] == source
 
 
-def test_a_run_far_beyond_its_profile_is_warned_about(run_plan, tmp_path):
+def test_a_run_far_beyond_its_profile_is_warned_about(planned, tmp_path):
     profile = tmp_path / "measured.json"
     write_profiles([measured()], profile)
-    arguments = ("--mode", "symmetric", "--no-compare", "--profile", str(profile))
-    status, _, err = run_plan(ppo(batch_size=1024), *arguments)
-    assert status == 0
+    _, _, err = planned(ppo(batch_size=1024), "--profile", str(profile), mode="symmetric")
     assert err.count("\n") == 1
     assert err.startswith("warning: The measured profile of cpu-slot ends at ")
     assert "rows that decode together; actor_generate is priced at " in err
 
 
-def planned_s(run_plan, document, figures, *arguments) -> float:
-    """The time of an iteration under the heuristic's plan."""
-    status, _, err = run_plan(
-        document, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments
-    )
-    assert status == 0, err
-    return json.loads(figures.read_text())["iteration_time_s"]
+def test_a_profile_from_elsewhere_is_gone_by_as_one_measured_here_is(planned, tmp_path):
+    def planned_s(*arguments):
+        return planned(document, *arguments)[0]["iteration_time_s"]
 
-
-def test_a_profile_from_elsewhere_is_gone_by_as_one_measured_here_is(run_plan, tmp_path):
-    figures, elsewhere = tmp_path / "figures.json", tmp_path / "measured.json"
+    elsewhere = tmp_path / "measured.json"
     document = ppo(output_dir=str(tmp_path / "runs"))
     write_profiles([measured(slower=20)], elsewhere)
-    without = planned_s(run_plan, document, figures)
-    by_profile = planned_s(run_plan, document, figures, "--profile", str(elsewhere))
+    without = planned_s()
+    by_profile = planned_s("--profile", str(elsewhere))
     assert by_profile > 5 * without
     here = cache_file(tmp_path / "runs" / "profiles", "cpu-slot", Cluster(1, 2), SHAPE, 4)
     here.parent.mkdir(parents=True)
     elsewhere.rename(here)
-    assert planned_s(run_plan, document, figures) == by_profile
+    assert planned_s() == by_profile
     write_profiles([measured()], elsewhere)
-    assert planned_s(run_plan, document, figures, "--profile", str(elsewhere)) < by_profile, (
-        "the file goes first"
-    )
+    assert planned_s("--profile", str(elsewhere)) < by_profile, "the file goes first"
 
 
 @pytest.mark.parametrize(
