@@ -87,9 +87,7 @@ def prepare(config: RunConfig, folder: Path | None = None, ranks: int | None = N
         return _prepare(config, folder, ranks)
     except ConfigError:
         raise
-    except (
-        ValueError
-    ) as error:  # what models, tokenizer, data, graph, meshes and plan raise for a user's fault
+    except ValueError as error:  # of models, tokenizer, data, graph and meshes, for a user's fault
         raise ConfigError(str(error)) from error
 
 

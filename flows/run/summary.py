@@ -263,30 +263,25 @@ def planned_and_measured(
     one without an evaluation, if there is such. Rounds after the first are left out.
     """
     spans: dict[tuple[str, int], float] = {}
-    ends: dict[int, float] = defaultdict(float)
     peaks: dict[str, int] = defaultdict(int)
     held: dict[str, int] = defaultdict(int)
-    generations = {row["iteration"]: generation_of(row) for row in lineage}
     for row in lineage:  # an iteration that an older version ran tells no memory
         clocks = row["clocks"].values()
         spans[row["node"], row["iteration"]] = row["ended_s"] - max(start for start, _ in clocks)
-        ends[row["iteration"]] = max(ends[row["iteration"]], row["ended_s"])
         for rank, size_bytes in row.get("peak_bytes", {}).items():
             peaks[rank] = max(peaks[rank], size_bytes)
             held[row["node"]] = max(held[row["node"]], size_bytes)
-    price, first, spare = expected.price, min(ends), _spare_rounds(plan)
-    kept = [t for t in sorted(ends) if t > first] or [first]
-    starts = min(row["started_s"] for row in lineage)
-    pairs = [(t, after) for t, after in pairwise(sorted(ends)) if generations[t] == generations[after]]
-    gaps = {after: ends[after] - ends[t] for t, after in pairs} or {first: ends[first] - starts}
-    evaluated = {t for node in _evaluations(plan) for t in _worked(node, sorted(ends), lineage)}
+    price, spare = expected.price, _spare_rounds(plan)
+    iterations, gaps = sorted({row["iteration"] for row in lineage}), _gaps_s(lineage)
+    counted = iterations[1:] or iterations
+    evaluated = {t for node in _evaluations(plan) for t in _worked(node, iterations, lineage)}
     plain = {t: gap for t, gap in gaps.items() if t not in evaluated}
     calls = {
         node.name: (price.due_s[node.name], median(spans[node.name, t] for t in at))
         for node in plan.nodes
         if isinstance(node, CallNode | EvaluateNode)
         and node.name not in spare
-        and (at := _worked(node, kept, lineage))
+        and (at := _worked(node, counted, lineage))
     }
     memory = {
         rank: (price.peaks[int(rank)].total_bytes + expected.process_bytes, peak)
@@ -304,13 +299,25 @@ def planned_and_measured(
     return {
         "source": expected.source,
         "note": expected.note,
-        "iterations": len(ends),
+        "iterations": len(iterations),
         "drifted": [name for name, pair in judged.items() if drifted(*pair)],
         "iteration": _pair(*iteration),
         "calls": {name: _pair(*pair) for name, pair in calls.items()},
         "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
         "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
     }
+
+
+def _gaps_s(lineage: Sequence[JournalRow]) -> dict[int, float]:
+    """Iteration -> seconds since the one before ended, in one generation; if there are none, the first one's own."""
+    ends: dict[int, float] = defaultdict(float)
+    for row in lineage:
+        ends[row["iteration"]] = max(ends[row["iteration"]], row["ended_s"])
+    generations = {row["iteration"]: generation_of(row) for row in lineage}
+    pairs = [(t, after) for t, after in pairwise(sorted(ends)) if generations[t] == generations[after]]
+    first = min(ends)
+    own_s = ends[first] - min(row["started_s"] for row in lineage)
+    return {after: ends[after] - ends[t] for t, after in pairs} or {first: own_s}
 
 
 def _spare_rounds(plan: ExecutionPlan) -> set[str]:

@@ -84,3 +84,11 @@ class MarkedCommand:
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert left == [], self.output
+
+
+def outcome(log: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit status of a command that is carried out to its end, and what it has printed."""
+    with MarkedCommand(log, *arguments, environment=environment) as begun:
+        status = begun.process.wait(400)
+        begun.assert_gone()
+        return status, begun.output

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.committed import assert_same_run, generations_of
-from tests.flows.marked_command import MarkedCommand
+from tests.flows.marked_command import outcome
 from tests.tiny_runs import write_model, write_prompts
 
 ITERATIONS = 3
@@ -67,14 +67,6 @@ def user(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(folder, name, *arguments, kind="dapo", **environment):
-    """Carry out `prefect-rlhf run KIND`; gives its exit status and what it has printed."""
-    with MarkedCommand(folder / f"{name}.log", "run", kind, *arguments, environment=environment) as begun:
-        status = begun.process.wait(400)
-        begun.assert_gone()
-        return status, begun.output
-
-
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
@@ -82,7 +74,7 @@ def test_a_run_of_grpo_that_loses_a_rank_and_is_resumed_has_the_same_bits(user):
     (user / "run.yaml").write_text(yaml.safe_dump(DOCUMENT))
     whole, ended = user / "runs" / "whole", user / "runs" / "ended"
 
-    status, said = run(user, "whole", "--config", "run.yaml", "name=whole")
+    status, said = outcome(user / "whole.log", "run", "dapo", "--config", "run.yaml", "name=whole")
     assert status == 0, said
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(ITERATIONS))
@@ -92,9 +84,9 @@ def test_a_run_of_grpo_that_loses_a_rank_and_is_resumed_has_the_same_bits(user):
     assert (whole / "model" / "model.safetensors").exists()
 
     changes = ("name=ended", "runtime.max_restarts=0")
-    status, said = run(user, "ended", "--config", "run.yaml", *changes, **KILLED)
+    status, said = outcome(user / "ended.log", "run", "dapo", "--config", "run.yaml", *changes, **KILLED)
     assert status == 1, said
-    status, said = run(user, "resumed", "--resume", str(ended))
+    status, said = outcome(user / "resumed.log", "run", "dapo", "--resume", str(ended))
     assert status == 0, said
     assert generations_of(ended)[ITERATIONS - 1] == (2, 0), "it began anew"
     assert_same_run(ended, whole)
@@ -118,7 +110,9 @@ def test_each_of_the_others_runs_to_its_end_under_a_plan_by_hand(user, kind):
     document = {**DOCUMENT, "type": kind, **OTHERS[kind]}
     document = {field: value for field, value in document.items() if value is not None}
     (user / "run.yaml").write_text(yaml.safe_dump(document))
-    status, said = run(user, kind, "--config", "run.yaml", f"name={kind}", kind=kind.replace("_", "-"))
+    status, said = outcome(
+        user / "log", "run", kind.replace("_", "-"), "--config", "run.yaml", f"name={kind}"
+    )
     assert status == 0, said
     lines = (user / "runs" / kind / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

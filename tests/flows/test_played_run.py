@@ -9,18 +9,10 @@ import yaml
 
 from rlhf_tasks.system.counter_random import counter_bits
 from tests.committed import assert_same_run, last_step
-from tests.flows.marked_command import MarkedCommand
+from tests.flows.marked_command import outcome
 from tests.rlhf_tasks.test_environments import PLAYED, grpo_config
 
 ITERATIONS, STALENESS, BATCH = 4, 1, 16
-
-
-def run(folder, name, *arguments, **environment):
-    """Carry out `prefect-rlhf run grpo`; gives its exit status and what it has printed."""
-    with MarkedCommand(folder / f"{name}.log", "run", "grpo", *arguments, environment=environment) as begun:
-        status = begun.process.wait(400)
-        begun.assert_gone()
-        return status, begun.output
 
 
 @pytest.mark.slow
@@ -46,7 +38,8 @@ def test_what_a_commit_has_is_not_played_again(tmp_path, monkeypatch):
             cluster={"devices_per_host": 2},
         )
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
-        return run(tmp_path, name, "--config", "run.yaml", f"name={name}", *changes, **environment)
+        arguments = ("run", "grpo", "--config", "run.yaml", f"name={name}", *changes)
+        return outcome(tmp_path / f"{name}.log", *arguments, **environment)
 
     def seeds(iteration):
         ids = np.arange(iteration * BATCH, (iteration + 1) * BATCH)
@@ -64,7 +57,7 @@ def test_what_a_commit_has_is_not_played_again(tmp_path, monkeypatch):
     ended = tmp_path / "runs" / "ended"
     committed = last_step(ended) + STALENESS  # iterations whose samples it has, or has learned from
     assert committed > STALENESS
-    status, said = run(tmp_path, "resumed", "--resume", str(ended))
+    status, said = outcome(tmp_path / "resumed.log", "run", "grpo", "--resume", str(ended))
     assert status == 0, said
     assert_same_run(ended, tmp_path / "runs" / "undisturbed")
     found = Counter(map(int, (tmp_path / "played").read_text().split()))

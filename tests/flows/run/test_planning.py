@@ -1,19 +1,23 @@
 """What is planned for: cluster, figures of its devices, lengths, profiles, as `prefect-rlhf plan` takes them."""
 
 import json
+from typing import Any
 
 import pytest
 
 from flows.cli import run_command
-from flows.run.planning import hardware_of, problem_of, typed, workload_of
+from flows.run.planning import hardware_of, problem_of, typed, users_seconds, workload_of
+from flows.run.prepare import prepare
 from planner.plan.mesh import Cluster
 from planner.pricing.figures import cache_file, write_profiles
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.algorithms.sft import SFTConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
 from tests.flows.checked_files import model_folder
 from tests.flows.plan_documents import DISJOINT, LLAMA, SHAPE, measured, ppo, refused
+from tests.tiny_runs import ppo_config
 
 KEYS = ("prompt", "chosen", "rejected")
 
@@ -462,3 +466,34 @@ def test_a_profile_that_does_not_fit_is_refused(run_plan, tmp_path, profiles, pa
     if profiles is not None:
         write_profiles(profiles, path)
     refused(run_plan(ppo(), "--profile", str(path)), *parts)
+
+
+def seconds(config: Any, held_out_rows: int = 0) -> dict[str, float]:
+    return users_seconds(config, prepare(config).plan, held_out_rows)
+
+
+def test_the_call_that_judges_may_take_what_its_rewards_may(tmp_path):
+    assert seconds(ppo_config(tmp_path, reward_timeout_s=100)) == {"reward_inference": 100 + ENDING_S}
+
+
+def test_a_reward_model_alone_has_no_such_seconds(tmp_path):
+    assert seconds(ppo_config(tmp_path, rewards=[])) == {}
+
+
+def test_a_process_that_is_started_anew_has_its_time_again(tmp_path):
+    skips = ppo_config(tmp_path, reward_timeout_s=100, on_reward_error="skip")
+    assert seconds(skips) == {"reward_inference": (1 + MOST_LOST) * (100 + ENDING_S)}
+
+
+def test_an_evaluation_may_take_as_long_in_each_of_its_batches(tmp_path):
+    ppo_config(tmp_path)
+    asked = {"data": str(tmp_path / "prompts.jsonl"), "num_generations": 2}
+    config = ppo_config(tmp_path, reward_timeout_s=50, evaluation=asked, batch_size=20)
+    once = 50 + ENDING_S
+    assert seconds(config, 21) == {"reward_inference": once, "evaluate_actor": 3 * once}
+
+
+def test_both_of_remaxs_calls_judge(tmp_path):
+    ppo = ppo_config(tmp_path).model_dump(include={"data", "output_dir", "sampling", "rewards", "batch_size"})
+    document = ppo | {"type": "remax", "models": {"actor": str(tmp_path / "actor")}, "total_iterations": 1}
+    assert seconds(make_config(document)).keys() == {"reward_inference", "greedy_reward_inference"}

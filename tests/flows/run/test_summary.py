@@ -1,13 +1,17 @@
 """The figures of a run, from rows of its lineage."""
 
+import hashlib
 from dataclasses import replace
 
 import pytest
+import yaml
 
+from flows.run.prepare import prepare
 from flows.run.summary import (
     in_short,
     keep_drift,
     metrics_of_step,
+    model_card,
     planned,
     planned_and_measured,
     run_figures,
@@ -16,6 +20,7 @@ from flows.view.artifacts import _planned_row
 from planner.plan.steady_state import SteadyState, steady_state
 from planner.pricing.devices import preset
 from planner.pricing.figures import RanCall, keep_figures, read_figures
+from planner.text import plan_table
 from rlhf_tasks.checkpoint.changes import RunPlan
 from rlhf_tasks.spec import EvaluateNode, Part
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
@@ -374,3 +379,32 @@ def test_the_next_run_goes_by_what_the_last_one_found(tmp_path):
     larger = ppo_config(tmp_path, cluster={"devices_per_host": 2}, batch_size=32)
     of_larger = prepare(larger)
     assert planned(larger, of_larger.plan, of_larger.problem).source == before.source, "another workload"
+
+
+def test_the_card_tells_where_the_weights_come_from(tmp_path):
+    reward = {
+        "function": "tests.tiny_reward:length_reward",
+        "kwargs": {"bearer": "hunter2", "scale": 2},
+    }
+    prepared = prepare(ppo_config(tmp_path, rewards=[reward]))
+    card = model_card(prepared, "mine", "actor", {"iteration": 2, "reward": 0.2512345, "kl": None})
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header) == {"library_name": "transformers", "tags": ["prefect-rlhf", "ppo"]}
+    assert "# mine" in text
+    assert f"started from `{tmp_path / 'actor'}`" in text
+    assert "## Metrics of iteration 3\n" in text
+    assert "| reward | 0.2512 |\n| kl |  |\n" in text
+    assert "| iteration |" not in text
+    assert prepared.rows.digest in text
+    assert len(prepared.rows.digest) == len(hashlib.sha256().hexdigest())
+    assert plan_table(prepared.plan) in text
+    assert "- transformers 5" in text
+    shown = yaml.safe_load(text.split("```yaml\n")[1].removesuffix("```\n"))
+    assert "kwargs" not in shown["rewards"][0]
+    assert shown["data"]["max_prompt_tokens"] == 1024
+    assert "hunter2" not in card
+
+
+def test_a_card_without_metrics_has_no_empty_table(tmp_path):
+    card = model_card(prepare(ppo_config(tmp_path)), "mine", "actor", {})
+    assert "Metrics" not in card
