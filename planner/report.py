@@ -19,7 +19,7 @@ from planner.pricing.figures import Factor, MeasuredProfile
 from planner.pricing.plans import PlanPrice, price_plan, shortfall
 from planner.pricing.problem import Problem
 from planner.search.annealing import neighbours, polishing, start_state
-from planner.search.bounds.root_bound import call_cycles
+from planner.search.bounds.cycles import call_cycles
 from planner.search.compiled.tables import Tables, assignments_of, nearest_choice
 from planner.search.search import ROUNDING, SearchResult
 from planner.text import format_devices

@@ -126,7 +126,7 @@ def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, worklo
         elif warning := estimated(device):
             warnings.append(warning)
         measured += found
-    graph, cluster = graph_of(config, shapes), hardware.cluster
+    graph, cluster = graph_of(config), hardware.cluster
     uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured))
 
     def corrected(path: Path) -> CostModel:
@@ -253,7 +253,7 @@ def shapes_of(config: RunConfig) -> dict[str, ModelShape]:
     return {role: _shape(role, parts) for role, parts in config.roles().items()}
 
 
-def graph_of(config: RunConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
+def graph_of(config: RunConfig) -> DataflowGraph:
     """The dataflow graph that a configuration describes."""
     record = algorithm(config.type)
     asked = section_of(config)
@@ -262,7 +262,6 @@ def graph_of(config: RunConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
         record.calls(config),
         record.dataset_keys,
         name=record.name,
-        architectures=shapes,
         evaluated=evaluated,
         on_start=asked is not None and asked.on_start,
         follows=config.follows,

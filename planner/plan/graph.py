@@ -52,15 +52,13 @@ class DataflowGraph:
     A reader of a trained role uses the version from before the iteration's train_step, unless its data depend
     on that train_step.
 
-    architectures  call -> its model's architecture (anything comparable, e.g. a ModelShape); calls of one role
-                   must agree
     evaluated      roles that are evaluated after their train_step
     on_start       they are also evaluated before the first iteration
     follows        role -> the trained role whose parameters are blended into its own after the train_step. One of its
                    calls runs its model
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
-    different sizes or groups, a call that runs ahead of what it reads, a cycle, roles whose architectures differ, a
-    role that follows none that trains, and calls that cannot be cut into parts.
+    different sizes or groups, a call that runs ahead of what it reads, a cycle, a role that follows none that
+    trains, and calls that cannot be cut into parts.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class DataflowGraph:
         dataset_keys: Iterable[str],
         *,
         name: str = "graph",
-        architectures: Mapping[str, object] | None = None,
         evaluated: Collection[str] = (),
         on_start: bool = False,
         follows: Mapping[str, str] | None = None,
@@ -78,7 +75,6 @@ class DataflowGraph:
         self.dataset_keys = tuple(dataset_keys)
         _check_names(calls)
         _check_sizes(calls)
-        _check_architectures(calls, architectures or {})
         producers = _producers(calls, self.dataset_keys)
         _check_parts(calls, producers)
         graph = _data_graph(calls, producers, self.dataset_keys)
@@ -259,19 +255,6 @@ def _check_parts(calls: Sequence[ModelFunctionCall], producers: Mapping[str, str
                     f"Call {call.name!r} is cut into {call.chunks} parts, but {made.name!r}, which makes {key!r} for "
                     f"it, into {made.chunks}. Cut both alike."
                 )
-
-
-def _check_architectures(calls: Sequence[ModelFunctionCall], architectures: Mapping[str, object]) -> None:
-    first: dict[str, str] = {}
-    for call in calls:
-        if call.name not in architectures:
-            continue
-        other = first.setdefault(call.role, call.name)
-        if architectures[other] != architectures[call.name]:
-            raise GraphError(
-                f"Role {call.role!r} has two architectures: {architectures[other]} in call {other!r} and "
-                f"{architectures[call.name]} in call {call.name!r}. Use one model, or two roles."
-            )
 
 
 def _producers(calls: Sequence[ModelFunctionCall], dataset_keys: Sequence[str]) -> dict[str, str]:

@@ -85,11 +85,6 @@ class DeviceMesh:
     def devices(self) -> tuple[int, ...]:
         return tuple(range(self.first, self.first + self.size))
 
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """The hosts the mesh touches."""
-        return tuple(range(self.cluster.host(self.first), self.cluster.host(self.first + self.size - 1) + 1))
-
     def __str__(self) -> str:
         return f"{self._range()} of {self.cluster}"
 

@@ -89,7 +89,6 @@ class CostModel:
             for profile, of_models in zip(stated.profiles, self.measured, strict=True)
         ]
         self.classes = replace(stated, profiles=tuple(found))
-        self._timings: dict[tuple[Any, ...], Timing] = {}
         self._costs: dict[tuple[Any, ...], dict[int, CallCost]] = {}
         self._evaluations: dict[tuple[Any, ...], CallCost] = {}
         self.history = tuple(history)
@@ -173,24 +172,28 @@ class CostModel:
                 "inference": infer,
                 "train_step": train,
             }[call.kind]
-            local = self._sizes(call.role, where.strategy)
-            trained = self._trained_sizes(call.role, where.strategy)
-            timing = self._timing(call.role, where.strategy.tp, where.crossings.tp, where.classes)
-            overlap = min(self._inside_calls[number].exchange_overlap for number in where.classes)
-            gpus = self._on_gpus(where)
-            mesh = OnMesh(
-                timing, self.workload, local, trained, where.strategy, where.crossings, overlap, gpus
-            )
+            mesh = self._mesh(call.role, where, self.workload)
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
+
+    def _mesh(self, role: str, where: _Circumstances, workload: Workload) -> OnMesh:
+        s, devices = where.strategy, [self._inside_calls[number] for number in where.classes]
+        local, trained = self._sizes(role, s), self._trained_sizes(role, s)
+        return OnMesh(
+            self._timing(role, s.tp, where.crossings.tp, where.classes),
+            workload,
+            local,
+            trained,
+            s,
+            where.crossings,
+            overlap=min(device.exchange_overlap for device in devices),
+            gpus=not all(device.is_on_host for device in devices),
+        )
 
     def _streams_s(self, role: str, where: _Circumstances) -> float:
         """Seconds in which the optimizer's state passes to the fullest device and back, once."""
         most = max(self._trained_sizes(role, where.strategy).parameters_by_stage(where.strategy.pp))
         return self.classes.host_copy_s(2 * OPTIMIZER_BYTES * most / where.strategy.dp, where.classes)
-
-    def _on_gpus(self, where: _Circumstances) -> bool:
-        return not all(self._inside_calls[number].is_on_host for number in where.classes)
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:
         """Numbers of the device classes of a placement's devices, ascending."""
@@ -215,6 +218,11 @@ class CostModel:
         """[stages] bytes of a role's parameters on a device of each stage; of one with adapters, bytes of these."""
         trained, pp = self._trained_sizes(role, placement.strategy), placement.strategy.pp
         return tuple(count * self.workload.itemsize for count in trained.parameters_by_stage(pp))
+
+    def _by_stage(self, role: str, s: ParallelStrategy, per_parameter: float) -> tuple[float, ...]:
+        """[stages] bytes on a device of each stage of what takes so many per parameter that moves and trains."""
+        parameters = self._trained_sizes(role, s).parameters_by_stage(s.pp)
+        return tuple(count * per_parameter for count in parameters)
 
     def layer_bytes(self, role: str, tp: int) -> float:
         """Bytes of a layer of what a role moves on a device, with a layer's part of embedding and head
@@ -264,19 +272,13 @@ class CostModel:
         """[stages] bytes of the parameters and master weights of a role that follows another, on a device of each
         stage."""
         s = placement.strategy
-        per_parameter = self.workload.itemsize + MASTER_BYTES / s.dp
-        return tuple(
-            count * per_parameter for count in self._trained_sizes(role, s).parameters_by_stage(s.pp)
-        )
+        return self._by_stage(role, s, self.workload.itemsize + MASTER_BYTES / s.dp)
 
     def state_bytes(self, role: str, placement: Placement, trained: bool) -> tuple[float, ...]:
         """[stages] bytes of the state that a device of each stage has of a role whose weights change: master weights,
         and where it is trained both moments, cut over dp."""
         s = placement.strategy
-        per_parameter = (OPTIMIZER_BYTES if trained else MASTER_BYTES) / s.dp
-        return tuple(
-            count * per_parameter for count in self._trained_sizes(role, s).parameters_by_stage(s.pp)
-        )
+        return self._by_stage(role, s, (OPTIMIZER_BYTES if trained else MASTER_BYTES) / s.dp)
 
     def evaluation(self, role: str, placement: Placement) -> CallCost:
         """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a
@@ -289,19 +291,11 @@ class CostModel:
         where, s = self._where(placement), placement.strategy
         key = role, where
         if key not in self._evaluations:
-            timing = self._timing(role, s.tp, where.crossings.tp, where.classes)
-            local, trained = self._sizes(role, s), self._trained_sizes(role, s)
 
             def mesh(prompt_tokens: int, new_tokens: int) -> OnMesh:
                 lengths = {"prompt_tokens": prompt_tokens, "new_tokens": Lengths.fixed(new_tokens)}
-                changed = {
-                    **lengths,
-                    "longest_prompt": None,
-                    "max_new_tokens": new_tokens,
-                    "counted_tokens": None,
-                }
-                workload = self.workload.model_copy(update=changed)
-                return OnMesh(timing, workload, local, trained, s, where.crossings, gpus=self._on_gpus(where))
+                others = {"longest_prompt": None, "max_new_tokens": new_tokens, "counted_tokens": None}
+                return self._mesh(role, where, self.workload.model_copy(update=lengths | others))
 
             at_once = min(asked.rows_at_once, asked.rows)
             parts = [CallCost(0.0, (0.0,) * s.pp)]
@@ -341,23 +335,20 @@ class CostModel:
 
         Groups that mix device classes are never measured; their collectives are priced by the devices' links.
         """
-        key = (role, tp, crosses, classes)
-        if key not in self._timings:
-            model, itemsize = self.models[role], self.workload.itemsize
-            local = sizes(model.shape, model.head, tp)
-            analytic = [
-                Roofline(self._inside_calls[number], local, model.head, tp, crosses, itemsize)
-                for number in classes
-            ]
-            profiles = [self.measured[number].get(model.shape) for number in classes]
-            timings: list[Timing] = [
-                roofline
-                if profile is None or tp not in profile.tp_degrees
-                else ProfileTables(profile, model.head, tp, crosses)
-                for roofline, profile in zip(analytic, profiles, strict=True)
-            ]
-            self._timings[key] = timings[0] if len(timings) == 1 else Slowest(timings, analytic)
-        return self._timings[key]
+        model, itemsize = self.models[role], self.workload.itemsize
+        local = sizes(model.shape, model.head, tp)
+        analytic = [
+            Roofline(self._inside_calls[number], local, model.head, tp, crosses, itemsize)
+            for number in classes
+        ]
+        profiles = [self.measured[number].get(model.shape) for number in classes]
+        timings: list[Timing] = [
+            roofline
+            if profile is None or tp not in profile.tp_degrees
+            else ProfileTables(profile, model.head, tp, crosses)
+            for roofline, profile in zip(analytic, profiles, strict=True)
+        ]
+        return timings[0] if len(timings) == 1 else Slowest(timings, analytic)
 
     def _crossings(self, placement: Placement) -> Crossings:
         """Whether the groups of the placement's first device span hosts; the other groups are taken to be alike."""

@@ -506,18 +506,19 @@ def loaded_bytes(plan: ExecutionPlan, model: CostModel) -> dict[int, float]:
     What several devices of a host read alike, such as replicas of one model, is read from the disk once: each has an
     equal share of it.
     """
-    readers: dict[tuple[int, _Slice], list[int]] = defaultdict(list)
-    sizes: dict[_Slice, float] = {}
+    # A part of a model's files is named by its weights, stage, pp, tp rank and tp.
+    readers: dict[tuple[int, tuple[Hashable, ...]], list[int]] = defaultdict(list)
+    sizes: dict[tuple[Hashable, ...], float] = {}
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
             if where.trained and number and model.models[role].lora is None:
                 continue  # a copy, which comes from the trained role
             frozen = model.frozen_bytes(role, placement)
             whole = [a + b for a, b in zip(model.parameter_bytes(role, placement), frozen, strict=True)]
-            weights = str(model.frozen_weights(role, where.changes))
+            weights = model.frozen_weights(role, where.changes)
             pp, tp = placement.strategy.pp, placement.strategy.tp
             for device, at, size_bytes in _on_devices(placement, whole):
-                part = _Slice(weights, at.pp, pp, at.tp, tp)
+                part = (weights, at.pp, pp, at.tp, tp)
                 sizes[part] = size_bytes
                 readers[model.cluster.host(device), part].append(device)
     read: dict[int, float] = defaultdict(float)
@@ -534,16 +535,6 @@ def _ahead_bytes(plan: ExecutionPlan, call: ModelFunctionCall, workload: Workloa
     keys = {*call.outputs} if call.segment_tokens else fetched.union(call.outputs)
     n_samples = call.lead * call.n_seqs + (call.n_places if call.segment_tokens else 0)
     return n_samples * sum(key_bytes(key, workload) for key in keys)
-
-
-class _Slice(NamedTuple):
-    """A part of a model's files that devices read."""
-
-    weights: str
-    stage: int
-    pp: int
-    tp_rank: int
-    tp: int
 
 
 def _on_devices(placement: Placement, per_stage: Sequence[float]) -> Iterator[tuple[int, Coordinate, float]]:

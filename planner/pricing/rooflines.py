@@ -312,21 +312,16 @@ class Slowest:
         self._timings, self._links = timings, links
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Seconds of one layer over `tokens` tokens on the slowest class."""
         return max(timing.layer_s(kind, tokens, context) for timing in self._timings)
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
-        """Seconds of the embedding of `tokens` tokens on the slowest class."""
         return max(timing.embedding_s(kind, tokens) for timing in self._timings)
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Seconds of the head over `tokens` tokens on the slowest class."""
         return max(timing.head_s(kind, tokens, context) for timing in self._timings)
 
     def update_s(self, parameters: float, dp: int) -> float:
-        """Seconds of the optimizer on the slowest class."""
         return max(timing.update_s(parameters, dp) for timing in self._timings)
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
-        """Seconds of a collective or message of size_bytes bytes over the slowest class's links."""
         return max(timing.exchange_s(kind, ranks, size_bytes, crosses_hosts) for timing in self._links)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.bounds.root_bound import Cycles
+from planner.search.bounds.cycles import Cycles
 from planner.search.compiled.arrays import Arrays
 from planner.search.compiled.compile import Floats, Ints, compiled, inner
 from planner.search.compiled.evaluator import value

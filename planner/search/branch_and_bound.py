@@ -32,6 +32,7 @@ from planner.plan.order import MOST_ORDERS, has_more_orders
 from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
 from planner.pricing.problem import Deadline, Problem
 from planner.search.annealing import Neighbours, PricedChoice, annealing, better, metropolis, polishing
+from planner.search.bounds.cycles import Cycles, allowance
 from planner.search.bounds.period_bound import SLACK, Cover, covering, covers, exceeds_period
 from planner.search.bounds.relaxation import (
     MEET,
@@ -47,7 +48,6 @@ from planner.search.bounds.relaxation import (
     relaxation,
     seconds_of,
 )
-from planner.search.bounds.root_bound import Cycles, allowance
 from planner.search.compiled.compile import Floats, Ints, compiled, inner
 from planner.search.compiled.evaluator import priced
 from planner.search.compiled.tables import Tables
@@ -68,13 +68,15 @@ class Tree(NamedTuple):
 
     start       [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
     group       [groups] rows of Relaxation
+    lightest    [calls] float64: the least load (seconds x devices) of each call's options
     by_size, to_options  [steps] steps of a search (SearchState): by groups, and down to options. The calls whose
-                lightest options have the largest load (seconds x devices) come first
+                lightest options have the largest load come first
     """
 
     relaxation: Relaxation
     start: Ints
     group: Ints
+    lightest: Floats
     cycles: Cycles
     cover: Cover
     by_size: Ints
@@ -93,13 +95,13 @@ def search_tree(tables: Tables, cycles: Cycles) -> Tree:
     groups = groups[np.lexsort((o.seconds[groups], call))]
     start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
     load = o.seconds * o["size"]
-    lightest = [load[a:b].min() for a, b in pairwise(r.arrays.start)]
-    heaviest = np.argsort(-np.array(lightest), kind="stable")
+    lightest = np.array([load[a:b].min() for a, b in pairwise(r.arrays.start)])
+    heaviest = np.argsort(-lightest, kind="stable")
     # Calls with moves come first, so that moves are priced early.
     moved = sorted(heaviest, key=lambda call: call not in {*r.trainer, *r.reader})
     placing = [call for call in moved for _ in range(2)]  # first a strategy, then a placement
     to_options = np.concatenate([heaviest, placing, moved])
-    return Tree(r, start, groups, cycles, covering(tables.problem.graph), heaviest, to_options)
+    return Tree(r, start, groups, lightest, cycles, covering(tables.problem.graph), heaviest, to_options)
 
 
 class SearchState(NamedTuple):
@@ -143,12 +145,16 @@ def begin_search(t: Tree, steps: Ints) -> SearchState:
     )
 
 
-def bounds_by_groups(t: Tree, lower_bound_s: float, upper: float, deadline: Deadline) -> Iterator[float]:
-    """Rising lower bounds, in seconds, that searches by groups alone prove.
+def bounds_by_groups(t: Tree, upper: float, deadline: Deadline) -> Iterator[float]:
+    """Rising lower bounds, in seconds: first by cycles of the fastest options and the load of the lightest ones, then
+    those that searches by groups alone prove.
 
-    lower_bound_s  the root bound; upper: seconds of a plan
-    deadline       ends the bisection early
+    upper     seconds beyond which no bound is looked for, such as those of a plan
+    deadline  ends the bisection early
     """
+    by_cycles = (t.cycles.members @ t.relaxation.fastest / t.cycles.delays).max()
+    lower_bound_s = float(max(by_cycles, t.lightest.sum() / t.relaxation.n_devices))
+    yield lower_bound_s
     while upper - lower_bound_s > GROUP_STEP * upper and not deadline.is_past():
         threshold, search = (lower_bound_s + upper) / 2, begin_search(t, t.by_size)
         if _searched(t, search, threshold, deadline)[0] == DONE:
@@ -353,15 +359,18 @@ def _may_stay(t: Tree, state: SearchState, depth: int, threshold: float) -> bool
 def _allow(t: Tree, choice: Ints, allowed: Floats, threshold: float) -> bool:
     """Writes the seconds that the cycles allow each call if the others take their least seconds.
 
-    Returns whether every call's least seconds are allowed.
+    Returns whether every call's least seconds are allowed, and the load fits the cluster: a device finishes an
+    iteration before it begins the next one.
     """
-    least_s = seconds_of(t.relaxation, choice)
+    least_s, load = seconds_of(t.relaxation, choice), 0.0
     for call in range(len(allowed)):
+        row = choice[call]
+        load += t.lightest[call] if row == OPEN else least_s[call] * t.relaxation.arrays.options[row].size
         spare = allowance(call, least_s, t.cycles.members, t.cycles.delays, threshold) * SLACK
         allowed[call] = min(allowed[call], spare)
         if allowed[call] < least_s[call]:
             return False
-    return True
+    return load <= threshold * SLACK * t.relaxation.n_devices
 
 
 @inner

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from planner.plan.build import PlanError
 from planner.pricing.plans import PlanPrice, price_plan
-from planner.pricing.problem import Deadline, OptionsTakeTooLongError, Problem, never
+from planner.pricing.problem import NO_DEADLINE, Deadline, OptionsTakeTooLongError, Problem, never
 from planner.search.annealing import (
     PricedChoice,
     anneal,
@@ -33,7 +33,7 @@ from planner.search.baselines import (
     side_by_side,
     symmetric_plan,
 )
-from planner.search.bounds.root_bound import call_cycles, front, root_bound
+from planner.search.bounds.cycles import call_cycles
 from planner.search.branch_and_bound import (
     begin_search,
     bounds_by_groups,
@@ -46,7 +46,9 @@ from planner.search.compiled.tables import Tables, assignments_of, counterparts,
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a smaller gap counts as zero
-BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
+BOUNDING = (
+    0.25  # share of the time limit at which the bound by groups ends, in modes besides `search` by RULES_S
+)
 ANNEALING = 0.75  # share of the time limit at which annealing ends
 DISJOINT = 0.1  # share of the time limit that the search for roles on devices of their own may take
 TABLES = 0.7  # share of the time limit after which no further options are priced
@@ -97,7 +99,7 @@ class SearchResult:
     late: bool = False
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """A mode's result: a plan, a lower bound in seconds, the number of plans priced, and the trace.
 
     tables  where the plan is from, if not from those of the request
@@ -173,11 +175,11 @@ class Progress:
             if self.deadline_of(ANNEALING).is_past():
                 break
 
-    def go_on_among(self, tables: Tables) -> None:
+    def continue_among(self, tables: Tables) -> None:
         """Takes over the best state into tables of more options."""
         state = start_state(tables, counterparts(self._tables, self.state.choice.tolist(), tables))
         self._tables = tables
-        self.note(state, 1, bound_of(tables))
+        self.note(state, 1)
 
     def _trace_up_to(self, time_s: float) -> None:
         """Adds a point to the trace: the less of `time_s` and the last point's time, unless both are infinite."""
@@ -186,13 +188,13 @@ class Progress:
             seconds = time.monotonic() - self._request.started
             self._trace.append(TracePoint(seconds, best, self.lower_bound_s))
 
-    def found(self) -> Found:
+    def outcome(self) -> Outcome:
         """The best plan and its price. Raises PlanError when nothing fits memory."""
         candidates = list(self._request.rules.plans)
         if self.state.excess_bytes <= 0 or not candidates:
             candidates.append(priced_choice(self._tables, self.state.choice.tolist()))
         best = min(candidates, key=lambda one: one.price.iteration_time_s)
-        return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace), self._tables)
+        return Outcome(best, self.lower_bound_s, self._evaluations, tuple(self._trace), self._tables)
 
 
 @uncollected()
@@ -231,9 +233,12 @@ def find_plan(
     rules, late = _by_rule(problem, started, ending) if mode == "search" else Rules(), False
     try:
         deadline = Deadline(started + TABLES * time_limit_s, called_off)
-        tables, asked = Tables(problem, deadline, few=mode == "search"), MODES[mode]
+        tables, run = Tables(problem, deadline, few=mode == "search"), MODES[mode]
         compile_s = _compile(tables) if mode in SEARCHING else 0.0
-        lower_bound_s = bound_of(tables) if mode != "search" else 0.0
+        lower_bound_s = 0.0
+        if mode != "search":
+            bounding_s = min(RULES_S, BOUNDING * time_limit_s) if mode in SEARCHING else 0.0
+            lower_bound_s = bound_of(tables, Deadline(time.monotonic() + bounding_s, called_off))
     except OptionsTakeTooLongError:
         late, rules = True, rules if rules.plans else _by_rule(problem, started, ending)
         given = () if evaluate is None else (evaluate,)
@@ -243,16 +248,16 @@ def find_plan(
                 raise PlanError("The search was called off before there was a plan.") from None
             raise
         tables = Tables(problem, among=known)
-        asked, compile_s, lower_bound_s = _best_rule if mode in SEARCHING else MODES[mode], 0.0, 0.0
+        run, compile_s, lower_bound_s = _best_rule if mode in SEARCHING else MODES[mode], 0.0, 0.0
     started += compile_s
-    found = asked(
+    outcome = run(
         Request(problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off)
     )
     ending = Deadline(max(started + time_limit_s, time.monotonic() + RULES_S), called_off)
-    priced = found.priced if mode == "manual" else balanced(found.priced, problem, ending)
+    priced = outcome.priced if mode == "manual" else balanced(outcome.priced, problem, ending)
     time_s = priced.price.iteration_time_s
-    in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
-    lower_bound_s = min(found.lower_bound_s, time_s)
+    in_class = outcome.lower_bound_s <= time_s * (1 + ROUNDING)
+    lower_bound_s = min(outcome.lower_bound_s, time_s)
     gap = 1 - lower_bound_s / time_s
     return SearchResult(
         plan=priced.plan,
@@ -265,10 +270,10 @@ def find_plan(
         mode=mode,
         seconds=time.monotonic() - started,
         compile_s=compile_s,
-        evaluations=found.evaluations,
-        trace=found.trace or (TracePoint(time.monotonic() - started, time_s, lower_bound_s),),
-        tables=found.tables or tables,
-        late=late or found.late,
+        evaluations=outcome.evaluations,
+        trace=outcome.trace or (TracePoint(time.monotonic() - started, time_s, lower_bound_s),),
+        tables=outcome.tables or tables,
+        late=late or outcome.late,
     )
 
 
@@ -277,7 +282,6 @@ def _compile(tables: Tables) -> float:
     began = time.monotonic()
     start = start_state(tables, greedy_choice(tables))
     cycles, draws = call_cycles(tables.problem.graph), uniforms(0, "compiling", 0, 0)
-    bound_of(tables)
     near = neighbours(tables)
     anneal(tables.arrays, near, cycles, start, draws, 1.0, 1.0, True)
     descend(tables.arrays, nobody(tables), cycles, start, 0)
@@ -288,15 +292,14 @@ def _compile(tables: Tables) -> float:
     return time.monotonic() - began
 
 
-def bound_of(tables: Tables) -> float:
-    """The root bound of a problem's options, in seconds per iteration (planner/search/bounds/root_bound.py)."""
-    problem = tables.problem
-    dispatch_s = problem.model.classes.dispatch_s
-    fronts = [
-        front([o.seconds + call.chunks * dispatch_s for o in options], [o.size for o in options])
-        for call, options in zip(problem.graph.calls, tables.options, strict=True)
-    ]
-    return root_bound(fronts, call_cycles(problem.graph), problem.cluster.n_devices)
+def bound_of(tables: Tables, deadline: Deadline = NO_DEADLINE) -> float:
+    """The bound by groups of a problem's options, in seconds per iteration.
+
+    deadline  ends the bisection early; if it has passed, nothing is compiled or searched
+    """
+    tree = search_tree(tables, call_cycles(tables.problem.graph))
+    *_, bound_s = bounds_by_groups(tree, tree.relaxation.fastest.sum(), deadline)
+    return bound_s
 
 
 def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
@@ -308,30 +311,30 @@ def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
     return Priced(plan, price_plan(plan, model)).fitting(model)
 
 
-def _best_rule(request: Request) -> Found:
+def _best_rule(request: Request) -> Outcome:
     plans = request.rules.plans
-    return Found(min(plans, key=lambda one: one.price.iteration_time_s), 0.0, 1, request.rules.trace)
+    return Outcome(min(plans, key=lambda one: one.price.iteration_time_s), 0.0, 1, request.rules.trace)
 
 
-def _by_one(rule: Callable[..., Priced]) -> Callable[[Request], Found]:
+def _by_one(rule: Callable[..., Priced]) -> Callable[[Request], Outcome]:
     """The mode that follows a rule."""
-    return lambda request: Found(rule(request.problem.graph, request.problem.model), request.lower_bound_s)
+    return lambda request: Outcome(rule(request.problem.graph, request.problem.model), request.lower_bound_s)
 
 
-def _disjoint(request: Request) -> Found:
+def _disjoint(request: Request) -> Outcome:
     deadline = Deadline(request.started + request.time_limit_s, request.called_off)
     choice, evaluations = disjoint_choice(request.tables, deadline)
-    return Found(priced_choice(request.tables, choice), request.lower_bound_s, evaluations)
+    return Outcome(priced_choice(request.tables, choice), request.lower_bound_s, evaluations)
 
 
-def _manual(request: Request) -> Found:
+def _manual(request: Request) -> Outcome:
     if request.evaluate is None:
         raise PlanError("Mode 'manual' prices given assignments; give one for each call.")
     graph, model = request.problem.graph, request.problem.model
-    return Found(priced_plan(graph, model, request.evaluate).fitting(model), request.lower_bound_s)
+    return Outcome(priced_plan(graph, model, request.evaluate).fitting(model), request.lower_bound_s)
 
 
-def _search(request: Request) -> Found:
+def _search(request: Request) -> Outcome:
     """Mode search: anneal among few options; then, among all, polish, bound by groups, anneal, branch and bound.
 
     Pricing few options takes a fraction of the time, and annealing finds good plans among them sooner.
@@ -349,8 +352,8 @@ def _search(request: Request) -> Found:
         tables = Tables(request.problem, progress.deadline_of(TABLES), before=few)
     except OptionsTakeTooLongError:
         progress.follow(parts)
-        return progress.found()._replace(late=True)
-    progress.go_on_among(tables)
+        return progress.outcome()._replace(late=True)
+    progress.continue_among(tables)
     near, others = neighbours(tables), _starts(tables, request.rules)
     progress.follow(polishing(tables, near, cycles, progress.state, seed, 0))
     with suppress(PlanError):
@@ -359,16 +362,14 @@ def _search(request: Request) -> Found:
         others = [choice, *others]
     parts = annealing(tables, near, cycles, [progress.state.choice.tolist(), *others], seed)
     tree = search_tree(tables, cycles)
-    for lower_bound_s in bounds_by_groups(
-        tree, progress.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
-    ):
+    for lower_bound_s in bounds_by_groups(tree, progress.state.time_s, progress.deadline_of(BOUNDING)):
         progress.note(progress.state, 0, lower_bound_s)
     progress.follow(parts)
     state, proved_s, deadline = progress.state, progress.lower_bound_s, progress.deadline_of()
     for step in branching(tables, near, cycles, tree, others, state, proved_s, seed, deadline):
         state, lower_bound_s, n_priced = step
         progress.note(state, n_priced, lower_bound_s)
-    return progress.found()
+    return progress.outcome()
 
 
 def _starts(tables: Tables, rules: Rules) -> list[list[int]]:
@@ -378,14 +379,14 @@ def _starts(tables: Tables, rules: Rules) -> list[list[int]]:
     return [*([] if apart is None else [apart]), *by_rule, greedy_choice(tables)]
 
 
-def _mcmc(request: Request) -> Found:
+def _mcmc(request: Request) -> Outcome:
     progress = Progress(request, greedy_choice(request.tables))
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
     for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
         progress.note(state, n_priced)
         if progress.deadline_of().is_past():
             break
-    return progress.found()
+    return progress.outcome()
 
 
 def _by_rule(problem: Problem, started: float, deadline: Deadline) -> Rules:
@@ -400,9 +401,10 @@ def _by_rule(problem: Problem, started: float, deadline: Deadline) -> Rules:
 
 
 SEARCHING = ("search", "mcmc", "disjoint")
-"""Modes that look at many options. Their compiled code is loaded before the clock starts."""
+"""Modes that look at many options. Their compiled code is loaded before the clock starts; without time for the
+options, they give the best plan by rule."""
 
-MODES: dict[str, Callable[[Request], Found]] = {
+MODES: dict[str, Callable[[Request], Outcome]] = {
     "search": _search,
     "mcmc": _mcmc,
     "heuristic": _by_one(heuristic_plan),

@@ -33,7 +33,7 @@ A cycle whose seconds exceed its delay times T proves that the period of every c
 
 - the calls; an open one has the seconds of its fastest option;
 - the reallocation of each copy that the choice makes necessary, on the devices of both sides;
-- edges for data, for versions and for two iterations in flight, as in planner/search/bounds/root_bound.py, and the
+- edges for data, for versions and for two iterations in flight, as in planner/search/bounds/cycles.py, and the
   dispatch of a transfer where data certainly change ranks;
 - for each pair of nodes that certainly share a device, their order, and the order's repetition in the next iteration.
   If the dataflow graph leaves calls unordered, every order of planner/plan/order.py is tried. T is exceeded
@@ -58,6 +58,7 @@ import networkx as nx
 import numpy as np
 
 from planner.plan.graph import DataflowGraph
+from planner.search.bounds.cycles import data_order
 from planner.search.bounds.relaxation import (
     ALONE,
     APART,
@@ -70,12 +71,11 @@ from planner.search.bounds.relaxation import (
     must_offload,
     seconds_of,
 )
-from planner.search.bounds.root_bound import data_order
 from planner.search.compiled.arrays import Rows
 from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
 from rlhf_tasks.spec import IN_FLIGHT
 
-MOST_CALLS = 6  # in larger graphs, only cycles bound the period besides the root bound's load
+MOST_CALLS = 6  # in larger graphs, only cycles and load bound the period
 SLACK = 1 + 1e-9  # a period that exceeds a threshold by less counts as equal
 FAR = 9  # iterations; stands for infinity: the calls do not wait for each other
 

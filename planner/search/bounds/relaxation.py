@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.bounds.root_bound import data_order
+from planner.search.bounds.cycles import data_order
 from planner.search.compiled.arrays import Arrays, Rows
 from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
 from planner.search.compiled.evaluator import least_reallocation_s, reallocation_s
@@ -83,14 +83,14 @@ def relaxation(tables: Tables) -> Relaxation:
     number = {name: i for i, name in enumerate(names)}
     ordered = data_order(graph)
     moves = np.array(_moves(tables, number), np.int64).reshape(-1, 4).T.copy()
-    ladder, roles = _ladder(arrays), [call.role for call in graph.calls]
+    roles, (options, above, begin, below, least, away_s) = [call.role for call in graph.calls], _rows(arrays)
     return Relaxation(
-        arrays=arrays._replace(options=ladder.options),
-        above=ladder.above,
-        begin=ladder.begin,
-        below=ladder.below,
-        least=ladder.least,
-        away_s=ladder.away_s,
+        arrays=arrays._replace(options=options),
+        above=above,
+        begin=begin,
+        below=below,
+        least=least,
+        away_s=away_s,
         while_idle=np.array([[b in idle for b in names] for idle in map(graph.while_idle, roles)]),
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
@@ -108,17 +108,6 @@ def relaxation(tables: Tables) -> Relaxation:
     )
 
 
-class _Ladder(NamedTuple):
-    """All rows and their hierarchy, as in Relaxation."""
-
-    options: Rows
-    above: Ints
-    begin: Ints
-    below: Ints
-    least: Floats
-    away_s: Floats
-
-
 _RUNGS = (
     (("place",), ()),
     (("size", "strategy"), ("first", "where", "place")),
@@ -127,8 +116,9 @@ _RUNGS = (
 """For placements, kinds and groups: the columns that their members have in common, and those that become OPEN."""
 
 
-def _ladder(arrays: Arrays) -> _Ladder:
-    """The rows of all levels: each pass of the loop groups the rows of one level into those of the next."""
+def _rows(arrays: Arrays) -> tuple[Rows, Ints, Ints, Ints, Floats, Floats]:
+    """(options, above, begin, below, least, away_s) of Relaxation, for the rows of all levels: each pass of the loop
+    groups the rows of one level into those of the next."""
     options, n = arrays.options, len(arrays.options)
     call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
     members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
@@ -154,7 +144,7 @@ def _ladder(arrays: Arrays) -> _Ladder:
         away_s = np.concatenate([away_s, np.minimum.reduceat(away_s[members], starts)])
         options = np.concatenate([options, rows]).view(np.recarray)
         members = first + np.arange(len(rows))
-    return _Ladder(options, above, np.concatenate(begin), np.concatenate(below), least, away_s)
+    return options, above, np.concatenate(begin), np.concatenate(below), least, away_s
 
 
 def _least_stages(arrays: Arrays) -> tuple[Floats, Floats]:

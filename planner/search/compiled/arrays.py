@@ -30,20 +30,11 @@ from rlhf_tasks.spec import ModelFunctionCall
 
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
+_KINDS: tuple[SlotKind, ...] = (
+    *("call", "transfer", "reallocate", "release", "sync", "save", "evaluate", "onload", "offload"),
+)
 CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, EVALUATE, ONLOAD, OFFLOAD, COPY, OTHER = range(11)
 """Kinds of slots; COPY is the copy from host memory that an onload starts, OTHER what takes its dispatch alone."""
-
-_KINDS: dict[SlotKind, int] = {
-    "call": CALL,
-    "transfer": TRANSFER,
-    "reallocate": REALLOCATE,
-    "release": RELEASE,
-    "sync": SYNC,
-    "save": SAVE,
-    "evaluate": EVALUATE,
-    "onload": ONLOAD,
-    "offload": OFFLOAD,
-}
 
 OPTION_ROW = np.dtype(
     [
@@ -110,17 +101,6 @@ class Templates(NamedTuple):
     transfers: Rows
 
 
-class ModelArrays(NamedTuple):
-    """The roles' models, as reallocations see them.
-
-    layers      [roles] int64: numbers of layers
-    overhead_s  [roles] float64: seconds of a reallocation besides its messages, its dispatch included
-    """
-
-    layers: Ints
-    overhead_s: Floats
-
-
 class Arrays(NamedTuple):
     """Everything that the price of a choice needs.
 
@@ -142,7 +122,8 @@ class Arrays(NamedTuple):
     stages      [stages of all different options] STAGE_ROW
     sides       [sides, 4] int64: first head, distance of heads, dp, number of blocks that are dealt separately
     wires       [sets of device classes, 4] float64: planner.pricing.resharding.Wires of the slowest class
-    models      the roles' models
+    layers      [roles] int64: numbers of layers of their models
+    overhead_s  [roles] float64: seconds of a reallocation besides its messages, its dispatch included
     """
 
     n_calls: int
@@ -164,7 +145,8 @@ class Arrays(NamedTuple):
     sides: Ints
     wires: Floats
     templates: Templates
-    models: ModelArrays
+    layers: Ints
+    overhead_s: Floats
 
 
 def make_arrays(
@@ -232,11 +214,9 @@ def make_arrays(
         sides=sides,
         wires=wires,
         templates=templates,
-        models=ModelArrays(
-            np.array([shape.layers for shape in shapes]),
-            np.array([model.classes.reallocation_overhead_s(shape.layers) for shape in shapes])
-            + model.classes.dispatch_s,
-        ),
+        layers=np.array([shape.layers for shape in shapes]),
+        overhead_s=np.array([model.classes.reallocation_overhead_s(shape.layers) for shape in shapes])
+        + model.classes.dispatch_s,
     )
 
 
@@ -391,7 +371,8 @@ class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
         if slot.kind == "transfer":
             size_bytes, overhead_s = transfer_size(slot.keys, self._graph.n_seqs // slot.part.of, self._model)
             moved = self.transfers[size_bytes, overhead_s + self._model.classes.dispatch_s]
-        self[slot] = _KINDS.get(slot.kind, OTHER), call, source, mask, moved
+        kind = _KINDS.index(slot.kind) if slot.kind in _KINDS else OTHER
+        self[slot] = kind, call, source, mask, moved
         return self[slot]
 
 

@@ -21,7 +21,7 @@ from rlhf_tasks.spec import IN_FLIGHT
 LINKED = (
     "search.annealing",
     "search.branch_and_bound",
-    *(f"search.bounds.{name}" for name in ("period_bound", "relaxation", "root_bound")),
+    *(f"search.bounds.{name}" for name in ("cycles", "period_bound", "relaxation")),
     *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks")),
     "pricing.resharding",
 )

@@ -30,7 +30,7 @@ from planner.search.compiled.arrays import (
     Arrays,
 )
 from planner.search.compiled.compile import Floats, Ints, compiled, inner
-from planner.search.compiled.memory_peaks import excesses, host_excess, surely_fits
+from planner.search.compiled.memory_peaks import excesses, host_excess
 from rlhf_tasks.spec import IN_FLIGHT
 
 register_jitable(resharding.kept_slices)  # which `reallocation` calls
@@ -61,8 +61,8 @@ def _heads(arrays: Arrays, row: int) -> Heads:
 def reallocation_s(arrays: Arrays, role: int, source: int, destination: int) -> float:
     """Seconds in which a role's parameters move from one option to another, dispatch and overhead included."""
     held, wanted = _held(arrays, source), _held(arrays, destination)
-    layers, wires = arrays.models.layers[role], _wires(arrays, source, destination)
-    return arrays.models.overhead_s[role] + _reallocation(layers, held, wanted, arrays.per_host, wires)[0]
+    layers, wires = arrays.layers[role], _wires(arrays, source, destination)
+    return arrays.overhead_s[role] + _reallocation(layers, held, wanted, arrays.per_host, wires)[0]
 
 
 @inner
@@ -89,7 +89,7 @@ def least_reallocation_s(
     of layers, and of these the smaller slice. No host has more layers of the source than those of all stages that can
     be on it; the others come from other hosts.
     """
-    a, b, layers = arrays.options[source], arrays.options[destination], arrays.models.layers[role]
+    a, b, layers = arrays.options[source], arrays.options[destination], arrays.layers[role]
     wires = _wires(arrays, source, destination)
     between_byte_s = wires.between_byte_s
     inside_byte_s = min(wires.inside_byte_s, between_byte_s)
@@ -104,7 +104,7 @@ def least_reallocation_s(
     crossing = near * max(0, stage - on_host) + (b.size - near) * stage  # layers x devices
     moved_bytes = b.dp * b.tp * layers * b.layer - shared * kept_bytes
     total_s = crossing * b.layer * (between_byte_s - inside_byte_s) + moved_bytes * inside_byte_s
-    return arrays.models.overhead_s[role] + max(busiest_s, total_s / a.size)
+    return arrays.overhead_s[role] + max(busiest_s, total_s / a.size)
 
 
 @inner
@@ -231,9 +231,9 @@ def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[f
     n_chains = _chains(arrays, template, rows, masks, n_masks, chains)
     excess = np.zeros(s.order.shape[1])
     if not endless:
-        if not surely_fits(arrays, template, rows, chains, masks, n_masks):
-            excess = excesses(arrays, template, rows, chains)
-        excess = np.maximum(excess, host_excess(arrays, template, rows, chains))
+        excess = np.maximum(
+            excesses(arrays, template, rows, chains), host_excess(arrays, template, rows, chains)
+        )
     seconds = np.empty(len(chains))
     durations(arrays, template, rows, chains, seconds)
     best, order = fastest_order(arrays, template, seconds, chains, n_chains, excess, limit)

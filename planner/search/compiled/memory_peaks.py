@@ -21,30 +21,6 @@ def _counts(options: Rows, weights: Ints, rows: Ints, call: int) -> bool:
 
 
 @inner
-def surely_fits(arrays: Arrays, template: int, rows: Ints, chains: Ints, masks: Ints, n_masks: int) -> bool:
-    """Whether every device holds the largest stages, all copies and the largest call at once: a fast sufficient test.
-
-    masks  [n_masks] sets of calls that share a device (bit c: call c)
-    """
-    for k in range(n_masks):
-        held, active = 0.0, 0.0
-        for c in range(len(rows)):
-            if masks[k] >> c & 1:
-                held += arrays.options[rows[c]].resident
-                if _counts(arrays.options, arrays.weights, rows, c):
-                    held += arrays.options[rows[c]].frozen
-                active = max(active, arrays.options[rows[c]].active)
-        for i in range(arrays.templates.size[template]):
-            slot = arrays.templates.slots[template, i]
-            onloads = slot.kind == ONLOAD and arrays.options[rows[slot.call]].onloaded
-            if (slot.kind == REALLOCATE or slot.kind == SYNC or onloads) and masks[k] >> slot.call & 1:
-                held += arrays.options[rows[slot.call]].copy
-        if held + active > arrays.memory_bytes:
-            return False
-    return True
-
-
-@inner
 def excesses(arrays: Arrays, template: int, rows: Ints, chains: Ints) -> Floats:
     """[orders] float64: bytes that the fullest device lacks.
 

@@ -165,15 +165,6 @@ def test_a_cycle_through_versions_is_refused():
         DataflowGraph(calls, ("x",))
 
 
-def test_one_role_has_one_architecture():
-    calls = [call("a", role="r", outputs=("y",)), call("b", role="r", inputs=("y",)), call("c")]
-    with pytest.raises(
-        GraphError, match="Role 'r' has two architectures: llama-7b in call 'a' and llama-13b in call 'b'"
-    ):
-        DataflowGraph(calls, ("x",), architectures={"a": "llama-7b", "b": "llama-13b", "c": "other"})
-    DataflowGraph(calls, ("x",), architectures={"a": "llama-7b", "b": "llama-7b", "c": "other"})
-
-
 def test_unknown_call_is_named(make_graph):
     with pytest.raises(GraphError, match="ppo has no call 'critic'; its calls are actor_generate"):
         make_graph().call("critic")

@@ -37,7 +37,7 @@ def test_a_part_divides_its_host():
 )
 def test_legal_meshes(first, size, message):
     if message is None:
-        assert DeviceMesh(Cluster(3, 4), first, size).hosts == (1, 2)
+        assert DeviceMesh(Cluster(3, 4), first, size).devices == tuple(range(4, 12))
     else:
         with pytest.raises(MeshError, match=message):
             DeviceMesh(Cluster(3, 4), first, size)
@@ -46,7 +46,7 @@ def test_legal_meshes(first, size, message):
 def test_the_mesh_of_some_devices():
     cluster = Cluster(3, 4)
     assert DeviceMesh.of(cluster, [3, 2]).devices == (2, 3)
-    assert DeviceMesh.of(cluster, range(4, 12)).hosts == (1, 2)
+    assert DeviceMesh.of(cluster, range(4, 12)).devices == tuple(range(4, 12))
 
 
 @pytest.mark.parametrize(

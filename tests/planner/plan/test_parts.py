@@ -13,7 +13,7 @@ from planner.plan.order import call_orders, levels, node_order
 from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem
 from planner.report import plan_document
-from planner.search.bounds.root_bound import call_cycles
+from planner.search.bounds.cycles import call_cycles
 from planner.search.compiled.tables import Tables
 from planner.search.search import bound_of, find_plan
 from rlhf_tasks.algorithms.grpo import in_rounds

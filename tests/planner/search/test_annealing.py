@@ -29,7 +29,7 @@ from planner.search.annealing import (
     start_state,
     uniforms,
 )
-from planner.search.bounds.root_bound import call_cycles
+from planner.search.bounds.cycles import call_cycles
 from planner.search.compiled.tables import Tables
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes

@@ -1,6 +1,6 @@
 """Branch and bound against enumeration, and its bound against exact prices."""
 
-from itertools import product
+from itertools import pairwise, product
 from time import monotonic
 
 import numpy as np
@@ -14,10 +14,11 @@ from planner.pricing.plans import price_plan
 from planner.pricing.problem import Deadline, Problem
 from planner.search import branch_and_bound as branch
 from planner.search.annealing import greedy_choice, neighbours, start_state
-from planner.search.bounds.root_bound import call_cycles
+from planner.search.bounds.cycles import call_cycles
 from planner.search.branch_and_bound import (
     DONE,
     FOUND,
+    GROUP_STEP,
     LOOK_S,
     NODES,
     PAUSED,
@@ -183,7 +184,8 @@ def test_a_walk_looks_at_the_clock_more_often_where_options_take_longer(small_pr
     monkeypatch.setattr(branch, "continue_search", continue_search)
     for module in (branch, deadlines):
         monkeypatch.setattr(module, "monotonic", monotonic)
-    assert list(bounds_by_groups(tree, 1.0, 2.0, Deadline(100.0))) == []
+    (bound_s,) = bounds_by_groups(tree, 0.0, Deadline(100.0))
+    assert list(bounds_by_groups(tree, 2 * bound_s, Deadline(100.0))) == [bound_s]
     assert 90 < now[0] < 100 + NODES * option_s
     assert looks[0] < 2 * now[0] / LOOK_S
 
@@ -198,7 +200,8 @@ def test_a_walk_that_is_called_off_ends_at_its_next_look(small_problem, monkeypa
     monkeypatch.setattr(branch, "continue_search", lambda *_: (PAUSED, np.inf))
     tables = Tables(small_problem(Cluster(1, 2)))
     tree = search_tree(tables, call_cycles(tables.problem.graph))
-    assert list(bounds_by_groups(tree, 1.0, 2.0, Deadline(monotonic() + 3600, called_off))) == []
+    (bound_s,) = bounds_by_groups(tree, 0.0, Deadline(monotonic() + 3600))
+    assert list(bounds_by_groups(tree, 2 * bound_s, Deadline(monotonic() + 3600, called_off))) == [bound_s]
     assert asked[0] == 5
 
 
@@ -279,13 +282,24 @@ def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
     assert len(list(steps)) <= 1
 
 
-def test_bounds_by_groups_rise_and_stay_below_the_best_plan(small_problem):
-    tables = Tables(small_problem(Cluster(2, 2), ("actor_generate", "ref_inference", "actor_train"), 1))
-    best, root = enumerated(tables), bound_of(tables)
-    tree = search_tree(tables, call_cycles(tables.problem.graph))
-    bounds = [*bounds_by_groups(tree, root, 2 * best, Deadline(monotonic() + 600))]
+@pytest.mark.parametrize("calls", [("actor_generate", "ref_inference", "actor_train"), None])
+def test_bounds_by_groups_rise_to_what_cycles_and_load_allow_and_stay_below_the_best_plan(
+    small_problem, calls
+):
+    """Of each call, the fastest option on meshes of each size."""
+    tables = Tables(small_problem(Cluster(2, 2), *((calls, 1) if calls else ())))
+    cycles, o, start = call_cycles(tables.problem.graph), tables.arrays.options, tables.arrays.start
+    sizes = [[min(o.seconds[a:b][o["size"][a:b] == size]) for size in (1, 2, 4)] for a, b in pairwise(start)]
+    least = np.inf
+    for seconds in product(*(zip(own, (1, 2, 4), strict=True) for own in sizes)):
+        taken = np.array([s for s, _ in seconds])
+        load = sum(s * size for s, size in seconds) / 4
+        least = min(least, max(load, (cycles.members @ taken / cycles.delays).max()))
+    tree, best = search_tree(tables, cycles), proved(tables)[0].time_s
+    bounds = [*bounds_by_groups(tree, 2 * best, Deadline(monotonic() + 600))]
     assert bounds == sorted(bounds)
-    assert root < bounds[-1] <= best
+    assert least * (1 - 2 * GROUP_STEP) <= bounds[-1] <= best
+    assert len(bounds) > 1
 
 
 def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem):
