@@ -26,8 +26,9 @@ from transformers import (
 from bench.vs_trl import PROMPT
 from flows.demo import byte_tokenizer
 
+Work = dict[str, Any]
 Marks = list[float]
-
+Iteration = Callable[[Tensor], Marks]
 PAIRS = ("dpo", "reward_model")
 
 
@@ -43,10 +44,10 @@ class OneTypeCache(StaticCache):
 class Trained:
     """A model and its optimizer."""
 
-    def __init__(self, model: PreTrainedModel, learning_rate: float) -> None:
+    def __init__(self, model: PreTrainedModel, work: Work) -> None:
         self.model = model
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            model.parameters(), lr=work["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
     def step(self, loss: Tensor) -> None:
@@ -56,22 +57,22 @@ class Trained:
         self._optimizer.zero_grad()
 
 
-@torch.inference_mode()
 def generate(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
     """prompts [n, P] -> (sequences [n, P + new_tokens], log-probabilities of the new tokens [n, new_tokens])."""
     length = prompts.shape[1]
     cache = OneTypeCache(config=model.config, max_cache_len=length + new_tokens)
     tokens, step, drawn = prompts, prompts, []
-    for position in range(length, length + new_tokens):
-        place = torch.arange(position - step.shape[1], position)
-        logits = model(
-            step, past_key_values=cache, cache_position=place, position_ids=place[None], logits_to_keep=1
-        ).logits[:, -1]
-        log_p = logits.float().log_softmax(-1)
-        step = torch.multinomial(log_p.exp(), 1)
-        drawn.append(log_p.gather(1, step))
-        tokens = torch.cat([tokens, step], 1)
-    return tokens, torch.cat(drawn, 1)
+    with torch.inference_mode():
+        for position in range(length, length + new_tokens):
+            place = torch.arange(position - step.shape[1], position)
+            logits = model(
+                step, past_key_values=cache, cache_position=place, position_ids=place[None], logits_to_keep=1
+            ).logits[:, -1]
+            log_p = logits.float().log_softmax(-1)
+            step = torch.multinomial(log_p.exp(), 1)
+            drawn.append(log_p.gather(1, step))
+            tokens = torch.cat([tokens, step], 1)
+    return tokens.clone(), torch.cat(drawn, 1)  # outside inference mode, so that autograd takes them
 
 
 def logprobs(model: PreTrainedModel, tokens: Tensor, prompt: int) -> tuple[Tensor, Tensor]:
@@ -90,27 +91,28 @@ def values(model: PreTrainedModel, tokens: Tensor, prompt: int) -> Tensor:
     return score(hidden).squeeze(-1).float()
 
 
-def scalar(folder: str) -> PreTrainedModel:
-    return AutoModelForSequenceClassification.from_pretrained(f"{folder}/reward", num_labels=1)
+def scalar(work: Work) -> PreTrainedModel:
+    return AutoModelForSequenceClassification.from_pretrained(f"{work['folder']}/reward", num_labels=1)
 
 
-def causal(folder: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(f"{folder}/actor")
+def causal(work: Work) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(f"{work['folder']}/actor")
 
 
-def ppo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
-    """An iteration of PPO with four mini-batches."""
-    folder, rate, prompt = work["folder"], work["learning_rate"], prompts.shape[1]
-    actor, critic = Trained(causal(folder), rate), Trained(scalar(folder), rate)
-    reference, reward = causal(folder).requires_grad_(False), scalar(folder).requires_grad_(False)
+def clipped(ratio: Tensor, advantages: Tensor) -> Tensor:
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
+
+
+def ppo(work: Work, prompt: int) -> Iteration:
+    """Four mini-batches."""
+    actor, critic = Trained(causal(work), work), Trained(scalar(work), work)
+    reference, reward = causal(work).requires_grad_(False), scalar(work).requires_grad_(False)
 
     def iteration(batch: Tensor) -> Marks:
-        drawn = generate(actor.model, batch, work["new_tokens"])
-        tokens, old = (each.clone() for each in drawn)  # outside inference mode, so that autograd takes them
+        tokens, old = generate(actor.model, batch, work["new_tokens"])
         generated = time.perf_counter()
         with torch.no_grad():
-            kl = old - logprobs(reference, tokens, prompt)[0]
-            rewards = -0.05 * kl
+            rewards = -0.05 * (old - logprobs(reference, tokens, prompt)[0])
             rewards[:, -1] += values(reward, tokens, prompt)[:, -1]
             value = values(critic.model, tokens, prompt)[:, :-1]
             advantages = gae(rewards, value)
@@ -119,9 +121,7 @@ def ppo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
         scored = time.perf_counter()
         for rows in torch.randperm(len(tokens)).chunk(4):
             new, _ = logprobs(actor.model, tokens[rows], prompt)
-            ratio = (new - old[rows]).exp()
-            worse = torch.max(-advantages[rows] * ratio, -advantages[rows] * ratio.clamp(0.8, 1.2))
-            actor.step(worse.mean())
+            actor.step(clipped((new - old[rows]).exp(), advantages[rows]))
             now = values(critic.model, tokens[rows], prompt)[:, :-1]
             near = value[rows] + (now - value[rows]).clamp(-0.2, 0.2)
             errors = torch.max((now - returns[rows]).square(), (near - returns[rows]).square())
@@ -141,72 +141,41 @@ def gae(rewards: Tensor, value: Tensor, lam: float = 0.95) -> Tensor:
     return advantages
 
 
-def grouped(
-    work: dict[str, Any],
-    prompts: Tensor,
-    advantages_of: Callable[[Tensor, Tensor], Tensor],
-    loss_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-) -> Callable[[Tensor], Marks]:
-    """An iteration on groups of 8 samples of a prompt, with one optimizer step.
-
-    advantages_of  (scores [groups, 8], old less the reference's log-probabilities [n, R]) -> [groups, 8]
-    loss_of        (new, old, the reference's log-probabilities [n, R], advantages [n, 1]) -> scalar
-    """
-    folder, prompt = work["folder"], prompts.shape[1]
-    actor = Trained(causal(folder), work["learning_rate"])
-    reference = causal(folder).requires_grad_(False)
+def grouped(work: Work, prompt: int) -> Iteration:
+    """GRPO, with k3 in the loss, or RLOO, with the KL divergence in the reward and a ratio of whole responses: one
+    optimizer step on groups of samples of a prompt."""
+    group, is_grpo = work["group"], work["algorithm"] == "grpo"
+    actor, reference = Trained(causal(work), work), causal(work).requires_grad_(False)
 
     def iteration(batch: Tensor) -> Marks:
-        batch = batch[: len(batch) // 8].repeat_interleave(8, 0)
-        drawn = generate(actor.model, batch, work["new_tokens"])
-        tokens, old = (each.clone() for each in drawn)  # outside inference mode, so that autograd takes them
+        batch = batch[: len(batch) // group].repeat_interleave(group, 0)
+        tokens, old = generate(actor.model, batch, work["new_tokens"])
         generated = time.perf_counter()
         with torch.no_grad():
             theirs, _ = logprobs(reference, tokens, prompt)
-        scores = (tokens[:, prompt:] % 2).float().mean(1).view(-1, 8)
-        advantages = advantages_of(scores, old - theirs).view(-1, 1)
+        scores = (tokens[:, prompt:] % 2).float().mean(1).view(-1, group)
+        if is_grpo:
+            advantages = (scores - scores.mean(1, True)) / (scores.std(1, keepdim=True) + 1e-4)
+        else:
+            rewards = scores - 0.05 * (old - theirs).sum(1).view(-1, group)
+            advantages = rewards - (rewards.sum(1, True) - rewards) / (group - 1)
+        advantages = advantages.view(-1, 1)
         scored = time.perf_counter()
         new, _ = logprobs(actor.model, tokens, prompt)
-        actor.step(loss_of(new, old, theirs, advantages))
+        if is_grpo:
+            away = theirs - new
+            loss = clipped((new - old).exp(), advantages) + 0.05 * (away.exp() - away - 1).mean()
+        else:
+            loss = clipped((new - old).sum(1, True).exp(), advantages)
+        actor.step(loss)
         return [generated, scored]
 
     return iteration
 
 
-def clipped(ratio: Tensor, advantages: Tensor) -> Tensor:
-    return torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-
-
-def grpo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
-    """GRPO, with k3 in the loss."""
-
-    def advantages_of(scores: Tensor, _: Tensor) -> Tensor:
-        return (scores - scores.mean(1, True)) / (scores.std(1, keepdim=True) + 1e-4)
-
-    def loss_of(new: Tensor, old: Tensor, theirs: Tensor, advantages: Tensor) -> Tensor:
-        away = theirs - new
-        return (clipped((new - old).exp(), advantages) + 0.05 * (away.exp() - away - 1)).mean()
-
-    return grouped(work, prompts, advantages_of, loss_of)
-
-
-def rloo(work: dict[str, Any], prompts: Tensor) -> Callable[[Tensor], Marks]:
-    """RLOO, with the KL divergence in the reward and a ratio of whole responses."""
-
-    def advantages_of(scores: Tensor, away: Tensor) -> Tensor:
-        rewards = scores - 0.05 * away.sum(1).view(-1, 8)
-        return rewards - (rewards.sum(1, True) - rewards) / 7
-
-    def loss_of(new: Tensor, old: Tensor, _: Tensor, advantages: Tensor) -> Tensor:
-        return clipped((new - old).sum(1, True).exp(), advantages).mean()
-
-    return grouped(work, prompts, advantages_of, loss_of)
-
-
-def dpo(work: dict[str, Any], pairs: Tensor) -> Callable[[Tensor], Marks]:
+def dpo(work: Work, _: int) -> Iteration:
     """One optimizer step on pairs: both answers of each in one batch."""
-    folder = work["folder"]
-    actor, reference = Trained(causal(folder), work["learning_rate"]), causal(folder).requires_grad_(False)
+    actor, reference = Trained(causal(work), work), causal(work).requires_grad_(False)
 
     def answers(model: PreTrainedModel, batch: Tensor) -> Tensor:
         """[pairs, 2] log-probabilities of the answers."""
@@ -222,21 +191,21 @@ def dpo(work: dict[str, Any], pairs: Tensor) -> Callable[[Tensor], Marks]:
     return iteration
 
 
-def reward_model(work: dict[str, Any], pairs: Tensor) -> Callable[[Tensor], Marks]:
+def reward_model(work: Work, length: int) -> Iteration:
     """One optimizer step on pairs."""
-    model = Trained(scalar(work["folder"]), work["learning_rate"])
+    model = Trained(scalar(work), work)
 
     def iteration(batch: Tensor) -> Marks:
-        scores = values(model.model, batch.flatten(0, 1), batch.shape[-1])[:, -1].view(-1, 2)
+        scores = values(model.model, batch.flatten(0, 1), length)[:, -1].view(-1, 2)
         model.step(-F.logsigmoid(scores[:, 0] - scores[:, 1]).mean())
         return []
 
     return iteration
 
 
-def sft(work: dict[str, Any], rows: Tensor) -> Callable[[Tensor], Marks]:
+def sft(work: Work, _: int) -> Iteration:
     """One optimizer step."""
-    actor = Trained(causal(work["folder"]), work["learning_rate"])
+    actor = Trained(causal(work), work)
 
     def iteration(batch: Tensor) -> Marks:
         logits = actor.model(batch, use_cache=False).logits[:, :-1].float()
@@ -246,10 +215,12 @@ def sft(work: dict[str, Any], rows: Tensor) -> Callable[[Tensor], Marks]:
     return iteration
 
 
-WORKS = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+WORKS = {"ppo": ppo, "grpo": grouped, "rloo": grouped, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+"""Algorithm -> what makes its iteration of a work and the length of its rows. An iteration takes rows of tokens, and
+gives the times at which generation and scoring ended, where it has them."""
 
 
-def tokens_of(work: dict[str, Any]) -> Tensor:
+def tokens_of(work: Work) -> Tensor:
     """All rows as token ids of one length: [rows, tokens], of pairs [rows, 2, tokens]."""
     name = work["algorithm"]
     encode = byte_tokenizer().encode
@@ -262,11 +233,11 @@ def tokens_of(work: dict[str, Any]) -> Tensor:
     return torch.tensor([encode(row["prompt"] + row.get("completion", "")).ids + end for row in rows])
 
 
-def iterations(work: dict[str, Any]) -> Iterator[dict[str, float]]:
+def iterations(work: Work) -> Iterator[dict[str, float]]:
     """Each iteration's seconds: whole, generation, scoring, training where it has them, and CPU."""
     torch.manual_seed(1234)
     rows = tokens_of(work)
-    iteration = WORKS[work["algorithm"]](work, rows)
+    iteration = WORKS[work["algorithm"]](work, rows.shape[-1])
     for batch in rows.split(work["batch_size"])[: work["iterations"]]:
         started, cpu = time.perf_counter(), time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=work["dtype"] == "bfloat16"):

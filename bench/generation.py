@@ -26,29 +26,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.engine import CPU, build_engine
 from bench.harness import Spread, in_turn, options
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from bench.models import CPU, batch_of, build_engine, random_tokens, sizes
+from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.generate import slots
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.kv_cache import KVCache
 from rlhf_tasks.parallel.generate.sampling import Draw, SamplingParams, sample, uniform
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.train.engine import Engine
 
-CONFIG = LlamaConfig(
-    vocab_size=4096,
-    hidden_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    intermediate_size=1024,
-    tie_word_embeddings=True,
-    max_position_embeddings=4096,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+CONFIG = LlamaConfig(**sizes(256, 4, 4, 4, 1024, 4096))
 PROMPT = 32
 TAIL = 0.99  # of the lengths' logarithm: exp(2.326 x .99) is ten
 CUT = 16  # medians
@@ -71,10 +58,8 @@ def lengths_of(sequences: int, median: int) -> list[int]:
 
 
 def prompts_of(sequences: int, group: int = 1) -> SampleBatch:
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(128, CONFIG.vocab_size, (sequences // group, PROMPT), generator=generator)
-    rows = prompts.repeat_interleave(group, dim=0)
-    return SampleBatch(tuple(range(sequences)), {"prompt_ids": Packed.of(list(rows))})
+    prompts = random_tokens([PROMPT] * (sequences // group), CONFIG.vocab_size)
+    return batch_of("prompt_ids", [prompt for prompt in prompts for _ in range(group)])
 
 
 @contextmanager
@@ -161,7 +146,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     groups: Any = Alone()
-    engine = build_engine(LlamaForCausalLM(CONFIG), ParallelStrategy(), groups, torch.float32)
+    engine = build_engine(LlamaForCausalLM(CONFIG), groups)
     tails(engine, given.sequences, given.median, given.rounds)
     shared(engine, given.sequences, given.rounds)
 

@@ -85,6 +85,14 @@ class CpuClock:
         return sum(sum(rank.cpu_times()[:2]) for rank in self._ranks)
 
 
+async def reached(demo: Demo, clock: CpuClock, config: RunConfig, name: str) -> tuple[float, float]:
+    """Accuracy of the model that a run makes, and its CPU seconds. name: of the evaluation"""
+    before_s = clock.now()
+    trained = await demo.run(config)
+    used_s = clock.now() - before_s
+    return await measure(demo, trained["model"], name), used_s
+
+
 async def run_seed(
     demo: Demo, clock: CpuClock, algorithms: Sequence[str], iterations: int | None
 ) -> dict[str, Any]:
@@ -94,42 +102,32 @@ async def run_seed(
         policy = policy.model_copy(update={"total_iterations": iterations})
     start = policy.roles()["actor"].folder
     row: dict[str, Any] = {"seed": demo.seed, "sft": await measure(demo, start, "before")}
-    before_s = clock.now()
-    trained = await demo.run(policy)
-    budget_s = clock.now() - before_s
-    row["ppo"] = await measure(demo, trained["model"], "after")
-    row["cpu_s"] = budget_s
-    row["ppo tokens"] = generated_tokens(demo, "ppo", policy)
+    row["ppo"], budget_s = await reached(demo, clock, policy, "after")
+    row |= {"cpu_s": budget_s, "ppo tokens": generated_tokens(demo, "ppo", policy)}
     for name in algorithms:
-        row |= await learned(demo, clock, policy, name)
-    row["continued sft"], row["continued sft cpu_s"] = await continued(demo, clock, start, budget_s)
+        config = same_samples(policy, name)
+        row[name], row[f"{name} cpu_s"] = await reached(demo, clock, config, name)
+        row[f"{name} tokens"] = generated_tokens(demo, name, config)
+    row["continued sft"], row["continued sft cpu_s"] = await tune(
+        demo, clock, start, "demonstrations", "continued", budget_s
+    )
     row["rejection sampling"], row["rejection sampling cpu_s"] = await rejection(demo, clock, start, budget_s)
     alone = policy.model_dump()
     alone |= {"name": "alone", "rewards": (), "reward_model": {**alone["reward_model"], "weight": 1.0}}
-    before_s = clock.now()
-    trained = await demo.run(type(policy).model_validate(alone))
-    row["reward model alone"] = await measure(demo, trained["model"], "alone")
-    row["reward model alone cpu_s"] = clock.now() - before_s
+    row["reward model alone"], row["reward model alone cpu_s"] = await reached(
+        demo, clock, type(policy).model_validate(alone), "alone"
+    )
     return row
 
 
-async def learned(demo: Demo, clock: CpuClock, policy: RunConfig, name: str) -> dict[str, float]:
-    """Accuracy, generated tokens and CPU seconds of an algorithm that samples as many responses as PPO."""
+def same_samples(policy: RunConfig, name: str) -> RunConfig:
+    """The configuration of an algorithm that samples as many responses as PPO."""
     shared = {key: value for key, value in policy.model_dump(mode="json").items() if key in SHARED}
     shared["models"] = {role: shared["models"][role] for role in ("actor", "reward")}
     config = make_config({**shared, "type": name, "name": name, **ALGORITHMS[name]})
     generations = sum(call.kind == "generate" for call in algorithm(name).calls(config))
-    if generations > 1:
-        fewer = max(1, shared["total_iterations"] // generations)
-        config = config.model_copy(update={"total_iterations": fewer})
-    before_s = clock.now()
-    trained = await demo.run(config)
-    used_s = clock.now() - before_s
-    return {
-        name: await measure(demo, trained["model"], name),
-        f"{name} tokens": generated_tokens(demo, name, config),
-        f"{name} cpu_s": used_s,
-    }
+    fewer = max(1, config.total_iterations // generations)
+    return config.model_copy(update={"total_iterations": fewer})
 
 
 def generated_tokens(demo: Demo, run: str, config: RunConfig) -> int:
@@ -142,11 +140,6 @@ def generated_tokens(demo: Demo, run: str, config: RunConfig) -> int:
         if key.endswith("completions/mean_length")
     ]
     return round(sum(means) * config.batch_size)
-
-
-async def continued(demo: Demo, clock: CpuClock, start: str, budget_s: float) -> tuple[float, float]:
-    """Accuracy and CPU seconds of SFT continued on the same demonstrations."""
-    return await tune(demo, clock, start, "demonstrations", "continued", budget_s)
 
 
 async def rejection(demo: Demo, clock: CpuClock, start: str, budget_s: float) -> tuple[float, float]:
@@ -162,8 +155,8 @@ async def rejection(demo: Demo, clock: CpuClock, start: str, budget_s: float) ->
     rows = [{"prompt": prompt, "completion": completion} for prompt, completion in sorted(right)]
     write_jsonl(demo.folder / "data" / "verified.jsonl", rows)
     left_s = budget_s - (clock.now() - before_s)
-    reached, used_s = await tune(demo, clock, start, "verified", "rejection", left_s)
-    return reached, used_s + budget_s - left_s
+    accuracy, used_s = await tune(demo, clock, start, "verified", "rejection", left_s)
+    return accuracy, used_s + budget_s - left_s
 
 
 async def tune(
@@ -182,11 +175,8 @@ async def tune(
     }
     before_s = clock.now()
     await demo.run(demo.config("sft", f"{name}-probe", total_iterations=1, **changes))
-    each_s = clock.now() - before_s
-    iterations = max(1, round(budget_s / each_s))
-    trained = await demo.run(demo.config("sft", name, total_iterations=iterations, **changes))
-    used_s = clock.now() - before_s - each_s
-    return await measure(demo, trained["model"], name), used_s
+    iterations = max(1, round(budget_s / (clock.now() - before_s)))
+    return await reached(demo, clock, demo.config("sft", name, total_iterations=iterations, **changes), name)
 
 
 async def all_rows(

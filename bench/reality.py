@@ -1,7 +1,7 @@
 """Compares predictions with reality: random plans for the demo's models are priced from a measured profile, then run.
 
     python -m bench.reality [--plans 27] [--passes 3] [--iterations 5] [--ranks 2] [--seed 0] [--out FILE]
-                            [--again FILE | --compare FILE]
+                            [--again FILE]
 
 Each rank has one thread on a separate core. First the profile is measured from layers and collectives only, without
 running a plan, by the same executor as in `prefect-rlhf profile`. Then plans are priced and run: random feasible
@@ -11,9 +11,8 @@ over all plans, and the mean of its passes counts: a shared machine has phases o
 third slower, which would otherwise affect only some plans. Every response has the maximum length, so that predicted
 and real work are the same.
 
---out writes every figure, node by node. --again prices the plans in such a file again, and runs nothing. --compare
-runs only the plans of search and heuristic again, because their difference may be smaller than the spread of one
-plan's passes. The machine should be idle.
+--out writes every figure, node by node. --again prices the plans in such a file again, and runs nothing. The machine
+should be idle.
 """
 
 import argparse
@@ -25,21 +24,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import NamedTuple
+
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 from bench.harness import RankPool, options, write
-from bench.plan_runs import PlanRun, measured_profile, ppo_of, run_plan, write_models
-from bench.reality_report import (
-    COMPARED,
-    Outcome,
-    PassTime,
-    Setting,
-    compare,
-    cost_model,
-    read,
-    report,
-    written,
-)
+from bench.models import write_model
+from bench.plan_runs import PlanRun, measure_pieces, run_plan
+from bench.reality_report import COMPARED, FIGURES, Figures, Outcome, PassTime, Setting, cost_model, report
+from flows.demo import MODEL, write_jsonl
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster, meshes
@@ -50,22 +42,62 @@ from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.ppo import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+from rlhf_tasks.parallel.layout.weight_files import read_shape
+from rlhf_tasks.profiling.measurements import Grid, ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.spec import CallAssignment
 
 WARM_UP = 2
 MICRO_BATCHES = (1, 2, 4)
 SEARCH_S = 10.0
-
-
 SETTINGS = (Setting(32, 16, 32), Setting(64, 32, 64), Setting(128, 16, 48))
 
 
-class Candidate(NamedTuple):
-    """A plan to run."""
+def write_models(folder: Path) -> None:
+    """Write `actor` (language model), `reward` (scalar head), of the demo's shape, and prompts of each length.
 
-    label: str
-    setting: Setting
-    plan: ExecutionPlan
+    Their end token is outside the vocabulary, so that every response has the maximum length.
+    """
+    for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        config = LlamaConfig(**{**MODEL, "eos_token_id": MODEL["vocab_size"], "num_labels": 1})
+        set_seed(0)
+        write_model(kind(config), folder / name)
+    for tokens in {setting.prompt_tokens for setting in SETTINGS}:
+        rows = ({"prompt": f"{i:04d}".ljust(tokens, ".")} for i in range(1024))
+        write_jsonl(folder / f"prompts-{tokens}.jsonl", rows)
+
+
+def config_of(folder: Path, n_ranks: int, setting: Setting) -> PPOConfig:
+    """A PPO configuration for the models in a folder."""
+    return PPOConfig.model_validate(
+        {
+            "type": "ppo",
+            "dtype": "float32",
+            "models": {"actor": str(folder / "actor"), "reward": str(folder / "reward")},
+            "data": {"train": str(folder / f"prompts-{setting.prompt_tokens}.jsonl")},
+            "output_dir": str(folder / "runs"),
+            "sampling": {"max_completion_length": setting.new_tokens},
+            "batch_size": setting.batch_size,
+            "num_mini_batches": 2,
+            "total_iterations": 1000,
+            "cluster": {"devices_per_host": n_ranks},
+        }
+    )
+
+
+def measured_profile(n_ranks: int, model: Path) -> MeasuredProfile:
+    """Measure layers and collectives of a model on ranks of their own."""
+    shape = read_shape(str(model))
+    prompt = max(s.prompt_tokens for s in SETTINGS)
+    longest = max(s.prompt_tokens + s.new_tokens for s in SETTINGS)
+    grid = Grid.around(max(s.batch_size for s in SETTINGS), prompt, longest, shape.context)
+    pieces = pieces_of({str(model): grid}, n_ranks, n_ranks)
+    spec = ProfileSpec(dtype="float32", devices_per_host=n_ranks, pieces=pieces)
+    plan = profile_plan(pieces, n_ranks, n_ranks)
+    with RankPool(n_ranks) as pool:
+        per_rank = pool.run(measure_pieces, plan, spec, str(model.parent))
+    measured = [piece for pieces, _ in per_rank for piece in pieces]
+    dispatch_s = max(seconds for _, seconds in per_rank)
+    return MeasuredProfile.of("cpu-slot", 1, n_ranks, shape, 4, measured, dispatch_s)
 
 
 def graph_of(config: PPOConfig) -> DataflowGraph:
@@ -94,37 +126,32 @@ def random_assignments(graph: DataflowGraph, cluster: Cluster, draw: Random) -> 
     return {call.name: assignment() for call in graph.calls}
 
 
-class Reality:
-    """The models, the cluster and the settings of one benchmark.
+def outcomes_of(
+    arguments: argparse.Namespace, profile: MeasuredProfile, configs: Mapping[Setting, PPOConfig]
+) -> list[Outcome]:
+    """The random plans, and the plans of search and heuristic for each setting, without measurements."""
+    cluster, outcomes, settings = Cluster(1, arguments.ranks), [], list(configs)
+    for number in range(arguments.plans):
+        setting = settings[number % len(settings)]
+        graph = graph_of(configs[setting])
+        draw = Random(f"reality/{arguments.seed}/{number}")
+        plan = build_plan(graph, random_assignments(graph, cluster, draw), cluster)
+        outcomes.append(Outcome(f"random {number}", setting, plan, []))
+    for setting in settings if arguments.search else ():
+        problem = Problem(graph_of(configs[setting]), cost_model(profile, setting, configs[setting]))
+        for mode in COMPARED:
+            plan = find_plan(problem, mode=mode, time_limit_s=SEARCH_S, seed=arguments.seed).plan
+            outcomes.append(Outcome(mode, setting, plan, []))
+    return outcomes
 
-    The profile and each plan need a new pool, because the ranks of a real run have done nothing before it either.
-    """
 
-    def __init__(self, n_ranks: int, folder: Path) -> None:
-        self._folder, self._runs = folder, 0
-        self.cluster = Cluster(1, n_ranks)
-        write_models(folder)
-
-    def config(self, setting: Setting) -> PPOConfig:
-        return ppo_of(self._folder, self.cluster.n_devices, *setting)
-
-    def profile(self, pool: RankPool) -> MeasuredProfile:
-        """Measure layers and collectives on the ranks."""
-        prompt = max(s.prompt_tokens for s in SETTINGS)
-        longest = max(s.prompt_tokens + s.new_tokens for s in SETTINGS)
-        n_seqs = max(s.batch_size for s in SETTINGS)
-        return measured_profile(pool, self._folder / "actor", n_seqs, prompt, longest)
-
-    def run(self, pool: RankPool, candidate: Candidate, iterations: int) -> PassTime:
-        """Run a plan. Returns seconds per iteration and node, after the warm-up, and each rank's peak bytes."""
-        self._runs += 1
-        folder = self._folder / f"run-{self._runs}"
-        folder.mkdir()
-        config, plan = self.config(candidate.setting), candidate.plan
-        prepared_rows(config).keep(folder)
+def one_pass(outcome: Outcome, config: PPOConfig, n_ranks: int, iterations: int) -> PassTime:
+    """Run a plan on new ranks, because the ranks of a real run have done nothing before it either."""
+    with tempfile.TemporaryDirectory() as folder, RankPool(n_ranks) as pool:
+        prepared_rows(config).keep(Path(folder))
         document = config.model_dump(mode="json")
-        runs = pool.run(run_plan, plan.model_dump_json(), document, str(folder), WARM_UP + iterations)
-        return PassTime(seconds_per_iteration(runs), node_seconds(runs), [run.peak_bytes for run in runs])
+        runs = pool.run(run_plan, outcome.plan, document, folder, WARM_UP + iterations)
+    return PassTime(seconds_per_iteration(runs), node_seconds(runs), [run.peak_bytes for run in runs])
 
 
 def seconds_per_iteration(runs: Sequence[PlanRun]) -> float:
@@ -143,55 +170,9 @@ def node_seconds(runs: Sequence[PlanRun]) -> dict[str, float]:
         if t.iteration >= WARM_UP:
             spans[t.node, t.iteration].append((t.started_s, t.ended_s))
     seconds = defaultdict(list)
-    for (node, _), found in spans.items():
-        seconds[node].append(max(end for _, end in found) - max(start for start, _ in found))
+    for (node, _), times in spans.items():
+        seconds[node].append(max(end for _, end in times) - max(start for start, _ in times))
     return {node: fmean(values) for node, values in seconds.items()}
-
-
-def candidates(
-    arguments: argparse.Namespace,
-    profile: MeasuredProfile,
-    configs: Mapping[Setting, PPOConfig],
-    cluster: Cluster,
-) -> list[Candidate]:
-    """The random plans, and the plans of search and heuristic for each setting."""
-    found, settings = [], list(configs)
-    for number in range(arguments.plans):
-        setting = settings[number % len(settings)]
-        graph = graph_of(configs[setting])
-        draw = Random(f"reality/{arguments.seed}/{number}")
-        plan = build_plan(graph, random_assignments(graph, cluster, draw), cluster)
-        found.append(Candidate(f"random {number}", setting, plan))
-    for setting in settings if arguments.search else ():
-        problem = Problem(graph_of(configs[setting]), cost_model(profile, setting, configs[setting]))
-        for mode in COMPARED:
-            plan = find_plan(problem, mode=mode, time_limit_s=SEARCH_S, seed=arguments.seed).plan
-            found.append(Candidate(mode, setting, plan))
-    return found
-
-
-def measure(arguments: argparse.Namespace, folder: Path) -> tuple[MeasuredProfile, list[Outcome], dict]:
-    """Measure the profile and run all plans."""
-    reality = Reality(arguments.ranks, folder)
-    configs = {setting: reality.config(setting) for setting in SETTINGS[: arguments.plans]}
-    started = time.monotonic()
-    with RankPool(arguments.ranks) as pool:
-        profile = reality.profile(pool)
-    print(f"profile measured in {time.monotonic() - started:.0f} s", flush=True)
-    outcomes = [
-        Outcome(*candidate, []) for candidate in candidates(arguments, profile, configs, reality.cluster)
-    ]
-    run_in_passes(reality, outcomes, arguments)
-    return profile, outcomes, configs
-
-
-def run_in_passes(reality: Reality, outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> None:
-    """Run every plan once in each pass, and add the figures to its outcome."""
-    for number in range(arguments.passes):
-        for outcome in outcomes:
-            with RankPool(arguments.ranks) as pool:
-                outcome.passes.append(reality.run(pool, Candidate(*outcome[:3]), arguments.iterations))
-        print(f"pass {number + 1} of {arguments.passes} has ended", flush=True)
 
 
 def main() -> None:
@@ -204,24 +185,28 @@ def main() -> None:
     parser.add_argument("--no-search", dest="search", action="store_false", help="random plans only")
     parser.add_argument("--out", type=Path, help="write all figures to a JSON file")
     parser.add_argument("--again", type=Path, help="price the plans of such a file again")
-    parser.add_argument(
-        "--compare", type=Path, help="run the search's and heuristic's plans of such a file again"
-    )
     arguments = parser.parse_args()
     if arguments.again is not None:
-        report(*read(json.loads(arguments.again.read_text())["figures"]))
-        return
-    if arguments.compare is not None:
-        _, outcomes, _ = read(json.loads(arguments.compare.read_text())["figures"])
-        outcomes = [outcome._replace(passes=[]) for outcome in outcomes if outcome.label in COMPARED]
-        with tempfile.TemporaryDirectory() as folder:
-            run_in_passes(Reality(arguments.ranks, Path(folder)), outcomes, arguments)
-        compare(outcomes)
+        report(FIGURES.validate_python(json.loads(arguments.again.read_text())["figures"]))
         return
     with tempfile.TemporaryDirectory() as folder:
-        profile, outcomes, configs = measure(arguments, Path(folder))
-    figures = report(profile, outcomes, configs)
-    write(written(profile, outcomes, configs, figures), arguments.out)
+        write_models(Path(folder))
+        configs = {
+            setting: config_of(Path(folder), arguments.ranks, setting)
+            for setting in SETTINGS[: arguments.plans]
+        }
+        started = time.monotonic()
+        profile = measured_profile(arguments.ranks, Path(folder, "actor"))
+        print(f"profile measured in {time.monotonic() - started:.0f} s", flush=True)
+        outcomes = outcomes_of(arguments, profile, configs)
+        for number in range(arguments.passes):
+            for outcome in outcomes:
+                config = configs[outcome.setting]
+                outcome.passes.append(one_pass(outcome, config, arguments.ranks, arguments.iterations))
+            print(f"pass {number + 1} of {arguments.passes} has ended", flush=True)
+    figures = Figures(profile, list(configs.items()), outcomes, {})
+    figures.summary = report(figures)
+    write(FIGURES.dump_python(figures, mode="json"), arguments.out)
 
 
 if __name__ == "__main__":

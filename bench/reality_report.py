@@ -1,8 +1,13 @@
 """The report of `bench.reality`: predictions and measurements, and the file that stores them."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import TypeAdapter
 
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
@@ -57,6 +62,19 @@ class Outcome(NamedTuple):
         return [round(fmean(peaks)) for peaks in zip(*(one.peak_bytes for one in self.passes), strict=True)]
 
 
+@dataclass
+class Figures:
+    """All figures of a bench, as they stand in its file."""
+
+    profile: MeasuredProfile
+    configs: list[tuple[Setting, PPOConfig]]
+    outcomes: list[Outcome]
+    summary: dict[str, float]
+
+
+FIGURES = TypeAdapter(Figures)
+
+
 def cost_model(profile: MeasuredProfile, setting: Setting, config: PPOConfig) -> CostModel:
     """The planner's cost model: from the measured profile, with the preset's constants recalibrated by it."""
     models = {role: RoleModel(shape=profile.model, head=parts.head) for role, parts in config.roles().items()}
@@ -73,10 +91,9 @@ def cost_model(profile: MeasuredProfile, setting: Setting, config: PPOConfig) ->
     return CostModel(cluster, device, models, workload, [profile])
 
 
-def report(
-    profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig]
-) -> dict:
+def report(figures: Figures) -> dict[str, float]:
     """Print every plan's predicted and measured figures, then a summary. Returns the summary."""
+    profile, configs, outcomes = figures.profile, dict(figures.configs), figures.outcomes
     rows, memory = [], []
     columns = {
         "setting": 14,
@@ -111,13 +128,13 @@ def report(
             f"{outcome.measured_s:12.3f}{pass_range(outcome):>16}{off:12.1%}{off_memory:9.1%}"
         )
     random = [row for row in rows if row[0].startswith("random")]
-    figures = {
+    summary = {
         "worst": max(abs(off) for *_, off in random),
         "median": median(abs(off) for *_, off in random),
         "spearman": spearman([p for _, p, _, _ in random], [m for _, _, m, _ in random]),
         "memory": max(memory),
     }
-    for name, value in figures.items():
+    for name, value in summary.items():
         print(
             f"{name:10}{value:8.3f}   target {'at least' if name == 'spearman' else 'at most'} {TARGETS[name]}"
         )
@@ -126,7 +143,7 @@ def report(
         within = spearman([p for _, p, _, _ in alike], [m for _, _, m, _ in alike])
         print(f"spearman among the plans of {setting}: {within:.3f}")
     compare(outcomes)
-    return figures
+    return summary
 
 
 def compare(outcomes: Sequence[Outcome]) -> None:
@@ -153,49 +170,6 @@ def pass_range(outcome: Outcome) -> str:
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's rank correlation, 1 for the same order; assumes no ties. NaN with fewer than 3 values."""
-
-    def ranks(values: Sequence[float]) -> list[int]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [order.index(i) for i in range(len(values))]
-
-    n = len(a)
-    if n < 3:
-        return float("nan")
-    squares = sum((x - y) ** 2 for x, y in zip(ranks(a), ranks(b), strict=True))
-    return 1 - 6 * squares / (n * (n * n - 1))
-
-
-def written(
-    profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig], figures: dict
-) -> dict[str, Any]:
-    """All figures as a JSON document; `read` is its inverse."""
-    return {
-        "summary": figures,
-        "profile": profile.model_dump(mode="json"),
-        "configs": [[setting, config.model_dump(mode="json")] for setting, config in configs.items()],
-        "outcomes": [
-            {
-                **outcome._asdict(),
-                "plan": outcome.plan.model_dump(mode="json"),
-                "passes": [one._asdict() for one in outcome.passes],
-            }
-            for outcome in outcomes
-        ],
-    }
-
-
-def read(document: Mapping[str, Any]) -> tuple[MeasuredProfile, list[Outcome], dict[Setting, PPOConfig]]:
-    """Profile, outcomes and configurations of a document that `written` made."""
-    outcomes = [
-        Outcome(
-            **{
-                **outcome,
-                "setting": Setting(*outcome["setting"]),
-                "plan": ExecutionPlan.model_validate(outcome["plan"]),
-                "passes": [PassTime(**one) for one in outcome["passes"]],
-            }
-        )
-        for outcome in document["outcomes"]
-    ]
-    configs = {Setting(*setting): PPOConfig.model_validate(config) for setting, config in document["configs"]}
-    return MeasuredProfile.model_validate(document["profile"]), outcomes, configs
+    if len(a) < 3:
+        return math.nan
+    return float(np.corrcoef(*(np.argsort(np.argsort(values)) for values in (a, b)))[0, 1])

@@ -1,7 +1,7 @@
 """Writes the table of what differs from TRL into docs/algorithms.md: of every field that has TRL's name, its default
 and its meaning.
 
-    python -m bench.trl_names [--python VERSION=PATH ...]
+    python -m bench.trl_names [--python PATH ...]
 
 TRL's defaults are in bench/trl_defaults.json; --python, a Python of an environment with a release of TRL, reads them
 anew. PPO's are those of the last release that had it.
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 KEPT, DOCS, READER = (
     ROOT / "bench/trl_defaults.json",
     ROOT / "docs/algorithms.md",
-    ROOT / "bench/trl_fields.py",
+    ROOT / "bench/trl_side.py",
 )
 BEGIN, END = "<!-- python -m bench.trl_names: begin -->\n", "<!-- end -->"
 LAST_WITH_PPO = "1.12.0"
@@ -39,55 +39,36 @@ RENAMED = {
 SAID_OTHERWISE = {"none": False, "full": True, (): "none", "sigmoid": ["sigmoid"]}
 """A default of ours -> the same one of TRL's, where it is written in another way."""
 
-SAME = ""
-MEANING: Mapping[str, str] = {
+SAME = (
+    *("report_to", "sync_ref_model", "ref_model_mixup_alpha", "num_generations", "epsilon"),
+    *("num_iterations", "mask_truncated_completions", "importance_sampling_level", "delta"),
+    *("optimizer.weight_decay", "optimizer.adam_epsilon", "optimizer.max_grad_norm", "sampling.top_p"),
+    *("sampling.top_k", "lora.rank", "lora.alpha", "desirable_weight", "undesirable_weight"),
+    *("center_rewards_coefficient", "num_mini_batches", "missing_eos_penalty", "kl_coef", "kl_estimator"),
+    *("gamma", "lam", "whiten_rewards", "cliprange", "cliprange_value"),
+)
+"""Fields that have TRL's name, meaning and default."""
+
+MEANING: Mapping[str, str] = dict.fromkeys(SAME, "") | {
     "output_dir": "the folder of all run folders",
     "seed": "any number will do",
-    "report_to": SAME,
     "gradient_checkpointing": "it costs a forward pass; a run whose activations do not fit says so and names it",
-    "sync_ref_model": SAME,
-    "ref_model_mixup_alpha": SAME,
     "ref_model_sync_steps": "counts iterations; TRL's counts optimizer steps",
-    "num_generations": SAME,
     "beta": "GRPO: TRL also weights the KL term by the policy ratio (`use_bias_correction_kl`)",
-    "epsilon": SAME,
     "epsilon_high": "with `loss_type: cispo` the ratio's bound is 1 + it; TRL's is the bound itself",
-    "num_iterations": SAME,
-    "mask_truncated_completions": SAME,
     "scale_rewards": "no `true`, `false`: `group`, `none`",
     "loss_type": "GRPO's is the paper's; `type: dapo` has the other. No lists of several losses",
-    "importance_sampling_level": SAME,
-    "delta": SAME,
     "optimizer.learning_rate": "one for all algorithms: choose it for the model. TRL's 1e-4 is meant for LoRA",
     "optimizer.lr_scheduler_type": "so a run that is made longer has the same beginning",
     "optimizer.warmup_steps": "no share of the run: a number of steps",
-    "optimizer.weight_decay": SAME,
     "optimizer.adam_betas": "few steps: the second moment forgets in 20 of them, not in 1,000",
-    "optimizer.adam_epsilon": SAME,
-    "optimizer.max_grad_norm": SAME,
     "sampling.max_completion_length": "it decides about memory and time, so it must be given",
     "sampling.temperature": "what is learned from is the model's own distribution",
-    "sampling.top_p": SAME,
-    "sampling.top_k": SAME,
-    "lora.rank": SAME,
-    "lora.alpha": SAME,
     "lora.targets": "all linear layers, as in the QLoRA paper; peft's choice depends on the family",
     "label_smoothing": "the conservative loss, as TRL's was; now TRL's is only for `robust` and `exo_pair`",
-    "desirable_weight": SAME,
-    "undesirable_weight": SAME,
     "completion_only_loss": "of `messages` the last one is learned; TRL's null learns all their tokens",
     "assistant_only_loss": "needs no `{% generation %}` marks",
-    "center_rewards_coefficient": SAME,
     "batch_size": "samples of an iteration; TRL computes it",
-    "num_mini_batches": SAME,
-    "missing_eos_penalty": SAME,
-    "kl_coef": SAME,
-    "kl_estimator": SAME,
-    "gamma": SAME,
-    "lam": SAME,
-    "whiten_rewards": SAME,
-    "cliprange": SAME,
-    "cliprange_value": SAME,
     "num_ppo_epochs": "as in verl and OpenRLHF: later passes learn from an older policy's samples",
 }
 """Every field of ours that has TRL's name -> how its meaning differs, or why its default does."""
@@ -146,7 +127,7 @@ def table(defaults: Mapping[str, Any]) -> str:
     )
     lines, same = ["| field | ours | TRL's | why, or what it means |", "|---|---|---|---|"], list[str]()
     for field, ones in found.items():
-        if MEANING[field] == SAME and all(one.agrees for one in ones):
+        if not MEANING[field] and all(one.agrees for one in ones):
             same.append(f"`{field}`")
             continue
         ours, theirs = (_by_algorithm(ones, side) for side in ("ours", "theirs"))
@@ -198,15 +179,13 @@ def read(python: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH")
-    kept = kept_defaults() if KEPT.exists() else {"versions": {}, "fields": {}}
-    for given in sorted(parser.parse_args().python):
-        version, _, python = given.partition("=")
+    parser.add_argument("--python", action="append", default=[], metavar="PATH")
+    kept = kept_defaults()
+    for python in parser.parse_args().python:
         found = read(python)
-        assert found["version"] == version, f"{python} has TRL {found['version']}, not {version}"
         for name, fields in found["fields"].items():
-            if (name == "ppo") == (version == LAST_WITH_PPO):
-                kept["versions"][name], kept["fields"][name] = version, fields
+            if (name == "ppo") == (found["version"] == LAST_WITH_PPO):
+                kept["versions"][name], kept["fields"][name] = found["version"], fields
     lines = [f"  {json.dumps(name)}: {json.dumps(kept['fields'][name])}" for name in sorted(kept["fields"])]
     KEPT.write_text(
         f'{{"versions": {json.dumps(kept["versions"], sort_keys=True)},\n "fields": {{\n'

@@ -1,12 +1,19 @@
-"""TRL's half of `bench.vs_trl`, which runs this file in an environment that has TRL: it imports nothing of ours.
+"""TRL's half of `bench.vs_trl` and `bench.trl_names`, which run this file in an environment that has TRL: it imports
+nothing of ours.
 
     python trl_side.py WORK.json OUT.json
+    python trl_side.py
 
 WORK.json is a `Work` of bench/vs_trl.py. OUT.json gets one row for each iteration: its seconds (whole, and where it
 samples generation, scoring, training) and the CPU seconds of this process.
+
+Without arguments the fields of TRL's configurations are printed as JSON: {"version": ..., "fields": {our algorithm:
+{field: default}}}; a default that JSON does not know is written as text.
 """
 
 # pyright: reportMissingImports=false
+import dataclasses
+import importlib
 import json
 import sys
 import time
@@ -21,6 +28,18 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
+
+CONFIGURATIONS = {
+    "ppo": ("trl.experimental.ppo", "PPOConfig"),
+    "grpo": ("trl", "GRPOConfig"),
+    "rloo": ("trl", "RLOOConfig"),
+    "dpo": ("trl", "DPOConfig"),
+    "kto": ("trl", "KTOConfig"),
+    "sft": ("trl", "SFTConfig"),
+    "reward_model": ("trl", "RewardConfig"),
+    "distillation": ("trl.experimental.gkd", "GKDConfig"),
+    "lora": ("trl", "ModelConfig"),
+}
 
 
 class Clock(TrainerCallback):
@@ -58,18 +77,11 @@ def mark_after(clock, owner, *names):
         setattr(owner, name, timed)
 
 
-def tokenizer(folder):
-    """Of a model folder of ours."""
-    return PreTrainedTokenizerFast(
-        tokenizer_file=f"{folder}/tokenizer.json", pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
-
-
-def common(work, rows_per_step):
+def common(work):
     """Settings of any trainer: nothing is written, logged or evaluated; bfloat16 as autocast, TRL's default."""
     return {
         "output_dir": f"{work['folder']}/trl",
-        "per_device_train_batch_size": rows_per_step,
+        "per_device_train_batch_size": work["batch_size"],
         "gradient_accumulation_steps": 1,
         "learning_rate": work["learning_rate"],
         "max_grad_norm": 1.0,
@@ -95,21 +107,14 @@ def scalar(work):
     )
 
 
-def texts(work):
-    path = Path(work["folder"], f"{work['algorithm']}.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def ppo(work, clock):
+def ppo(work, rows, clock):
     """TRL's PPO. Generation ends where `batch_generation` does, scoring where the advantages are whitened."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
     mark_after(clock, ppo_trainer, "batch_generation", "masked_whiten")
-    tokens = tokenizer(f"{work['folder']}/actor")
-    ids = [tokens(row["prompt"])["input_ids"] for row in texts(work)]
-    batch = work["batch_size"]
+    tokens, batch = tokenizer(work), work["batch_size"]
     config = PPOConfig(
-        **common(work, batch),
+        **common(work),
         num_mini_batches=4,
         total_episodes=batch * work["iterations"],
         local_rollout_forward_batch_size=batch,
@@ -129,102 +134,83 @@ def ppo(work, clock):
         ref_model=causal(work),
         reward_model=scalar(work),
         value_model=scalar(work),
-        train_dataset=Dataset.from_dict({"input_ids": ids}),
+        train_dataset=Dataset.from_dict({"input_ids": [tokens(row["prompt"])["input_ids"] for row in rows]}),
         callbacks=[clock],
     )
 
 
-def sampling_groups(work, clock, config_class, trainer_class):
-    """GRPO and RLOO: one optimizer step on groups of 8. Scoring is all between the last token and the advantages."""
-    mark_after(clock, trainer_class, "_generate", "_generate_and_score_completions")
-    model = causal(work)
-    config = config_class(
-        **common(work, work["batch_size"]),
-        max_steps=work["iterations"],
-        num_generations=work["group"],
-        max_completion_length=work["new_tokens"],
-        beta=0.05,
-        temperature=1.0,
-        generation_kwargs={"eos_token_id": model.config.eos_token_id},
-    )
-    return trainer_class(
+def one_step(work, rows, clock):
+    """The others: one optimizer step an iteration, of GRPO and RLOO on groups of samples.
+
+    Their scoring is all between the last token and the advantages.
+    """
+    import trl
+
+    algorithm = work["algorithm"]
+    name = {"reward_model": "Reward"}.get(algorithm, algorithm.upper())
+    trainer = getattr(trl, f"{name}Trainer")
+    model = scalar(work) if algorithm == "reward_model" else causal(work)
+    settings, more = {"max_length": work["length"]}, {}
+    if algorithm in ("grpo", "rloo"):
+        mark_after(clock, trainer, "_generate", "_generate_and_score_completions")
+        settings = {
+            "num_generations": work["group"],
+            "max_completion_length": work["new_tokens"],
+            "beta": 0.05,
+            "temperature": 1.0,
+            "generation_kwargs": {"eos_token_id": model.config.eos_token_id},
+        }
+        more = {"reward_funcs": run_path(f"{work['folder']}/rewards.py")["share_of_vowels"]}
+    elif algorithm == "dpo":
+        settings["beta"] = 0.1
+        more = {"ref_model": causal(work)}
+    return trainer(
         model=model,
-        args=config,
-        reward_funcs=run_path(f"{work['folder']}/rewards.py")["share_of_vowels"],
-        train_dataset=Dataset.from_list(texts(work)),
-        processing_class=tokenizer(f"{work['folder']}/actor"),
+        args=getattr(trl, f"{name}Config")(**common(work), max_steps=work["iterations"], **settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(work),
         callbacks=[clock],
+        **more,
     )
 
 
-def grpo(work, clock):
-    from trl import GRPOConfig, GRPOTrainer
-
-    return sampling_groups(work, clock, GRPOConfig, GRPOTrainer)
-
-
-def rloo(work, clock):
-    from trl import RLOOConfig, RLOOTrainer
-
-    return sampling_groups(work, clock, RLOOConfig, RLOOTrainer)
-
-
-def dpo(work, clock):
-    """One optimizer step on pairs that share a prompt."""
-    from trl import DPOConfig, DPOTrainer
-
-    config = DPOConfig(
-        **common(work, work["batch_size"]), max_steps=work["iterations"], max_length=work["length"], beta=0.1
-    )
-    return DPOTrainer(
-        model=causal(work),
-        ref_model=causal(work),
-        args=config,
-        train_dataset=Dataset.from_list(texts(work)),
-        processing_class=tokenizer(f"{work['folder']}/actor"),
-        callbacks=[clock],
+def tokenizer(work):
+    return PreTrainedTokenizerFast(
+        tokenizer_file=f"{work['folder']}/actor/tokenizer.json",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
     )
 
 
-def sft(work, clock):
-    """One optimizer step for each iteration, as for reward modelling."""
-    from trl import SFTConfig, SFTTrainer
-
-    config = SFTConfig(
-        **common(work, work["batch_size"]), max_steps=work["iterations"], max_length=work["length"]
-    )
-    return SFTTrainer(
-        model=causal(work),
-        args=config,
-        train_dataset=Dataset.from_list(texts(work)),
-        processing_class=tokenizer(f"{work['folder']}/actor"),
-        callbacks=[clock],
-    )
+def defaults():
+    """{our algorithm: {field: default}} of the installed release."""
+    fields = {}
+    for algorithm, (module, name) in CONFIGURATIONS.items():
+        try:
+            configuration = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):  # a release has it no more, or not yet
+            continue
+        fields[algorithm] = {field.name: default(field) for field in dataclasses.fields(configuration)}
+        fields[algorithm] = dict(sorted(fields[algorithm].items()))
+    return fields
 
 
-def reward_model(work, clock):
-    """Pairs that share a prompt."""
-    from trl import RewardConfig, RewardTrainer
-
-    config = RewardConfig(
-        **common(work, work["batch_size"]),
-        max_steps=work["iterations"],
-        max_length=work["length"],
-    )
-    return RewardTrainer(
-        model=scalar(work),
-        args=config,
-        train_dataset=Dataset.from_list(texts(work)),
-        processing_class=tokenizer(f"{work['folder']}/reward"),
-        callbacks=[clock],
-    )
+def default(field):
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return None if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def main():
-    work, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    clock = Clock()
-    begin = {"ppo": ppo, "grpo": grpo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
-    begin[work["algorithm"]](work, clock).train()
+    if len(sys.argv) == 1:
+        version = importlib.import_module("trl").__version__
+        print(json.dumps({"version": version, "fields": defaults()}, default=str))
+        return
+    work, out, clock = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), Clock()
+    lines = Path(work["folder"], f"{work['algorithm']}.jsonl").read_text().splitlines()
+    begin = ppo if work["algorithm"] == "ppo" else one_step
+    begin(work, [json.loads(line) for line in lines], clock).train()
     out.write_text(json.dumps(clock.rows))
 
 

@@ -51,7 +51,8 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 from bench.harness import cpu_s, in_turn, options, write
-from flows.demo import byte_tokenizer
+from bench.models import sizes, write_model
+from flows.demo import write_jsonl
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".cache" / "bench"
@@ -66,24 +67,12 @@ REWARD = '''"""What our side and TRL's are rewarded by."""
 def share_of_vowels(completions, **_):
     return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in completions]
 '''
-SHAPES = {
-    "tiny": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
-    "small": {
-        "hidden_size": 512,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 8,
-        "intermediate_size": 1408,
-    },
-    "smollm2": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    },
-}
 VOCAB, PROMPT, NEW, LENGTH = 4096, 32, 64, 128
+SHAPES = {
+    "tiny": sizes(256, 4, 4, 4, 1024, VOCAB),
+    "small": sizes(512, 7, 8, 8, 1408, VOCAB),
+    "smollm2": sizes(576, 30, 9, 3, 1536, 49152),
+}
 END = 2  # <eos> of the byte tokenizer
 PARTS = ("iteration", "generation", "scoring", "training", "cpu")
 POLL_S = 0.05
@@ -122,19 +111,8 @@ def write_models(folder: Path, shape: str, full_length: bool) -> None:
     full_length  the end token is outside the vocabulary. Otherwise one dim of the hidden states is nearly constant,
                  and the end token's row of the head is larger there, so that its probability is about 1 in 40
     """
-    settings: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "num_key_value_heads": SHAPES[shape]["num_attention_heads"],
-        "tie_word_embeddings": True,
-        "num_labels": 1,
-        "max_position_embeddings": 512,
-    }
-    settings |= SHAPES[shape]
-    settings |= {
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": settings["vocab_size"] if full_length else END,
-    }
+    settings = {**SHAPES[shape], "num_labels": 1, "max_position_embeddings": 512}
+    settings["eos_token_id"] = settings["vocab_size"] if full_length else END
     for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         config = LlamaConfig(**settings)
         set_seed(1234)
@@ -146,8 +124,7 @@ def write_models(folder: Path, shape: str, full_length: bool) -> None:
                 hidden = model.model(torch.randint(VOCAB, (16, 64))).last_hidden_state
                 log_p = model.lm_head(hidden).log_softmax(-1)[..., END]
                 embedding[END, 0] += (-log(40) - log_p.mean()) / hidden[..., 0].mean()
-        model.save_pretrained(folder / name)
-        byte_tokenizer().save(str(folder / name / "tokenizer.json"))
+        write_model(model, folder / name)
 
 
 def write_rows(folder: Path) -> None:
@@ -168,7 +145,7 @@ def write_rows(folder: Path) -> None:
     }
     (folder / "rewards.py").write_text(REWARD)
     for name, its in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in its))
+        write_jsonl(folder / f"{name}.jsonl", its)
 
 
 # The three sides

@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from bench.harness import command, options
-from flows.demo import byte_tokenizer
+from bench.models import sizes, write_model
+from flows.demo import write_jsonl
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.journals import METRICS
 from rlhf_tasks.checkpoint.manifest import verify
@@ -37,35 +39,18 @@ from rlhf_tasks.spec import CallNode, ExecutionPlan
 
 
 class Size(NamedTuple):
-    """A model, and the work of one iteration.
+    """A model, and the work of one iteration: sequences of prompt_tokens and new_tokens each."""
 
-    model       fields of LlamaConfig
-    batch_size  sequences per iteration, of prompt_tokens and new_tokens each
-    """
-
-    model: Mapping[str, int]
+    model: Mapping[str, Any]
     batch_size: int
     prompt_tokens: int
     new_tokens: int
 
 
-def _llama(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int
-) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-    }
-
-
 SIZES = {
-    "tiny": Size(_llama(128, 2, 4, 2, 384, 512), 16, 16, 16),
-    "110m": Size(_llama(768, 12, 12, 12, 2048, 32000), 128, 128, 128),
-    "1b": Size(_llama(2048, 16, 32, 8, 8192, 128256), 128, 128, 256),
+    "tiny": Size(sizes(128, 2, 4, 2, 384, 512), 16, 16, 16),
+    "110m": Size(sizes(768, 12, 12, 12, 2048, 32000), 128, 128, 128),
+    "1b": Size(sizes(2048, 16, 32, 8, 8192, 128256), 128, 128, 256),
 }
 ROWS = ("again", "killed", "offload")
 SAVES = ("time/save_actor", "time/save_critic")
@@ -79,13 +64,11 @@ REWARD = (
 
 def write_inputs(folder: Path, size: Size) -> int:
     """The folder `model`, prompts and a reward; gives the model's number of parameters."""
-    vocab = size.model["vocab_size"]
     set_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**size.model, eos_token_id=vocab, tie_word_embeddings=True))
-    model.to(torch.bfloat16).save_pretrained(folder / "model")
-    byte_tokenizer().save(str(folder / "model" / "tokenizer.json"))
-    rows = [{"prompt": f"{number:04d}".ljust(size.prompt_tokens, ".")} for number in range(1024)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = LlamaForCausalLM(LlamaConfig(**size.model | {"eos_token_id": size.model["vocab_size"]}))
+    write_model(model.to(torch.bfloat16), folder / "model")
+    rows = ({"prompt": f"{number:04d}".ljust(size.prompt_tokens, ".")} for number in range(1024))
+    write_jsonl(folder / "prompts.jsonl", rows)
     (folder / "reward.py").write_text(REWARD)
     return model.num_parameters()
 
@@ -113,14 +96,12 @@ def manual(plan: ExecutionPlan, offload: bool) -> dict[str, Any]:
     chosen = {}
     for node in plan.nodes:
         if isinstance(node, CallNode):
-            assignment, strategy = node.assignment, node.assignment.placement.strategy
+            placement = node.assignment.placement
             chosen[node.name] = {
-                "devices": list(assignment.placement.devices),
-                "dp": strategy.dp,
-                "tp": strategy.tp,
-                "pp": strategy.pp,
-                "micro_batches": assignment.micro_batches,
-                "balance": assignment.balance,
+                "devices": list(placement.devices),
+                **asdict(placement.strategy),
+                "micro_batches": node.assignment.micro_batches,
+                "balance": node.assignment.balance,
                 "offload": offload and node.name.endswith("_train"),
             }
     return chosen
@@ -177,27 +158,21 @@ def tell(row: Mapping[str, Any], out: Path | None) -> None:
 def measure(arguments: argparse.Namespace, folder: Path) -> bool:
     """Do the rows; whether all commits are equal."""
     size = SIZES[arguments.size]
-    parameters = write_inputs(folder, size)
+    head = {
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "size": arguments.size,
+        "parameters": write_inputs(folder, size),
+    }
     document = document_of(folder, size, arguments.iterations)
     (folder / "profile.yaml").write_text(yaml.safe_dump(document))
     profile_s = command("profile", "--config", str(folder / "profile.yaml"))
-    cuda = torch.cuda.is_available()
-    tell(
-        {
-            "device": torch.cuda.get_device_name(0) if cuda else "cpu",
-            "torch": torch.__version__,
-            "size": arguments.size,
-            "parameters": parameters,
-            "profile_s": round(profile_s, 1),
-        },
-        arguments.out,
-    )
+    tell({**head, "profile_s": round(profile_s, 1)}, arguments.out)
     planned = run(folder, "planned", document)
-    choices = {offload: manual(planned["plan"], offload) for offload in (False, True)}
-    tell({**planned, "choices": choices[False]}, arguments.out)
+    tell({**planned, "choices": manual(planned["plan"], offload=False)}, arguments.out)
     equal = True
     for name in arguments.rows:
-        changed = {**document, "plan": choices[name == "offload"]}
+        changed = {**document, "plan": manual(planned["plan"], name == "offload")}
         row = run(folder, name, changed, KILLED if name == "killed" else "")
         row["same_bytes"] = row["files"] == planned["files"]
         row["unlike"] = unlike(row["metrics"], planned["metrics"])

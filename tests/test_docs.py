@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [
+        *(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "bench/results/faults.md")),
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+)
 PACKAGES = ("bench", "blocks", "deployments", "docs", "flows", "planner", "rlhf_tasks", "tests")
 NAMED = re.compile(rf"(?<![\w/.-])(?:{'|'.join(PACKAGES)})/[\w./-]*\w")
 WORDS_OF_A_DECISION = 250

@@ -1,8 +1,7 @@
-"""bench/planner.py on a problem that takes no time, and what bench/reallocation.py says of itself."""
+"""bench/planner.py on a problem that takes no time."""
 
 import pytest
 
-from bench import reallocation
 from bench.planner import measure
 from planner.plan.mesh import Cluster
 
@@ -27,12 +26,3 @@ def test_a_setting_is_measured_and_told(small_problem, capsys):
     assert [line.split()[1] for line in told] == ["search", "mcmc", "rules"]
     assert f"best {runs[0]['iteration_time_s']:.3f} s" in told[0]
     assert f"symmetric {report['rules_s']['symmetric']:.3f} s" in told[2]
-
-
-def test_the_help_of_the_reallocation_bench_runs_nothing(capsys):
-    with pytest.raises(SystemExit) as ended:
-        reallocation.main(["--help"])
-    assert ended.value.code == 0
-    told = capsys.readouterr().out
-    assert "torchrun --nproc-per-node 4 -m bench.reallocation" in told
-    assert '"pair"' not in told

@@ -6,7 +6,6 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from bench.random_problems import enumerated
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing import problem as deadlines
@@ -33,6 +32,7 @@ from planner.search.search import bound_of
 from rlhf_tasks.algorithms.registry import in_parts
 from rlhf_tasks.spec import OnloadNode
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
+from tests.planner.random_problems import enumerated
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 

@@ -1,26 +1,12 @@
-"""Is the plan search nowhere after another mode? On small random problems, against all modes and, where the choices
-are few enough, against the best of all of them.
-
-    python -m bench.random_problems [--problems 200] [--first 0] [--limit 2]
-
-Problem number n is the same everywhere: GRPO or PPO, with parts, rounds and staleness, on two to four devices of one
-or two hosts, with fast and slow links, one role or several, ample and scarce memory. The search has the limit, each
-other mode half of it, as in the comparison that `prefect-rlhf plan` prints. The bench prints a row for each kind of
-problem: how often the search was after, by how much at most, how often it proved its plan, how often the limit came
-before all options were priced, and its seconds. It ends with 1 if the search was after anywhere.
-"""
+"""Small random problems of the plan search, and the best of all choices where these are few enough to try all."""
 
 import math
-import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numba
 import numpy as np
 
-from bench.harness import options
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
@@ -41,7 +27,11 @@ ROUNDING = 1e-9  # relative
 
 
 def random_problem(number: int) -> Problem:
-    """Problem `number`. Its kind is `kind_of`."""
+    """Problem `number`, the same everywhere.
+
+    GRPO or PPO, with parts, rounds and staleness, on two to four devices of one or two hosts, with fast or slow
+    links, one role or several, ample and scarce memory.
+    """
     draw = np.random.default_rng(number)
 
     def one_of(*values):
@@ -107,14 +97,6 @@ def random_problem(number: int) -> Problem:
     return Problem(graph, CostModel(cluster, device, models, workload), max_tp=one_of(1, None))
 
 
-def kind_of(problem: Problem) -> str:
-    """The kind of a problem, for the table."""
-    generate = next(call for call in problem.graph.calls if call.kind == "generate")
-    rounds = max(call.rounds for call in problem.graph.calls)
-    cut = f"{rounds} rounds" if rounds > 1 else f"{generate.chunks} parts" if generate.chunks > 1 else "whole"
-    return f"{problem.graph.name}, {cut}, {f'staleness {generate.lead}' if generate.lead else 'in step'}"
-
-
 def enumerated(tables: Tables) -> float:
     """The least seconds per iteration of all choices that fit; infinite where none does."""
     return _least(tables.arrays, np.array([*map(len, tables.options)]))
@@ -136,80 +118,22 @@ def _least(arrays, counts):
         choice[call] += 1
 
 
-class Compared(NamedTuple):
-    """A search beside the other modes.
-
-    found_s    seconds per iteration of the search's plan; infinite where it says that nothing fits
-    is_proven  whether the search proved its plan
-    is_late    whether the limit ended it before all options were priced: then it is compared with the modes alone
-    seconds    that the search took
-    best_s     the least seconds per iteration of any other mode, or of all choices; infinite where none fits
-    by         who found it
-    """
-
-    kind: str
-    found_s: float
-    is_proven: bool
-    is_late: bool
-    seconds: float
-    best_s: float
-    by: str
-
-    @property
-    def behind(self) -> float:
-        """The excess of the search's seconds over the best of the others, as a fraction; 0 if there is none."""
-        excess = 0.0 if self.best_s == math.inf else self.found_s / self.best_s - 1
-        return excess if excess > ROUNDING else 0.0
-
-
-def compared(problem: Problem, limit_s: float) -> Compared:
-    """The search and all other modes on a problem; where the choices are few, enumeration too."""
+def excess(problem: Problem, limit_s: float) -> float:
+    """Of the search's seconds over the best of the other modes, which have half its limit, and over the best of all
+    choices, where they are few and the limit did not end the search before all options were priced; as a fraction, 0
+    if there is none."""
     seconds: dict[str, float] = {}
     for mode in OTHERS:
         with suppress(PlanError, ProblemError):
             seconds[mode] = find_plan(problem, mode, limit_s / 2).iteration_time_s
-    searched: tuple[float, bool, bool, float] = math.inf, False, False, 0.0
+    found_s, late = math.inf, False
     with suppress(PlanError, ProblemError):
-        found = find_plan(problem, "search", limit_s)
-        searched = found.iteration_time_s, found.proven_optimal, found.late, found.seconds
+        result = find_plan(problem, "search", limit_s)
+        found_s, late = result.iteration_time_s, result.late
     with suppress(ProblemError):
         tables = Tables(problem)
-        if not searched[2] and math.prod(map(len, tables.options)) <= MOST_CHOICES:
+        if not late and math.prod(map(len, tables.options)) <= MOST_CHOICES:
             seconds["enumeration"] = enumerated(tables)
-    by = min(seconds, key=lambda mode: seconds[mode], default="")
-    return Compared(kind_of(problem), *searched, seconds.get(by, math.inf), by)
-
-
-def rows(every: list[Compared]) -> Iterator[str]:
-    """The table: a row for each kind, then all together."""
-    yield f"{'problems':40} {'number':>6} {'after':>6} {'at most':>8} {'proved':>6} {'late':>4} {'seconds':>8}"
-    kinds = sorted({one.kind for one in every})
-    for kind in [*kinds, "all"]:
-        own = [one for one in every if kind in (one.kind, "all")]
-        yield (
-            f"{kind:40} {len(own):6} {sum(one.after > 0 for one in own):6} {max(one.after for one in own):8.1%} "
-            f"{sum(one.is_proven for one in own):6} {sum(one.is_late for one in own):4} "
-            f"{sum(one.seconds for one in own):8.1f}"
-        )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = options(__doc__)
-    parser.add_argument("--problems", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=2.0)
-    given = parser.parse_args(arguments)
-    every = list[Compared]()
-    for number in range(given.first, given.first + given.problems):
-        one = compared(random_problem(number), given.limit)
-        every.append(one)
-        if one.behind:
-            print(
-                f"problem {number}: {one.kind}: {one.found_s:.5g} s, {one.by} {one.best_s:.5g} s", flush=True
-            )
-    print("\n".join(rows(every)))
-    return int(any(one.behind for one in every))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    best_s = min(seconds.values(), default=math.inf)
+    more = 0.0 if best_s == math.inf else found_s / best_s - 1
+    return more if more > ROUNDING else 0.0
