@@ -4,10 +4,10 @@
     python -m bench.overhead --simulated-ranks 128 1024 [--iterations 10] [--json FILE]
 
 The demo's plan runs on four ranks that do no work: a node sleeps its share of the iteration, then takes part in one
-real collective of its mesh. Overhead is defined in docs/architecture.md: per rank, the time in which no node runs
-although all predecessors of its next node have ended. The CPU seconds
-per iteration of the workers, of this process (flow, scheduler, nannies) and of the Prefect server are reported too.
-The first two iterations of each run are left out.
+real collective of its mesh. Overhead is `idle_while_ready_s` of flows/view/clocks.py: per rank, the time in which no
+node runs although all predecessors of its next node have ended. The CPU seconds per iteration of the workers, of this
+process (flow, scheduler, nannies) and of the Prefect server are reported too. The first two iterations of each run
+are left out.
 
 With --simulated-ranks no processes are started: the real controller is rehearsed through iterations of a plan for
 that many simulated ranks, with few and many sequences. The CPU seconds are those of its decisions and messages,
