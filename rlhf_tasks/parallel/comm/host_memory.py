@@ -107,7 +107,6 @@ class _PinnedPages(mmap):
 
 
 def _cuda() -> Any:
-    """CUDA's runtime."""
     return torch.cuda.cudart()
 
 
@@ -122,7 +121,6 @@ class ThreadCopier:
         return parameter
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
-        """Queue the copies of pairs of the same shape on the thread."""
         result = self._thread.submit(_copy, pairs).result
         return Arrival(wait=result, finish=result)
 
@@ -141,7 +139,6 @@ class StreamCopier:
         return host_copies([parameter])[0]
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
-        """Queue the copies of pairs of the same shape on the stream."""
         # Kernels queued earlier may still write the values, or read the memory that the new tensors have been given.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):

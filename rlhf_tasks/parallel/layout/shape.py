@@ -388,7 +388,6 @@ def _in_files(spec: ParameterSpec, family: Family) -> ParameterSpec:
 
 
 def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]:
-    """Parameters of one decoder layer."""
     prefix = f"model.layers.{layer}."
     query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     names, attention = family.names, family.names.attention

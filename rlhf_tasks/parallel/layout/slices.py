@@ -94,13 +94,11 @@ class Layout:
 
     @cached_property
     def specs(self) -> Mapping[str, ParameterSpec]:
-        """All parameters by name."""
         return {spec.name: spec for spec in self.parameters}
 
     # Splits
 
     def stage_layers(self, pp_rank: int) -> range:
-        """The numbers of a stage's layers."""
         return range(*split(self.shape.layers, self.placement.strategy.pp, pp_rank))
 
     def stages(self, spec: ParameterSpec) -> tuple[int, ...]:

@@ -75,7 +75,6 @@ class Placement:
             raise ValueError(f"mesh {list(self.devices)} names a device twice.")
 
     def device(self, dp_rank: int, tp_rank: int, pp_rank: int) -> int:
-        """The device at a coordinate."""
         s = self.strategy
         return self.devices[(pp_rank * s.dp + dp_rank) * s.tp + tp_rank]
 

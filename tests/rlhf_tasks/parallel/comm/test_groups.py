@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from rlhf_tasks.parallel.comm.groups import (
     ProcessGroups,
@@ -45,22 +46,27 @@ def test_a_group_of_one_is_the_identity():
     assert group_size(None) == 1
 
 
-def _groups_of_two(rank: int, world: int) -> None:
+def _groups_of_two(rank: int, world: int) -> tuple[float, ProcessGroup | None, int, list[str]]:
+    """A sum, the group of one, the size of the group of two, and what is said of sets without a group."""
     # Each rank names the sets in another order; the ranks must agree nevertheless.
     sets = [(1, 0), (0,), (1,), [0, 1]]
     groups = ProcessGroups(sets if rank == 0 else reversed(sets), 240.0, CPU)
-    assert float(all_reduce(torch.tensor([rank + 1.0]), groups[[1, 0]])) == 3.0
-    assert groups[(rank,)] is None
-    assert group_size(groups[(0, 1)]) == 2
+    total = float(all_reduce(torch.tensor([rank + 1.0]), groups[[1, 0]]))
+    refused = []
     for foreign in [(1 - rank,), (0, 7)]:
-        with pytest.raises(KeyError, match=f"rank {rank} has no group"):
+        with pytest.raises(KeyError) as error:
             groups[foreign]
+        refused.append(str(error.value))
+    alone, size = groups[(rank,)], group_size(groups[(0, 1)])
     groups.close()
+    return total, alone, size, refused
 
 
 @pytest.mark.dist
 def test_groups_over_two_ranks(ranks):
-    ranks.run(2, _groups_of_two)
+    for rank, (total, alone, size, refused) in enumerate(ranks.run(2, _groups_of_two)):
+        assert (total, alone, size) == (3.0, None, 2)
+        assert all(f"rank {rank} has no group" in said for said in refused)
 
 
 def _worlds(rank: int, world: int, path: str) -> None:

@@ -36,70 +36,77 @@ def test_without_a_group_nothing_happens():
     assert sum_over_ranks(x, None) is x
 
 
-def _f_and_g(rank: int, world: int) -> None:
+def _f_and_g(rank: int, world: int) -> list[list[float]]:
+    """What both give forward, and the gradient."""
     group = _group(world)
     x = torch.tensor([2.0, 3.0], requires_grad=True)
     copied = copy_to_ranks(x, group)
-    assert copied.tolist() == [2.0, 3.0]
     total = sum_over_ranks(copied * (rank + 1), group)
-    assert total.tolist() == [6.0, 9.0]
     total.backward(torch.tensor([1.0, 10.0]))
-    # g hands the gradient on as it is; f sums the ranks' contributions 1 and 2
-    assert x.grad.tolist() == [3.0, 30.0]
+    return [copied.tolist(), total.tolist(), x.grad.tolist()]
 
 
 @pytest.mark.dist
 def test_f_and_g(ranks):
-    ranks.run(2, _f_and_g)
+    """g hands the gradient on as it is; f sums the ranks' contributions 1 and 2."""
+    assert ranks.run(2, _f_and_g) == [[[2.0, 3.0], [6.0, 9.0], [3.0, 30.0]]] * 2
 
 
-def _block(rank: int, world: int) -> None:
-    """A linear module split by columns, one split by rows, against both whole."""
+def _two_linears() -> tuple[nn.Linear, nn.Linear, Tensor]:
     torch.manual_seed(0)
-    first, last = nn.Linear(6, 7), nn.Linear(7, 5)
-    x = torch.randn(4, 6, requires_grad=True)
-    expected = last(F.silu(first(x)))
-    expected.square().sum().backward()
+    return nn.Linear(6, 7), nn.Linear(7, 5), torch.randn(4, 6, requires_grad=True)
+
+
+def _block(rank: int, world: int) -> list[Tensor]:
+    """A linear module split by columns, one split by rows: their output, and gradients."""
+    first, last, x = _two_linears()
     columns, group = split(7, world, rank), _group(world)
     mine = RowParallelLinear(columns.size, 5, True, group, CPU)
     rows = slice(*columns)
     mine.weight.data.copy_(last.weight[:, rows])
     mine.bias.data.copy_(last.bias)
-    y = x.detach().clone().requires_grad_()
-    inner = F.silu(F.linear(copy_to_ranks(y, group), first.weight[rows], first.bias[rows]))
-    output = mine(inner)
-    torch.testing.assert_close(output, expected)
+    output = mine(F.silu(F.linear(copy_to_ranks(x, group), first.weight[rows], first.bias[rows])))
     output.square().sum().backward()
-    torch.testing.assert_close(y.grad, x.grad)
-    torch.testing.assert_close(mine.weight.grad, last.weight.grad[:, rows])
-    torch.testing.assert_close(mine.bias.grad, last.bias.grad)
+    return [output.detach(), x.grad, mine.weight.grad, mine.bias.grad]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_block_split_over_ranks(ranks, world: int):
-    ranks.run(world, _block)
+    first, last, x = _two_linears()
+    output = last(F.silu(first(x)))
+    output.square().sum().backward()
+    for rank, of_rank in enumerate(ranks.run(world, _block)):
+        of_weight = last.weight.grad[:, slice(*split(7, world, rank))]
+        torch.testing.assert_close(of_rank, [output.detach(), x.grad, of_weight, last.bias.grad])
 
 
-def _embedding(rank: int, world: int) -> None:
+TOKENS = torch.tensor([6, 0, 2, 3, 3, 2])
+FACTORS = torch.arange(18.0).view(6, 3)
+
+
+def _whole_embedding() -> nn.Embedding:
     torch.manual_seed(0)
-    whole = nn.Embedding(7, 3, padding_idx=2)
-    tokens = torch.tensor([6, 0, 2, 3, 3, 2])
-    weight = torch.arange(18.0).view(6, 3)
-    expected = whole(tokens) * 2.0
-    (expected * weight).sum().backward()
+    return nn.Embedding(7, 3, padding_idx=2)
+
+
+def _embedding(rank: int, world: int) -> tuple[Tensor, Tensor]:
     vocab = split(7, world, rank)
     mine = VocabParallelEmbedding(vocab, 3, _group(world), CPU, scale=2.0, padding_idx=2)
-    mine.weight.data.copy_(whole.weight[slice(*vocab)])
-    output = mine(tokens)
-    assert torch.equal(output, expected)
-    (output * weight).sum().backward()
-    assert torch.equal(mine.weight.grad, whole.weight.grad[slice(*vocab)])
+    mine.weight.data.copy_(_whole_embedding().weight[slice(*vocab)])
+    output = mine(TOKENS)
+    (output * FACTORS).sum().backward()
+    return output.detach(), mine.weight.grad
 
 
 @pytest.mark.dist
 def test_an_embedding_split_over_ranks(ranks):
-    ranks.run(3, _embedding)
+    whole = _whole_embedding()
+    expected = whole(TOKENS) * 2.0
+    (expected * FACTORS).sum().backward()
+    for rank, (output, gradient) in enumerate(ranks.run(3, _embedding)):
+        assert torch.equal(output, expected)
+        assert torch.equal(gradient, whole.weight.grad[slice(*split(7, 3, rank))])
 
 
 def test_a_whole_embedding():
