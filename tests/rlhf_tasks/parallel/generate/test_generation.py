@@ -452,47 +452,47 @@ BY_DEFAULT = ("qwen2", "mixtral", "gpt2")
 
 
 def _generate_on(
-    rank: int,
-    world: int,
-    strategy: ParallelStrategy,
-    dtype: torch.dtype,
-    params: dict,
-    model: Model = LLAMA,
-    shared: bool = False,
-) -> Any:
+    rank: int, world: int, strategy: ParallelStrategy, model: Model, batch: SampleBatch, dtype, options: dict
+) -> SampleBatch | None:
     placement = Placement(tuple(range(world)), strategy)
     groups = ProcessGroups(device_sets(placement), 240.0, CPU)
-    member = build(model[0], dtype, strategy, groups, params.pop("tokens", None), **model[1])
-    batch = repeated(2) if shared else prompts()
+    engine = build(model[0], dtype, strategy, groups, options.pop("tokens", None), **model[1])
     mine = [i for n, i in enumerate(batch.ids) if n // 2 % strategy.dp == placement.coordinate(rank).dp]
-    samples = draw(member, batch.select(mine), record_kept="top_p" in params, **params)
+    samples = draw(engine, batch.select(mine), **options)
     groups.close()
-    assert (samples is not None) == member.is_head
-    if samples is None:
-        return None
-    logprobs = dict(zip(samples.ids, samples["old_logprobs"].split(), strict=True))
-    return responses(samples), logprobs, kept_of(samples)
+    return samples
 
 
-def kept_of(samples: SampleBatch) -> dict[int, list[int]]:
-    """Sample id -> what was kept, where it is recorded."""
-    if "kept_tokens" not in samples.data:
-        return {}
-    return {i: part.tolist() for i, part in zip(samples.ids, samples["kept_tokens"].split(), strict=True)}
+def assert_alike(of_ranks: list[SampleBatch | None], alone: SampleBatch, dp: int) -> None:
+    """The heads have the samples that one rank draws, with log-probabilities that are equal to rounding."""
+    heads = [samples for samples in of_ranks if samples is not None]
+    assert len(heads) == dp
+    assert sorted(sample for samples in heads for sample in samples.ids) == sorted(alone.ids)
+    for samples in heads:
+        expected = alone.select(samples.ids)
+        assert samples.data.keys() == expected.data.keys()
+        for key, packed in expected.data.items():
+            bound = 1e-5 if key == "old_logprobs" else 0
+            assert samples[key].lengths == packed.lengths
+            torch.testing.assert_close(samples[key].values, packed.values, atol=bound, rtol=bound)
 
 
-COVERING = {
-    "greedy": [(1, 2, 2), (1, 2, 1)],
-    "sampled": [(s.dp, s.tp, s.pp) for s in STRATEGIES],
-    "nucleus": [(2, 1, 2), (1, 2, 2), (1, 4, 1)],
-    "strings": [(1, 1, 2), (2, 2, 1)],
-    "padded": [(2, 2, 1), (1, 2, 2), (1, 4, 1)],
-    "slots": [(1, 1, 4), (1, 2, 2), (2, 2, 1)],
-    "shared": [(1, 1, 4), (1, 2, 2), (2, 1, 2)],
+FEW_SLOTS = {"micro_batches": 2, "prefill_tokens": 4}
+MODES: dict[str, tuple[dict[str, Any], list[tuple[int, int, int]]]] = {
+    "greedy": ({"temperature": 0.0, "dtype": torch.float32}, [(1, 2, 2), (1, 2, 1)]),
+    "sampled": ({}, [(s.dp, s.tp, s.pp) for s in STRATEGIES]),
+    "nucleus": ({"top_p": 0.7, "record_kept": True}, [(2, 1, 2), (1, 2, 2), (1, 4, 1)]),
+    "strings": (
+        {"min_new_tokens": 2, "stop_ids": STOPS[:2], "stop_strings": StopStrings(STRINGS, TEXTS)},
+        [(1, 1, 2), (2, 2, 1)],
+    ),
+    "padded": ({"tokens": 20}, [(2, 2, 1), (1, 2, 2), (1, 4, 1)]),
+    "slots": (FEW_SLOTS, [(1, 1, 4), (1, 2, 2), (2, 2, 1)]),
+    "shared": (FEW_SLOTS, [(1, 1, 4), (1, 2, 2), (2, 1, 2)]),
 }
-"""Mode -> what continuous integration runs of it, and the default suite the last of: plain sampling everywhere,
-others where tokens are chosen from parts of the vocabulary (tp), by another stage than the one that reads them (pp),
-or for a share of the samples (dp)."""
+"""Mode -> its options, and what continuous integration runs of it, and the default suite the last of: plain sampling
+everywhere, others where tokens are chosen from parts of the vocabulary (tp), by another stage than the one that reads
+them (pp), or for a share of the samples (dp)."""
 
 
 def marks(degrees: tuple[int, int, int], kept: list[tuple[int, int, int]]) -> Any:
@@ -504,36 +504,21 @@ def marks(degrees: tuple[int, int, int], kept: list[tuple[int, int, int]]) -> An
     ("mode", "strategy"),
     [
         pytest.param(mode, strategy, marks=marks((strategy.dp, strategy.tp, strategy.pp), kept))
-        for mode, kept in COVERING.items()
+        for mode, (_, kept) in MODES.items()
         for strategy in STRATEGIES
     ],
     ids=str,
 )
 def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, mode: str):
-    params: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": STOPS}
-    dtype = torch.float64
-    if mode == "strings":
-        params |= {"min_new_tokens": 2, "stop_ids": STOPS[:2], "stop_strings": StopStrings(STRINGS, TEXTS)}
-    if mode == "greedy":
-        params["temperature"], dtype = 0.0, torch.float32
-    if mode == "nucleus":
-        params["top_p"] = 0.7
-    batch, tokens = repeated(2) if mode == "shared" else prompts(), 20 if mode == "padded" else None
-    alone = draw(build("llama", dtype, tokens=tokens), batch, record_kept=mode == "nucleus", **params)
-    params |= {"tokens": tokens}
-    if mode in ("slots", "shared"):
-        params |= {"micro_batches": 2, "prefill_tokens": 4}
-    given = (strategy, dtype, params, LLAMA, mode == "shared")
-    heads = [r for r in ranks.run(strategy.size, _generate_on, *given) if r is not None]
-    assert len(heads) == strategy.dp
-    drawn = {i: t for found, _, _ in heads for i, t in found.items()}
-    logprobs: dict[int, Tensor] = {i: p for _, found, _ in heads for i, p in found.items()}
-    assert drawn == responses(alone)
-    assert tokens is None or max(max(response) for response in drawn.values()) < tokens
-    assert {i: k for _, _, found in heads for i, k in found.items()} == kept_of(alone)
-    assert bool(kept_of(alone)) == (mode == "nucleus")
-    for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
-        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=1e-5)
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": STOPS, **MODES[mode][0]}
+    dtype = options.pop("dtype", torch.float64)
+    batch = repeated(2) if mode == "shared" else prompts()
+    whole = {name: value for name, value in options.items() if name not in FEW_SLOTS}
+    tokens = whole.pop("tokens", None)
+    alone = draw(build("llama", dtype, tokens=tokens), batch, **whole)
+    assert tokens is None or max(max(response) for response in responses(alone).values()) < tokens
+    of_ranks = ranks.run(strategy.size, _generate_on, strategy, LLAMA, batch, dtype, options)
+    assert_alike(of_ranks, alone, strategy.dp)
 
 
 @pytest.mark.dist
@@ -557,13 +542,10 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, m
 def test_greedy_tokens_of_other_families_do_not_depend_on_the_layout(
     ranks, model: Model, strategy: ParallelStrategy
 ):
-    params = {"max_new_tokens": 12, "stop_ids": STOPS, "temperature": 0.0}
-    alone = draw(build(model[0], torch.float32, **model[1]), prompts(), **params)
-    results = ranks.run(2, _generate_on, strategy, torch.float32, params, model)
-    [(tokens, logprobs, _)] = [result for result in results if result is not None]
-    assert tokens == responses(alone)
-    for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
-        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=1e-5)
+    options = {"max_new_tokens": 12, "stop_ids": STOPS, "temperature": 0.0}
+    alone = draw(build(model[0], torch.float32, **model[1]), prompts(), **options)
+    of_ranks = ranks.run(2, _generate_on, strategy, model, prompts(), torch.float32, options)
+    assert_alike(of_ranks, alone, dp=1)
 
 
 def _empty_share(rank: int, world: int) -> Any:
