@@ -22,18 +22,18 @@ app = App(
 )
 config_app = App(name="config", help="Show and check run configurations.")
 COMMANDS = {
-    "run": "training",
-    "demo": "training",
+    "run": "runs",
+    "demo": "runs",
     "plan": "plans",
     "rehearse": "rehearsals",
     "doctor": "configs",
     "profile": "plans",
-    "pause": "folders",
-    "resume": "folders",
-    "stop": "folders",
-    "cancel": "folders",
-    "ui": "folders",
-    "export": "folders",
+    "pause": "runs",
+    "resume": "runs",
+    "stop": "runs",
+    "cancel": "runs",
+    "ui": "runs",
+    "export": "runs",
     "graph": "plans",
 }
 CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}

@@ -53,13 +53,11 @@ def demo_here(folder: Path, seed: int) -> None:
     refuse_dead_server()
     again = f"prefect-rlhf demo --folder {folder} --seed {seed}"
     summary = _watched(folder, again, lambda: rlhf_pipeline(str(folder), seed))
-    console.print(
+    tell(
         f"exact-match accuracy on held-out words: {summary['accuracy_before']:.3f} after SFT, "
         f"{summary['accuracy_after']:.3f} after PPO ({since_start_s():.0f} s in all).\n"
         "The demonstrations were sloppy on purpose (60% have their last two letters swapped), the verifier is always "
-        f"right.\n{folder / 'summary.json'}; the UI again: prefect-rlhf ui {folder}",
-        highlight=False,
-        soft_wrap=True,
+        f"right.\n{folder / 'summary.json'}; the UI again: prefect-rlhf ui {folder}"
     )
 
 
@@ -96,7 +94,7 @@ def profile_here(config: RunConfig, out: Path | None) -> None:
     if out is not None:
         write_profiles([profile for file in files for profile in read_profiles(Path(file))], out)
     for file in files:
-        console.print(f"measured: {file}", highlight=False, soft_wrap=True)
+        tell(f"measured: {file}")
 
 
 def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any:
@@ -107,29 +105,26 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
             cursor = SHOW_CURSOR if console.is_terminal else ""
             watch.last_words, watch.to_exit = f"{cursor}{stopped}\n", True
             with prefect_server(folder) as server:
-                console.print(server.ui_line, highlight=False, soft_wrap=True)
+                tell(server.ui_line)
                 summary = asyncio.run(_await(run, watch))
     except KeyboardInterrupt:
-        console.print(stopped, highlight=False, soft_wrap=True)
+        tell(stopped)
         raise
-    except (asyncio.CancelledError, TerminationSignal, Terminated):
-        console.print(stopped, highlight=False, soft_wrap=True)
-        raise SystemExit(TERMINATED) from None
     except Interrupted as ended:
-        console.print(stopped, highlight=False, soft_wrap=True)
+        tell(stopped)
         if ended.number == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(TERMINATED) from None
+    except (asyncio.CancelledError, TerminationSignal, Terminated):
+        tell(stopped)
+        raise SystemExit(TERMINATED) from None
     except CancelledRun:
-        console.print(f"cancelled. To continue: {again}", highlight=False, soft_wrap=True)
+        tell(f"cancelled. To continue: {again}")
         raise SystemExit(1) from None
     except (Abort, Pause) as ended:
-        console.print(f"ended: {ended}. To continue: {again}", highlight=False, soft_wrap=True)
+        tell(f"ended: {ended}. To continue: {again}")
         raise SystemExit(1) from None
-    except ServerError as failure:
-        _tell_end(str(failure), again)
-        raise SystemExit(1) from None
-    except RunFailed as failure:
+    except (ServerError, RunFailed) as failure:
         _tell_end(str(failure), again)
         raise SystemExit(1) from None
     except ConfigError:

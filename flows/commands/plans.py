@@ -42,7 +42,7 @@ from flows.run.planning import (
     rank_choices,
 )
 from flows.run.run_folder import refuse_unwritable
-from flows.view.terminal import Console
+from flows.view.terminal import Console, tell
 from planner.plan.build import PlanError
 from planner.pricing.calls import CostModel
 from planner.pricing.figures import write_profiles
@@ -160,14 +160,14 @@ def plan(
     show_warnings((*choices[0].hardware.warnings, *choices[0].problem.warnings))
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     used_seed = settings.seed if stated_seed is None else stated_seed
-    chosen, result, told = fastest(
+    chosen, result, reason = fastest(
         choices,
         lambda ranks: _found(ranks.problem, mode, evaluate, limit_s, used_seed),
-        lambda found: found.plan,
+        lambda searched: searched.plan,
     )
     problem = chosen.problem
-    if told is not None:
-        console.print(told, highlight=False, soft_wrap=True)
+    if reason is not None:
+        tell(reason)
     if json_file is not None:
         write_output(json_file, json.dumps(result_document(result), indent=2) + "\n")
     if out is not None:
@@ -200,9 +200,7 @@ def _show_first_answer(problem: Problem, limit_s: float) -> None:
     with suppress(PlanError):  # it does not fit: a search may find one that does
         first = heuristic_plan(problem.graph, problem.model, Deadline(monotonic() + limit_s))
         seconds = first.price.iteration_time_s
-        console.print(
-            f"first answer: the heuristic's plan takes {seconds:.4g} s per iteration", highlight=False
-        )
+        tell(f"first answer: the heuristic's plan takes {seconds:.4g} s per iteration")
 
 
 def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:
@@ -218,14 +216,21 @@ def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> Searc
 
 def _show(result: SearchResult, problem: Problem) -> None:
     """Print a plan, where its figures come from, its timeline and its proof."""
-    stretched = extrapolation(result.plan, problem.model)
+    plan, price, model = result.plan, result.price, problem.model
+    stretched = extrapolation(plan, model)
     if stretched is not None:
         show_warnings([stretched])
-    show_calls(console, result.plan, result.price, problem.model)
-    show_source(console, problem.model)
-    show_corrections(console, problem)
-    show_timeline(console, result.plan, result.price)
-    show_proof(console, result)
+    show_calls(console, plan, price, model)
+    tell(f"Priced by: {figures_source(model)}.\n")
+    factors = ", ".join(
+        f"{call} + {by.added_s:.3g} s" if by.added_s else f"{call} x {by.seconds:.3g}"
+        for call, by in corrections(problem).items()
+    )
+    if factors:
+        tell(f"The profiles were corrected with measured figures of earlier runs: {factors}.\n")
+    _show_timeline(plan, price)
+    console.print(f"[bold]{proof_sentence(result)}[/]", highlight=False, soft_wrap=True)
+    tell(f"The bound holds for: {result.proof_class}\n")
 
 
 def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, iterations: int) -> None:
@@ -263,27 +268,7 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
     )
 
 
-def show_source(console: Console, model: CostModel) -> None:
-    """Show whether the figures are measured or a preset's."""
-    console.print(f"Priced by: {figures_source(model)}.\n", highlight=False, soft_wrap=True)
-
-
-def show_corrections(console: Console, problem: Problem) -> None:
-    """Show which calls are priced with measurements of earlier runs, and the corrections of the profiles."""
-    factors = corrections(problem)
-    if factors:
-        told = ", ".join(
-            f"{call} + {by.added_s:.3g} s" if by.added_s else f"{call} x {by.seconds:.3g}"
-            for call, by in factors.items()
-        )
-        console.print(
-            f"The profiles were corrected with measured figures of earlier runs: {told}.\n",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> None:
+def _show_timeline(plan: ExecutionPlan, price: PlanPrice) -> None:
     """Show one iteration of the steady state: a row of bars for each group of devices."""
     console.print("[bold]One iteration of the steady state[/], by devices")
     width = max(40, min(console.width, 160) - 30)
@@ -292,7 +277,7 @@ def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> No
         for piece, kind in line:
             text.append(piece, STYLES.get(kind, ""))
         console.print(text)
-    console.print(f"Limited by: {limiting(plan, price)}\n", highlight=False, soft_wrap=True)
+    tell(f"Limited by: {limiting(plan, price)}\n")
 
 
 def limiting(plan: ExecutionPlan, price: PlanPrice) -> str:
@@ -301,43 +286,35 @@ def limiting(plan: ExecutionPlan, price: PlanPrice) -> str:
     calls = [name for name in cycle if isinstance(plan.node(name), CallNode)]
     others = [name for name in cycle if name not in calls]
     named = [" → ".join(calls[:LIMITING]), *others[: max(0, LIMITING - len(calls))]]
-    told, more = ", ".join(filter(None, named)), len(cycle) - LIMITING
-    return f"{told} and {more} more" if more > 0 else told
-
-
-def show_proof(console: Console, result: SearchResult) -> None:
-    """Show seconds per iteration, the bound, the gap, and the plans for which the bound holds."""
-    sentence = f"[bold]{proof_sentence(result)}[/]\nThe bound holds for: {result.proof_class}\n"
-    console.print(sentence, highlight=False, soft_wrap=True)
+    names, more = ", ".join(filter(None, named)), len(cycle) - LIMITING
+    return f"{names} and {more} more" if more > 0 else names
 
 
 def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:
     """Show for each call the best plan with that call elsewhere. Below, say why that plan is worse, or that it is
     not."""
-    if rejected:
-        console.print(f"[bold]Rejected alternatives[/]: {ALTERNATIVES}", soft_wrap=True)
-        rows = alternative_rows(rejected)
-        heads = ("call", "devices", "dp", "tp", "pp", "s per iteration")
-        places = [
-            (row.call, row.devices, *map(str, (row.dp, row.tp, row.pp)), f"{row.time_s:.4g}") for row in rows
-        ]
-        widths = [max(map(len, column)) for column in zip(heads, *places, strict=True)]
-        for cells, why in zip([heads, *places], ["", *(row.beside_the_plan for row in rows)], strict=True):
-            aligned = (
-                cell.rjust(width) if n > 1 else cell.ljust(width)
-                for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            )
-            console.print(Text("  ".join(aligned), "" if why else "bold"), soft_wrap=True)
-            if why:
-                console.print(Padding(Text(why), (0, 0, 0, 4), expand=False))
-        better = min((other for other in rejected if other.is_better), key=lambda o: o.time_s, default=None)
-        if better is not None:
-            console.print(
-                f"The plan is not the best: one with {better.call} elsewhere takes {better.time_s:.4g} s.",
-                highlight=False,
-                soft_wrap=True,
-            )
-        console.print()
+    if not rejected:
+        return
+    console.print(f"[bold]Rejected alternatives[/]: {ALTERNATIVES}", soft_wrap=True)
+    rows = alternative_rows(rejected)
+    lines = [("call", "devices", "dp", "tp", "pp", "s per iteration")]
+    lines += [
+        (row.call, row.devices, f"{row.dp}", f"{row.tp}", f"{row.pp}", f"{row.time_s:.4g}") for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for cells, why in zip(lines, ["", *(row.beside_the_plan for row in rows)], strict=True):
+        aligned = (
+            cell.rjust(width) if n > 1 else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        console.print(Text("  ".join(aligned), "" if why else "bold"), soft_wrap=True)
+        if why:
+            console.print(Padding(Text(why), (0, 0, 0, 4), expand=False))
+    best = min((other for other in rejected if other.is_better), key=lambda other: other.time_s, default=None)
+    if best is not None:
+        sentence = f"The plan is not the best: one with {best.call} elsewhere takes {best.time_s:.4g} s."
+        console.print(sentence, highlight=False, soft_wrap=True)
+    console.print()
 
 
 def show_comparison(
@@ -409,11 +386,7 @@ def _compute(settings: RunConfig, out: Path | None) -> None:
     file = out or Path(settings.output_dir) / COMPUTED
     file.parent.mkdir(parents=True, exist_ok=True)
     write_profiles(profiles, file)
-    console.print(
-        f"{profiles[0].title}: {file}. To plan by it: prefect-rlhf plan --profile {file}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    tell(f"{profiles[0].title}: {file}. To plan by it: prefect-rlhf plan --profile {file}")
 
 
 def graph(

@@ -3,12 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.markup import escape
@@ -30,7 +30,7 @@ from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.rehearsal import rehearsal
 from rlhf_tasks.rehearsal.assumptions import Costs, InjectedFault, Machines, Noise, read_faults, scheduled
 from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, Rehearsed
-from rlhf_tasks.rehearsal.story import NEAR, OWN, RUNNING, CommitMade
+from rlhf_tasks.rehearsal.story import NEAR, OWN, RUNNING, CommitMade, Story
 from rlhf_tasks.spec import ExecutionPlan
 
 MOST_HOURS = 24.0 * 366
@@ -94,16 +94,17 @@ def rehearse(
     check_range("--noise", noise, -math.ulp(0.0), 1.0, "the noise is from 0 to 1; 0.05 is about 5%")
     check_range("--disk-bytes-per-s", disk_bytes_per_s, *DISKS, "a disk moves 1e6 to 1e13 bytes per second")
     check_writable(json_file)
-    used_seed = None if seed is None else whole_seed(seed)
+    stated_seed = None if seed is None else whole_seed(seed)
     settings = load_config(config, overrides)
-    given = None if faults is None else read_faults(faults)
+    fault_plan = None if faults is None else read_faults(faults)
     run = rehearsable(settings, cluster, profile)
     show_warnings(run.warnings)
-    used_seed = settings.seed if used_seed is None else used_seed
-    plan, machines = run.plan, Machines(disk_bytes_per_s=disk_bytes_per_s)
-    strikes = scheduled(given, plan.n_devices, plan.devices_per_host, hours, used_seed, str(faults))
+    used_seed = settings.seed if stated_seed is None else stated_seed
+    n_devices, per_host = run.plan.n_devices, run.plan.devices_per_host
+    strikes = scheduled(fault_plan, n_devices, per_host, hours, used_seed, str(faults))
+    machines = Machines(disk_bytes_per_s=disk_bytes_per_s)
     with console.status("rehearsing ..."):
-        found = rehearsed(
+        outcome = rehearsed(
             run,
             hours=hours,
             machines=machines,
@@ -112,11 +113,11 @@ def rehearse(
             faults=strikes,
             leaps=not every_iteration,
         )
-    shown = (found, run.costs, machines, run.price, run.problem.model)
+    document = rehearsal_document(outcome, run, machines)
     if json_file is not None:
-        write_output(json_file, json.dumps(rehearsal_document(*shown), indent=2) + "\n")
-    show_rehearsal(console, *shown)
-    if not found.finished or found.false_faults:
+        write_output(json_file, json.dumps(document, indent=2) + "\n")
+    _show(outcome, run, machines, document)
+    if not outcome.finished or outcome.false_faults:
         raise SystemExit(1)
 
 
@@ -154,7 +155,7 @@ def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | 
         return plan, price_plan(plan, ranks.problem.model)
 
     try:
-        chosen, (plan, price), _ = fastest(choices, plan_of, lambda found: found[0])
+        chosen, (plan, price), _ = fastest(choices, plan_of, lambda made: made[0])
     except ValueError as error:
         raise ConfigError(str(error)) from error
     assert isinstance(chosen.config, TrainingConfig), "the number of ranks is all that is chosen"
@@ -232,26 +233,10 @@ def rehearsed(
         predicted_s=run.price.longest_s,
         users_s=users_seconds(config, plan, 0 if evaluation is None else evaluation.rows),
     )
-    asked = RehearsalRequest(
+    request = RehearsalRequest(
         spec, run.costs, machines, Noise(seed, noise), config.keep_last, hours, faults, leaps
     )
-    return rehearsal.rehearse(asked)
-
-
-class Spent(NamedTuple):
-    """One cause for which time was spent, its seconds, and their share of all."""
-
-    cause: str
-    seconds: float
-    share: float
-
-
-class Holder(NamedTuple):
-    """Devices, or hosts, that hold the same: the first of them, their number, and part -> bytes."""
-
-    first: int
-    number: int
-    parts: dict[str, float]
+    return rehearsal.rehearse(request)
 
 
 def effective_share(rehearsed: Rehearsed, costs: Costs) -> float:
@@ -259,8 +244,35 @@ def effective_share(rehearsed: Rehearsed, costs: Costs) -> float:
     return rehearsed.story.committed * costs.iteration_s / rehearsed.elapsed_s
 
 
-def spent(rehearsed: Rehearsed, costs: Costs) -> list[Spent]:
-    """Where the time went. The seconds add up to all that passed."""
+def rehearsal_document(outcome: Rehearsed, run: Rehearsable, machines: Machines) -> dict[str, Any]:
+    """All figures of a rehearsal, JSON-able."""
+    story, model = outcome.story, run.problem.model
+    return {
+        "ended": outcome.ended,
+        "finished": outcome.finished,
+        "elapsed_s": outcome.elapsed_s,
+        "planned_iteration_s": run.costs.iteration_s,
+        "iterations_committed": story.committed,
+        "iterations_rehearsed": outcome.rehearsed,
+        "effective_training_time": effective_share(outcome, run.costs),
+        "spent": _spent(outcome, run.costs),
+        "commits": _commit_figures(story.commits, run.costs),
+        "faults_struck": dict(story.struck),
+        "generations_ended": [
+            {"at_s": fault.at_s, "cause": fault.cause, "sentence": fault.sentence} for fault in story.faults
+        ],
+        "waits": {
+            what: {"used_s": wait.used_s, "limit_s": wait.limit_s, "near": wait.near}
+            for what, wait in sorted(outcome.watch.waits.items())
+        },
+        "device_memory": _grouped({device: peak.parts for device, peak in run.price.peaks.items()}),
+        "host_memory": _grouped(_host_memory(outcome, run.price, model)),
+        "disk_bytes_per_s": machines.disk_bytes_per_s,
+    }
+
+
+def _spent(rehearsed: Rehearsed, costs: Costs) -> list[dict[str, Any]]:
+    """Where the time went: cause, seconds, and their share of all. The seconds add up to all that passed."""
     seconds, total = dict(rehearsed.story.seconds), rehearsed.elapsed_s
     planned_s = rehearsed.story.committed * costs.iteration_s
     # Iterations overlap while they wait for commits, so that running takes less than all of their planned seconds.
@@ -268,15 +280,26 @@ def spent(rehearsed: Rehearsed, costs: Costs) -> list[Spent]:
     rows = [("committed iterations, as planned", planned_s)]
     rows.append(("calls, beyond the plan: noise, slow hosts, shared cores, not committed, overlap", beside_s))
     rows += sorted(seconds.items(), key=lambda item: -item[1])
-    return [Spent(cause, taken_s, taken_s / total) for cause, taken_s in rows if taken_s]
+    return [
+        {"cause": cause, "seconds": taken_s, "share": taken_s / total} for cause, taken_s in rows if taken_s
+    ]
 
 
-def device_memory(price: PlanPrice) -> list[Holder]:
-    """What each device holds at its fullest moment; devices that hold the same stand together."""
-    return _grouped({device: peak.parts for device, peak in price.peaks.items()})
+def _commit_figures(commits: list[CommitMade], costs: Costs) -> dict[str, float]:
+    """Number, bytes, lags and distances of commits, in seconds."""
+    lags = [commit.lag_s for commit in commits] or [0.0]
+    apart = [b.at_s - a.at_s for a, b in pairwise(commits)] or [0.0]
+    return {
+        "commits": len(commits),
+        "commit_bytes": costs.commit_bytes,
+        "lag_median_s": median(lags),
+        "lag_longest_s": max(lags),
+        "apart_median_s": median(apart),
+        "apart_longest_s": max(apart),
+    }
 
 
-def host_memory(rehearsed: Rehearsed, price: PlanPrice, model: CostModel) -> list[Holder]:
+def _host_memory(rehearsed: Rehearsed, price: PlanPrice, model: CostModel) -> dict[int, dict[str, float]]:
     """What each host's memory holds besides its system: of copies for commits the most that there were."""
     per_host, parts = model.cluster.devices_per_host, dict[int, dict[str, float]]()
     for host in range(model.cluster.n_hosts):
@@ -287,157 +310,83 @@ def host_memory(rehearsed: Rehearsed, price: PlanPrice, model: CostModel) -> lis
             "processes": float(process_bytes),
         }
         parts[host] = {part: size for part, size in all_parts.items() if size}
-    return _grouped(parts)
+    return parts
 
 
-def _grouped(parts: dict[int, dict[str, float]]) -> list[Holder]:
-    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for number, held in sorted(parts.items()):
-        groups.setdefault(tuple(sorted((part, round(size)) for part, size in held.items())), []).append(
-            number
-        )
-    return [Holder(members[0], len(members), parts[members[0]]) for members in groups.values()]
+def _grouped(parts: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
+    """Devices, or hosts, that hold the same bytes of each part: the first of them, their number, and the parts."""
+    groups: dict[frozenset[tuple[str, int]], dict[str, Any]] = {}
+    for number, sizes in sorted(parts.items()):
+        alike = frozenset((part, round(size)) for part, size in sizes.items())
+        groups.setdefault(alike, {"first": number, "number": 0, "parts": sizes})["number"] += 1
+    return list(groups.values())
 
 
-def commit_figures(commits: list[CommitMade], costs: Costs) -> dict[str, float]:
-    """Number, bytes, lags and distances of commits, in seconds."""
-    lags = sorted(commit.lag_s for commit in commits)
-    apart = sorted(b.at_s - a.at_s for a, b in pairwise(commits))
-    return {
-        "commits": len(commits),
-        "commit_bytes": costs.commit_bytes,
-        "lag_median_s": median(lags) if lags else 0.0,
-        "lag_longest_s": max(lags, default=0.0),
-        "apart_median_s": median(apart) if apart else 0.0,
-        "apart_longest_s": max(apart, default=0.0),
-    }
+def _show(outcome: Rehearsed, run: Rehearsable, machines: Machines, figures: Mapping[str, Any]) -> None:
+    """Show all figures of a rehearsal.
 
-
-def rehearsal_document(
-    rehearsed: Rehearsed,
-    costs: Costs,
-    machines: Machines,
-    price: PlanPrice,
-    model: CostModel,
-) -> dict[str, Any]:
-    """All figures of a rehearsal, JSON-able."""
-    story = rehearsed.story
-    return {
-        "ended": rehearsed.ended,
-        "finished": rehearsed.finished,
-        "elapsed_s": rehearsed.elapsed_s,
-        "planned_iteration_s": costs.iteration_s,
-        "iterations_committed": story.committed,
-        "iterations_rehearsed": rehearsed.rehearsed,
-        "effective_training_time": effective_share(rehearsed, costs),
-        "spent": [row._asdict() for row in spent(rehearsed, costs)],
-        "commits": commit_figures(story.commits, costs),
-        "faults_struck": dict(story.struck),
-        "generations_ended": [
-            {"at_s": fault.at_s, "cause": fault.cause, "sentence": fault.sentence} for fault in story.faults
-        ],
-        "waits": {
-            what: {"used_s": wait.used_s, "limit_s": wait.limit_s, "near": wait.near}
-            for what, wait in sorted(rehearsed.watch.waits.items())
-        },
-        "device_memory": [holder._asdict() for holder in device_memory(price)],
-        "host_memory": [holder._asdict() for holder in host_memory(rehearsed, price, model)],
-        "disk_bytes_per_s": machines.disk_bytes_per_s,
-    }
-
-
-def show_rehearsal(
-    console: Console,
-    rehearsed: Rehearsed,
-    costs: Costs,
-    machines: Machines,
-    price: PlanPrice,
-    model: CostModel,
-) -> None:
-    """Show all figures of a rehearsal."""
-    _show_head(console, rehearsed, costs, machines, model)
+    figures  of `rehearsal_document`
+    """
+    story = outcome.story
+    _say(
+        f"[bold]Rehearsal[/] on {run.problem.model.classes}, {run.costs.iteration_s:.4g} s per iteration by the plan"
+    )
+    how = "Ended" if outcome.finished else "[red]Failed[/]"
+    _say(f"[bold]{how}[/] after {duration(outcome.elapsed_s)}: {escape(shortened(outcome.ended))}")
+    leapt = story.leapt_iterations
+    counted = f", {leapt} of them counted from rehearsed ones like them" if leapt else ""
+    share = figures["effective_training_time"]
+    _say(f"{story.committed} iterations committed{counted}; effective training time {share:.1%}")
+    _say(
+        f"disk: {machines.disk_bytes_per_s / 1e9:.3g} GB/s for each host, "
+        f"{machines.thread_bytes_per_s / 1e9:.3g} for one thread\n"
+    )
     table = Table(Column("where the time went", no_wrap=True), box=None, pad_edge=False)
     for head in ("seconds", "share"):
         table.add_column(head, justify="right")
-    for row in spent(rehearsed, costs):
-        table.add_row(row.cause, f"{row.seconds:.0f}", f"{row.share:.1%}")
+    for row in figures["spent"]:
+        table.add_row(row["cause"], f"{row['seconds']:.0f}", f"{row['share']:.1%}")
     console.print(table)
-    _show_commits(console, rehearsed, costs)
-    _show_memory(console, "device", device_memory(price))
-    _show_memory(console, "host", host_memory(rehearsed, price, model))
-    _show_faults(console, rehearsed)
-    _show_deadlines(console, rehearsed)
+    commits = figures["commits"]
+    lag_s, longest_s = duration(commits["lag_median_s"]), duration(commits["lag_longest_s"])
+    _say(
+        f"\n[bold]Commits[/]: {commits['commits']} of {commits['commit_bytes'] / 1e9:.3g} GB; from one to the next "
+        f"{duration(commits['apart_median_s'])} (median), {duration(commits['apart_longest_s'])} (longest); behind "
+        f"their iterations {lag_s} (median), {longest_s} (longest)"
+    )
+    _show_memory("device", figures["device_memory"])
+    _show_memory("host", figures["host_memory"])
+    _show_faults(story)
+    near = outcome.watch.near
+    _say(f"\n[bold]Deadlines[/] that came within a factor of {1 / NEAR:g} of firing: {len(near) or 'none'}")
+    for what, wait in near.items():
+        _say(f"  {what}: {wait.used_s:.4g} of {wait.limit_s:.4g} s at most; {wait.near} times so near")
 
 
-def _say(console: Console, sentence: str) -> None:
+def _say(sentence: str) -> None:
     console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _show_head(
-    console: Console, rehearsed: Rehearsed, costs: Costs, machines: Machines, model: CostModel
-) -> None:
-    story = rehearsed.story
-    _say(
-        console, f"[bold]Rehearsal[/] on {model.classes}, {costs.iteration_s:.4g} s per iteration by the plan"
-    )
-    how = "Ended" if rehearsed.finished else "[red]Failed[/]"
-    _say(console, f"[bold]{how}[/] after {told(rehearsed.elapsed_s)}: {escape(shortened(rehearsed.ended))}")
-    counted = story.leapt_iterations
-    by = f", {counted} of them counted from rehearsed ones like them" if counted else ""
-    share = effective_share(rehearsed, costs)
-    _say(console, f"{story.committed} iterations committed{by}; effective training time {share:.1%}")
-    _say(
-        console,
-        f"disk: {machines.disk_bytes_per_s / 1e9:.3g} GB/s for each host, "
-        f"{machines.thread_bytes_per_s / 1e9:.3g} for one thread\n",
-    )
-
-
-def _show_commits(console: Console, rehearsed: Rehearsed, costs: Costs) -> None:
-    figures = commit_figures(rehearsed.story.commits, costs)
-    _say(
-        console,
-        f"\n[bold]Commits[/]: {figures['commits']:.0f} of {figures['commit_bytes'] / 1e9:.3g} GB; from one to the "
-        f"next {told(figures['apart_median_s'])} (median), {told(figures['apart_longest_s'])} (longest); behind "
-        f"their iterations {told(figures['lag_median_s'])} (median), {told(figures['lag_longest_s'])} (longest)",
-    )
-
-
-def _show_memory(console: Console, of: str, holders: list[Holder]) -> None:
+def _show_memory(of: str, holders: Sequence[Mapping[str, Any]]) -> None:
     """The largest total first; what is below a hundredth of a gigabyte is left out."""
-    _say(console, f"\n[bold]Memory[/] of a {of}, GB at its fullest moment")
-    for holder in sorted(holders, key=lambda h: -sum(h.parts.values())):
-        parts = sorted(holder.parts.items(), key=lambda item: -item[1])
-        listed = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in parts if size >= 1e7)
-        like = f" and {holder.number - 1} like it" if holder.number > 1 else ""
-        _say(
-            console,
-            f"  {of} {holder.first}{like}: {sum(holder.parts.values()) / 1e9:.3g} ({listed or 'nothing'})",
-        )
+    _say(f"\n[bold]Memory[/] of a {of}, GB at its fullest moment")
+    for total, holder in sorted(
+        ((sum(holder["parts"].values()), holder) for holder in holders), key=lambda pair: -pair[0]
+    ):
+        parts = sorted(holder["parts"].items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in parts if size >= 1e7) or "nothing"
+        like = f" and {holder['number'] - 1} like it" if holder["number"] > 1 else ""
+        _say(f"  {of} {holder['first']}{like}: {total / 1e9:.3g} ({listed})")
 
 
-def _show_faults(console: Console, rehearsed: Rehearsed) -> None:
-    story = rehearsed.story
+def _show_faults(story: Story) -> None:
     struck = ", ".join(f"{number} {kind}" for kind, number in sorted(story.struck.items())) or "none"
-    _say(console, f"\n[bold]Faults[/]: {struck}; generations that ended: {len(story.faults)}")
-    own = [fault for fault in story.faults if fault.cause == OWN]
-    for fault in (own or story.faults)[:MOST_FAULTS]:
-        _say(console, f"  at {told(fault.at_s)}, {fault.cause}: {escape(shortened(fault.sentence))}")
-    if own:
-        _say(console, f"  [bold red]{len(own)} of them without a fault[/]: a limit of the run is too tight")
-
-
-def _show_deadlines(console: Console, rehearsed: Rehearsed) -> None:
-    near = rehearsed.watch.near
-    _say(
-        console,
-        f"\n[bold]Deadlines[/] that came within a factor of {1 / NEAR:g} of firing: {len(near) or 'none'}",
-    )
-    for what, wait in near.items():
-        _say(
-            console,
-            f"  {what}: {wait.used_s:.4g} of {wait.limit_s:.4g} s at most; {wait.near} times so near",
-        )
+    _say(f"\n[bold]Faults[/]: {struck}; generations that ended: {len(story.faults)}")
+    false = [fault for fault in story.faults if fault.cause == OWN]
+    for fault in (false or story.faults)[:MOST_FAULTS]:
+        _say(f"  at {duration(fault.at_s)}, {fault.cause}: {escape(shortened(fault.sentence))}")
+    if false:
+        _say(f"  [bold red]{len(false)} of them without a fault[/]: a limit of the run is too tight")
 
 
 def shortened(sentence: str) -> str:
@@ -450,7 +399,7 @@ def shortened(sentence: str) -> str:
     return re.sub(rf"ranks (\d+(?:, \d+){{{MOST_RANKS},}})", few, sentence)
 
 
-def told(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds for people: `95 s`, `12.5 min`, `7.1 h`."""
     for size, unit in ((3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:

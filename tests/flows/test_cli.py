@@ -226,7 +226,7 @@ def test_a_ui_of_no_run_is_refused(call, tmp_path):
 
 def test_a_run_that_goes_on_is_not_resumed_a_second_time(call, document, monkeypatch):
     folder = new_run_folder(make_config(document))
-    monkeypatch.setattr("flows.commands.training.prepare", lambda *_: pytest.fail("it is refused at first"))
+    monkeypatch.setattr("flows.commands.runs.prepare", lambda *_: pytest.fail("it is refused at first"))
     with taken(folder):
         refused(call, "is in use by a run in progress", command=("run", "ppo", "--resume", str(folder)))
 
@@ -240,7 +240,7 @@ def test_a_run_that_is_resumed_has_its_folder_from_the_first_look_on(call, docum
         with taken(folder):
             pytest.fail("two have it")
 
-    monkeypatch.setattr("flows.commands.training.prepare", another_one)
+    monkeypatch.setattr("flows.commands.runs.prepare", another_one)
     said = f"is in use by a run in progress (process {os.getpid()})."
     refused(call, said, command=("run", "ppo", "--resume", str(folder)))
 

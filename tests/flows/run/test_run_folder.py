@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.folders import export, ui
-from flows.commands.training import run
+from flows.commands.runs import export, run, ui
 from flows.pipeline import Demo, settle_seed
 from flows.run.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
 from flows.run.runs import _exported_step, carry_out
