@@ -149,7 +149,7 @@ class PipelineStages:
         config = self._configs[name]
         prepared = self._checked.prepared.get(name) or prepare_stage(config, self._checked.ranks)
         if (summary := summary_of(config)) is not None:
-            tell(f"{name}: is finished; its results are taken from {Path(config.output_dir, name)}")
+            tell(f"{name} is finished; its results are in {Path(config.output_dir, name)}")
             return summary
         address = {"address": self._address(prepared.config)}
         place = {"cluster": prepared.config.cluster.model_copy(update=address)}

@@ -91,7 +91,7 @@ def _refuse_unfit(environment: EnvironmentConfig) -> None:
     if place == BUILTIN:
         if name not in builtin_environments.__all__:
             raise ConfigError(
-                f"environment {environment.factory}: there is none of that name. Built in are "
+                f"environment {environment.factory}: no environment of that name is built in. There are "
                 f"{', '.join(builtin_environments.__all__)}."
             )
         return
@@ -168,7 +168,7 @@ def _try_builtin(reward: RewardConfig, columns: Sequence[str]) -> None:
     function = getattr(builtin_rewards, name) if name in builtin_rewards.__all__ else None
     if function is None:
         raise ConfigError(
-            f"reward {reward.location}: there is none of that name. Built in are "
+            f"reward {reward.location}: no reward of that name is built in. There are "
             f"{', '.join(builtin_rewards.__all__)}."
         )
     try:

@@ -184,7 +184,7 @@ class _Tracker:
         self._next_try_s = time.monotonic() + self._pause_s
         if first:
             self._say(
-                f"{self._name} has failed, the run continues: {fault}. It is tried again later; its output "
+                f"{self._name} has failed; the run continues: {fault}. It is tried again later; its output "
                 f"is in {self._folder / TRACKERS / self._name}.log"
             )
         self._pause_s *= 2

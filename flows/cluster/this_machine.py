@@ -83,7 +83,7 @@ def visible_gpus(stated: str | None, n_gpus: int) -> tuple[str, ...]:
             f"0 to {n_gpus - 1}, or leave the variable out."
         )
     if len(set(names)) < len(names):
-        raise ConfigError(f"{VISIBLE}={stated} names a GPU twice, for which CUDA shows none. Name each once.")
+        raise ConfigError(f"{VISIBLE}={stated} names a GPU twice, and CUDA then shows none. Name each once.")
     return tuple(names)
 
 
@@ -153,9 +153,8 @@ def allow_open_files(n_ranks: int) -> None:
     """Raise this process's limit of open files where `n_ranks` ranks of this machine need it, also for the processes
     that it starts. Raises ConfigError where the limit may not be raised so far."""
     needed = FILES + FILES_OF_A_RANK * n_ranks
-    limit, most = (
-        inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, most = (inf if n == resource.RLIM_INFINITY else n for n in (soft, hard))
     if limit >= needed:
         return
     if most < needed:
@@ -163,7 +162,6 @@ def allow_open_files(n_ranks: int) -> None:
             f"this process may open {most:.0f} files, and a run of {n_ranks} ranks needs {needed}. Raise the limit, "
             f"for example by `ulimit -n {max(needed, FILES_WANTED)}` as root, or use fewer ranks."
         )
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(most, max(needed, FILES_WANTED))), hard))
 
 

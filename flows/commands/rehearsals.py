@@ -334,7 +334,7 @@ def _show(outcome: Rehearsed, run: Rehearsable, machines: Machines, figures: Map
     how = "Ended" if outcome.finished else "[red]Failed[/]"
     _say(f"[bold]{how}[/] after {duration(outcome.elapsed_s)}: {escape(shortened(outcome.ended))}")
     leapt = story.leapt_iterations
-    counted = f", {leapt} of them counted from rehearsed ones like them" if leapt else ""
+    counted = f", {leapt} of them not rehearsed but counted from similar ones" if leapt else ""
     share = figures["effective_training_time"]
     _say(f"{story.committed} iterations committed{counted}; effective training time {share:.1%}")
     _say(
@@ -360,7 +360,7 @@ def _show(outcome: Rehearsed, run: Rehearsable, machines: Machines, figures: Map
     near = outcome.watch.near
     _say(f"\n[bold]Deadlines[/] that came within a factor of {1 / NEAR:g} of firing: {len(near) or 'none'}")
     for what, wait in near.items():
-        _say(f"  {what}: {wait.used_s:.4g} of {wait.limit_s:.4g} s at most; {wait.near} times so near")
+        _say(f"  {what}: {wait.used_s:.4g} of {wait.limit_s:.4g} s at most; {wait.near} times that near")
 
 
 def _say(sentence: str) -> None:

@@ -70,7 +70,7 @@ def run(
     if algorithm == PIPELINE:
         if config is None or resume is not None or accept_changes:
             raise ConfigError(
-                "A pipeline continues where it ended: give --config FILE again, and nothing else."
+                "A pipeline takes --config FILE and nothing else: the same command continues it where it ended."
             )
         _run_pipeline(load_pipeline(config, overrides), config)
         return

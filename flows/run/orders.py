@@ -48,12 +48,12 @@ class Order(Enum):
     """An order to a run. All except END take effect at the next commit."""
 
     CONTINUE = "continue"
-    RENEW = "end there, for another attempt to begin under a better plan"
-    PAUSE = "pause, with its devices kept: models stay loaded, ranks are idle"
-    RELEASE = "pause, with its devices released: the ranks end; resuming starts new ones"
-    STOP = "end there as at its last iteration, with model and summary"
-    LEAVE = "end there, and leave it to Prefect to start the flow run again"
-    CANCEL = "end there as cancelled, without model and summary"
+    RENEW = "end at its next commit; another attempt then begins under a better plan"
+    PAUSE = "pause at its next commit with its devices kept: models stay loaded, ranks are idle"
+    RELEASE = "pause at its next commit with its devices released: the ranks end; resuming starts new ones"
+    STOP = "end at its next commit as at its last iteration, with model and summary"
+    LEAVE = "end at its next commit, and leave it to Prefect to start the flow run again"
+    CANCEL = "end at its next commit as cancelled, without model and summary"
     END = "end at once: Prefect shows it as ended"
 
 
@@ -159,7 +159,7 @@ def _watch_folder(folder: Path, give: Callable[[Order, str], None], ended: threa
         if command in COMMANDS:
             give(COMMANDS[command], f"prefect-rlhf {command}")
         elif command is not None:
-            logger.warning("%r, left in %s, is no order", command[:80], folder)
+            logger.warning("%r in %s is not an order, and is left out", command[:80], folder)
 
 
 # --- the flow run's states ------------------------------------------------------------------------------

@@ -151,7 +151,9 @@ def _refuse_absurd(path: Path, model: CostModel, calls: Iterable[ModelFunctionCa
     most_bytes = max(device.memory_bytes for device in model.classes.profiles)
     for ran in model.history:
         if max(ran.assignment.placement.devices) >= model.cluster.n_devices:
-            raise FiguresError(f"{path} has figures of {ran.call} on devices that {model.cluster} has not.")
+            raise FiguresError(
+                f"{path} has figures of {ran.call} on devices that {model.cluster} does not have."
+            )
         if ran.active_bytes is not None and ran.active_bytes > most_bytes:
             raise FiguresError(
                 f"{path} has {ran.active_bytes:g} bytes for {ran.call}, more than the {most_bytes} of a device."
@@ -160,7 +162,7 @@ def _refuse_absurd(path: Path, model: CostModel, calls: Iterable[ModelFunctionCa
         try:
             model.correction(call)
         except ValueError as error:
-            raise FiguresError(f"{path} has figures of {call.name} that cannot be: {error}") from None
+            raise FiguresError(f"{path} has impossible figures of {call.name}: {error}") from None
 
 
 def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfile, ...]:
@@ -376,8 +378,8 @@ def _check_dtype(config: RunConfig, classes: DeviceClasses) -> None:
     for device in classes.profiles:
         if config.dtype == "bfloat16" and not device.has_bfloat16:
             raise ConfigError(
-                f"dtype=bfloat16: a {device.name} does not multiply it; GPUs do from compute capability 8.0 on. Set "
-                "dtype=float32, or run on other devices."
+                f"dtype=bfloat16: a {device.name} does not compute in it; GPUs of compute capability 8.0 or more do. "
+                "Set dtype=float32, or run on other devices."
             )
 
 

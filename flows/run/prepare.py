@@ -36,7 +36,7 @@ from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.weight_files import adapter_of, beside_weights, check_weights
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
-PLAN_REMEDY = "Remove it, and the run is planned anew."
+PLAN_REMEDY = "Remove it, and the run is planned again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ def _refuse_other(plan: ExecutionPlan, path: Path, problem: Problem) -> None:
         *(f"{role} follows {leader}" for role, leader in graph.follows.items()),
         *(f"{call.name} {call.lead} ahead" for call in graph.calls if call.lead),
     ]
-    remedy = f"Remove {'it' if path.name == PLAN else path.parent / PLAN}, and the run is planned anew."
+    remedy = f"Remove {'it' if path.name == PLAN else path.parent / PLAN}, and the run is planned again."
     if (sorted(planned), plan.n_seqs) != (sorted(asked), graph.n_seqs):
         raise ConfigError(
             f"{path} is the plan of another graph ({plan.algorithm}, {plan.n_seqs} sequences: {', '.join(planned)}). "

@@ -304,8 +304,8 @@ def learning_warnings(first: Row, newest: Sequence[Row]) -> dict[str, str]:
 def _nothing_differs(_first: Row, newest: Sequence[Row]) -> str:
     rewards, spreads = _all(newest, "reward"), _all(newest, "reward_std")
     remedy = (
-        "Look at the answers in samples/ and at what the reward says of them; where it is right, easier or harder "
-        "prompts, or more answers to each, make a difference."
+        "Read the answers in samples/ with their rewards. If these are right, try easier or harder prompts, or more "
+        "answers to each."
     )
     if rewards and len(set(rewards)) == 1 and spreads and not any(spreads):
         return (

@@ -234,11 +234,11 @@ class Replanning:
         left, cost = self._iterations - self._newest - 1, self.cost
         worth = is_worth_it(proposal, left, cost.seconds)
         self._say(
-            f"{proposal.iteration_time_s:.4g} s predicted for an iteration of the new plan, "
-            f"{proposal.present_iteration_time_s:.4g} s for one of the present plan: {proposal.saved_s * left:.3g} s "
-            f"saved in {left} iterations, and a change costs {cost.seconds:.3g} s ({cost.commit_s:.3g} s until a "
-            f"commit is written, {cost.start_s:.3g} s until the ranks have read it): the plan "
-            f"{'changes' if worth else 'stays'}"
+            f"the plan {'changes' if worth else 'stays'}: by prediction an iteration takes "
+            f"{proposal.iteration_time_s:.4g} s under the new plan, {proposal.present_iteration_time_s:.4g} s under "
+            f"the present one, which saves {proposal.saved_s * left:.3g} s in the {left} iterations left; a change "
+            f"costs {cost.seconds:.3g} s ({cost.commit_s:.3g} s until a commit is written, {cost.start_s:.3g} s "
+            "until the ranks have read it)"
         )
         if worth:
             self.better = proposal

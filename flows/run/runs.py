@@ -262,7 +262,9 @@ def _export(commit: Path, prepared: Prepared, role: str, model: Path) -> None:
         full = full_disk(error, model.parent, prepared.disk.export_bytes)
         if full is None:
             raise
-        raise RunFailed(f"the model could not be written, all iterations are committed. {full}") from error
+        raise RunFailed(
+            f"all iterations are committed, but the model could not be written. {full}"
+        ) from error
 
 
 def flow_run_name() -> str:

@@ -363,7 +363,7 @@ class Training:
         except CommClosedError:
             what = "is gone"
             if liveness.done() and not liveness.cancelled():
-                what = f"has not answered for {ANSWER_S:g} s, as if its process was stopped"
+                what = f"has not answered for {ANSWER_S:g} s, as if its process were stopped"
             raise ControllerLost(f"the controller of run {self._spec.run} {what}", self._rebuilds) from None
         finally:
             writer.close()

@@ -41,17 +41,10 @@ from rlhf_tasks.spec import ExecutionPlan
 SECONDS = "s per iteration"
 BAR = 20  # characters of a progress bar
 PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that could be markdown syntax
-LINKED = re.compile(
-    r"([\[\]|\\<>`*])"
-)  # the same in a link's text, of which the UI shows other escapes as they are
+LINKED = re.compile(r"([\[\]|\\<>`*])")  # the same in a link's text: the UI shows other escapes as they are
 MOST_ROWS = 100  # of the data, in a table
-ANSWERS = (
-    "answer",
-    "ground_truth",
-    "solution",
-    "target",
-    "label",
-)  # columns that may have a row's right answer
+ANSWERS = ("answer", "ground_truth", "solution", "target", "label")
+"""Columns of the data that may have a row's right answer."""
 LONGEST = 400  # characters of a sample's prompt or completion that are shown
 WORD = re.compile(r"\S{24}(?=\S)")  # a word may be broken after this many characters
 
@@ -193,24 +186,16 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
 
 async def show_alternatives(rejected: Sequence[Alternative]) -> None:
     """Show for each call the best plan with it on other devices, and why that plan was rejected, if it is worse."""
-    if rejected:
-        found = alternative_rows(rejected)
-        rows = [
-            {
-                "call": row.call,
-                "devices": row.devices,
-                "dp": row.dp,
-                "tp": row.tp,
-                "pp": row.pp,
-                SECONDS: row.time_s,
-            }
-            for row in found
-        ]
-        reasons = "".join(f"- {_plain(row.call)}: {_plain(row.beside_the_plan)}\n" for row in found)
-        about = f"Rejected alternatives: {ALTERNATIVES}."
-        await acreate_markdown_artifact(
-            f"{markdown_table(rows)}\n{reasons}", key="plan-alternatives", description=about
-        )
+    if not rejected:
+        return
+    alternatives = alternative_rows(rejected)
+    columns = ("call", "devices", "dp", "tp", "pp")
+    rows = [{name: getattr(row, name) for name in columns} | {SECONDS: row.time_s} for row in alternatives]
+    reasons = "".join(f"- {_plain(row.call)}: {_plain(row.beside_the_plan)}\n" for row in alternatives)
+    about = f"Rejected alternatives: {ALTERNATIVES}."
+    await acreate_markdown_artifact(
+        f"{markdown_table(rows)}\n{reasons}", key="plan-alternatives", description=about
+    )
 
 
 async def show_comparison(
@@ -234,11 +219,12 @@ def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
     if not any(drawn_metrics(list(row)) for row in metrics):
         return None
     if len(metrics) == 1:
-        shown = drawn_metrics(list(metrics[0]))
-        table = markdown_table([{"metric": name, "value": metrics[0][name]} for name in shown])
-        return Page("curves", "Rewards, KL and losses.", f"# After 1 iteration\n\n{table}\n")
-    markdown = f"# After {len(metrics)} iterations\n\n{picture(curves(metrics), 'curves')}\n"
-    return Page("curves", "Rewards, KL and losses.", markdown)
+        [row] = metrics
+        heading = "# After 1 iteration"
+        shown = markdown_table([{"metric": name, "value": row[name]} for name in drawn_metrics(list(row))])
+    else:
+        heading, shown = f"# After {len(metrics)} iterations", picture(curves(metrics), "curves")
+    return Page("curves", "Rewards, KL and losses.", f"{heading}\n\n{shown}\n")
 
 
 def timeline_page(spans: Sequence[Span]) -> Page | None:
@@ -286,21 +272,19 @@ async def show_result(heading: str, stages: Sequence[Mapping[str, Any]]) -> None
 
 
 def score_rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each sample: its number and its scores. A column that is empty in all of them is left out."""
-    rows = [{"sample": number, **_scores_of(sample)} for number, sample in enumerate(samples, 1)]
+    """A row for each sample: its number, its fields except its texts, and each reward by its name. A column that is
+    empty in all of them is left out."""
+    rows: list[dict[str, Any]] = []
+    for number, sample in enumerate(samples, 1):
+        row: dict[str, Any] = {"sample": number}
+        for name, value in sample.items():
+            if name == "rewards":
+                row |= value
+            elif name not in ("prompt", "completion", "columns"):
+                row[name.replace("_", " ")] = value
+        rows.append(row)
     filled = {name for row in rows for name, value in row.items() if value is not None}
     return [{name: value for name, value in row.items() if name in filled} for row in rows]
-
-
-def _scores_of(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a sample except its texts, as one flat row; each reward by its name."""
-    row: dict[str, Any] = {}
-    for name, value in sample.items():
-        if name == "rewards":
-            row.update(value)
-        elif name not in ("prompt", "completion", "columns"):
-            row[name.replace("_", " ")] = value
-    return row
 
 
 def _shown(text: str | Sequence[Mapping[str, Any]]) -> str:

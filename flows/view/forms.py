@@ -99,12 +99,12 @@ def _arrange(definition: dict[str, Any]) -> None:
     properties, required = definition.get("properties", {}), definition.get("required", [])
     groups: dict[str, list[str]] | None = definition.pop(
         "groups", None
-    )  # only a run's configuration has groups
-    title = title_of(definition["title"].removesuffix("Config"))
-    definition["title"] = title if groups is None else f"{title} configuration"
+    )  # only a run's configuration has them
+    definition["title"] = title_of(definition["title"].removesuffix("Config"))
     if groups is None:
         ordered = [(name, "") for name in sorted(properties, key=lambda name: name not in required)]
     else:
+        definition["title"] += " configuration"
         ordered = _grouped(properties, required, groups)
     for position, (name, group) in enumerate(ordered):
         properties[name] = field = _field(properties[name], name in required)
@@ -148,8 +148,8 @@ def _grouped(
     of = {name: heading for heading, names in groups.items() for name in names}
     places = {name: place for place, name in enumerate(of)}
     headings = [*FIRST, *(heading for heading in groups if heading not in FIRST + LAST), OTHER, *LAST]
-    found = [(name, of.get(name, "" if name in required else OTHER)) for name in fields]
-    return sorted(found, key=lambda one: (headings.index(one[1]), places.get(one[0], len(places))))
+    grouped = [(name, of.get(name, "" if name in required else OTHER)) for name in fields]
+    return sorted(grouped, key=lambda one: (headings.index(one[1]), places.get(one[0], len(places))))
 
 
 def title_of(name: str, group: str = "") -> str:
@@ -170,13 +170,10 @@ def _field(field: dict[str, Any], required: bool) -> dict[str, Any]:
     if "$ref" in field and not required:
         section = {"$ref": field.pop("$ref"), "title": "Change"}
         return field | {"anyOf": [section, {"type": "null", "title": "Default"}], "default": None}
-    if (
-        len(options) == 2
-        and options[0].get("type") in ("string", "integer", "number")
-        and _is_null(options[1])
-    ):
-        kept = {key: value for key, value in field.items() if key not in ("anyOf", "default")}
-        return kept | options[0]
+    kinds = [option.get("type") for option in options]
+    if kinds in (["string", "null"], ["integer", "null"], ["number", "null"]):
+        rest = {key: value for key, value in field.items() if key not in ("anyOf", "default")}
+        return rest | options[0]
     return field
 
 
@@ -185,8 +182,8 @@ def _choice(schema: dict[str, Any], none: str) -> dict[str, Any]:
     options = list(_options(schema))
     if len(options) < 2:
         return schema
-    kept = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", "discriminator")}
-    return kept | {"anyOf": [_named(option, none) for option in options]}
+    rest = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", "discriminator")}
+    return rest | {"anyOf": [_named(option, none) for option in options]}
 
 
 def _named(option: dict[str, Any], none: str) -> dict[str, Any]:
@@ -201,7 +198,3 @@ def _options(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     else:
         for option in inner:
             yield from _options(option)
-
-
-def _is_null(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") == "null"

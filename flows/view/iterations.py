@@ -51,9 +51,7 @@ from rlhf_tasks.spec import ExecutionPlan, PlanNode
 logger = logging.getLogger(__name__)
 VIEW_LAG_S = 10.0  # iterations that have waited for longer are merged
 PACE_S = 1.0  # between two reports on an iteration in progress
-HELD_S = (
-    10.0  # most time that bars which began late may take after the run's end, to be as long as they should
-)
+HELD_S = 10.0  # most time after the run's end for bars that began late, to become as long as they should
 COMPLETE_S = 60.0  # most time for the last subflows after the run's end
 GIVE_UP_S = 20.0  # most time to wait for a server that is away then: our own is restarted sooner
 RETIRE_S = 5.0  # most time for the open subflows when the run ends early
@@ -274,7 +272,8 @@ def _time_of(node: NodeRun, state: StateType, subflow: Subflow) -> datetime:
 
 def _event(subflow: Subflow, node: NodeRun, state: StateType, at: datetime) -> dict[str, Any]:
     """One state of one task run, in the form of Prefect's task run recorder."""
-    name = f"{short_names(subflow.plan)[node.node.name]}-it{_places(subflow)}"  # short, for the UI's graphs
+    last = f"..{subflow.last + 1}" if subflow.last > subflow.first else ""
+    name = f"{short_names(subflow.plan)[node.node.name]}-it{subflow.first + 1}{last}"  # short, for the UI's graphs
     before = node.reported
     message = _message(subflow, node, state)
     event = Event(
@@ -345,10 +344,6 @@ def _message(subflow: Subflow, node: NodeRun, state: StateType) -> str:
     if state in (StateType.FAILED, StateType.CANCELLED) and subflow.end is not None:
         return subflow.end[1][:CAUSE_LENGTH]
     return ""
-
-
-def _places(subflow: Subflow) -> str:
-    return str(subflow.first + 1) + (f"..{subflow.last + 1}" if subflow.last > subflow.first else "")
 
 
 def _moment(seconds: float) -> datetime:

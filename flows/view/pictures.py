@@ -51,6 +51,7 @@ PANELS = (
 )
 """Patterns of the metrics that are drawn, each metric in a separate panel, in this order."""
 ENOUGH = 8  # with fewer values, none is an outlier
+NOTED = 3  # outliers whose values a note has
 MARKED = 60  # a curve of more points has no markers
 
 MOST_ROWS = 32  # rows of a timeline; more would be too small to read
@@ -105,20 +106,12 @@ def _draw_curve(axes: Axes, iterations: np.ndarray, values: np.ndarray) -> None:
     margin = 0.08 * (high - low)
     axes.set_ylim(low - margin, high + margin)
     for beyond, edge, arrow in ((values > high, high + margin, "^"), (values < low, low - margin, "v")):
-        if (
-            beyond.any()
-        ):  # an empty line would have the picture's corner for its place, and the layout makes room for it
+        if beyond.any():  # the layout would make room for an empty line in the picture's corner
             axes.plot(iterations[beyond], np.full(beyond.sum(), edge), arrow, color="#D55E00", clip_on=False)
-    told = ", ".join(
-        f"{value:.3g} at {iteration}" for iteration, value in _first(iterations, values, outside)
-    )
-    more = outside.sum() - 3
-    note = f"outside: {told}" + (f" and {more} more" if more > 0 else "")
+    apart = [f"{value:.3g} at {at}" for at, value in zip(iterations[outside], values[outside], strict=True)]
+    more = f" and {len(apart) - NOTED} more" if len(apart) > NOTED else ""
+    note = f"outside: {', '.join(apart[:NOTED])}{more}"
     axes.text(0.98, 0.94, note, transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color="#D55E00")
-
-
-def _first(iterations: np.ndarray, values: np.ndarray, outside: np.ndarray, count: int = 3) -> list[tuple]:
-    return list(zip(iterations[outside], values[outside], strict=True))[:count]
 
 
 def outliers(values: np.ndarray) -> np.ndarray:
@@ -156,17 +149,14 @@ def timeline(
     known = sorted({span.rank for span in spans})
     ranks = known[:MOST_ROWS]
     named = [rows[rank] if rows else f"rank {rank}" for rank in ranks]
-    figure = Figure(
-        figsize=(WIDTH_IN, 0.9 + lines * (0.35 + 0.34 * len(ranks))), dpi=DPI, layout="constrained"
-    )
+    height_in = 0.9 + lines * (0.35 + 0.34 * len(ranks))
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
     pieces = figure.subplots(lines, 1, squeeze=False)[:, 0]
     for line, axes in enumerate(pieces):
         low, high = line * piece_s, (line + 1) * piece_s
         for span in spans:
-            left, right = (
-                span.started_s - start,
-                max(span.ended_s - start, span.started_s - start + piece_s / 1000),
-            )
+            left = span.started_s - start
+            right = max(span.ended_s - start, left + piece_s / 1000)
             if span.rank in ranks and left < high and right > low:
                 _draw_bar(axes, ranks.index(span.rank), max(left, low), min(right, high), span, piece_s)
         axes.set_xlim(low, high)

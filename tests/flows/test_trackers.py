@@ -163,7 +163,7 @@ def test_a_tracker_that_is_killed_begins_again_and_lacks_nothing(tmp_path: Path,
 
     asyncio.run(scene())
     assert sorted(READ["tensorboard"](run.folder)) == points_of(0, 1, 2, 3)
-    assert [line.partition(":")[0] for line in run.said] == ["tensorboard has failed, the run continues"]
+    assert [line.partition(":")[0] for line in run.said] == ["tensorboard has failed; the run continues"]
 
 
 def test_a_server_that_never_answers_holds_nothing_up_and_is_named_once(tmp_path: Path, monkeypatch: Any):
@@ -186,7 +186,7 @@ def test_a_server_that_never_answers_holds_nothing_up_and_is_named_once(tmp_path
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert asyncio.run(scene()) < 5
     failed, lacks = run.said
-    assert failed.startswith("mlflow has failed, the run continues: no answer in 0.2 s.")
+    assert failed.startswith("mlflow has failed; the run continues: no answer in 0.2 s.")
     assert lacks.startswith("mlflow lacks iterations 1 to 6 (no answer")
     assert children() == []
 
@@ -223,7 +223,7 @@ def test_a_store_that_refuses_is_named_with_its_own_words(tmp_path: Path):
         await told.close(finished=False)
 
     asyncio.run(scene())
-    assert run.said[0].startswith("tensorboard has failed, the run continues: FileExistsError: ")
+    assert run.said[0].startswith("tensorboard has failed; the run continues: FileExistsError: ")
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command(tmp_path: Path, monkeypatch: Any):

@@ -357,9 +357,8 @@ def test_stopped_workers_of_our_cluster_die_with_the_process_that_started_them(t
             os.kill(pid, signal.SIGKILL)
 
 
-pytestmark = [pytest.mark.cluster, pytest.mark.whole, pytest.mark.timeout(600)]
-
-
+@pytest.mark.cluster
+@pytest.mark.whole
 def test_a_run_folder_that_a_worker_does_not_see_is_refused(cluster, tmp_path, monkeypatch):
     """A path that means another folder in each process stands for a folder that hosts do not share."""
     monkeypatch.chdir(tmp_path)
@@ -375,6 +374,8 @@ def test_a_run_folder_that_a_worker_does_not_see_is_refused(cluster, tmp_path, m
     assert not list(tmp_path.iterdir()), "the token file is left"
 
 
+@pytest.mark.cluster
+@pytest.mark.whole
 @pytest.mark.parametrize("package", SAME_VERSIONS)
 def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, package):
     """Only this process sees the patched version; the workers look up their own."""
@@ -390,6 +391,8 @@ def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, p
         pass
 
 
+@pytest.mark.cluster
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("kind", "needs", "message"),
     [
@@ -417,6 +420,8 @@ def test_other_devices_than_a_plan_was_made_for_are_refused(cluster, tmp_path, k
         pass
 
 
+@pytest.mark.cluster
+@pytest.mark.whole
 def test_the_same_devices_with_memory_enough_are_not_refused(cluster, tmp_path):
     how = {
         "folder": tmp_path,

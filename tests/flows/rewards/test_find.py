@@ -35,7 +35,7 @@ def test_a_reward_that_cannot_be_found_is_refused(call, document, tmp_path, func
 @pytest.mark.parametrize(
     ("name", "kwargs", "parts"),
     [
-        ("right", {}, ("there is none of that name", "exact_match, format, length")),
+        ("right", {}, ("no reward of that name is built in", "exact_match, format, length")),
         ("exact_match", {}, ("none of the columns answer, solution", "data.column_map")),
         ("format", {"pattern": "("}, ("'(' is no regular expression",)),
         ("length", {"moist": 3}, ("'moist'",)),
@@ -202,7 +202,7 @@ def test_what_may_be_an_environment_is_taken(tmp_path, name):
         ("{}/rooms.py:Hall", "rooms.py has no 'Hall'. Name a class or a function."),
         ("{}/halls.py:Hall", "halls.py cannot be read (No such file or directory). Name an existing file."),
         ("no_such_module:Hall", "there is no module 'no_such_module'. Install it, or name a file"),
-        ("builtin:Hall", "there is none of that name. Built in are Calculator, GuessingGame."),
+        ("builtin:Hall", "no environment of that name is built in. There are Calculator, GuessingGame."),
     ],
 )
 def test_what_is_none_is_refused(tmp_path, factory, sentence):

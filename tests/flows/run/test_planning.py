@@ -345,7 +345,7 @@ def test_a_dtype_that_the_device_lacks_is_refused(run_plan, write):
         document = ppo(planning={"prompt_tokens": 16, "device": old}, dtype=dtype)
         return run_plan(document, "--mode", "heuristic", "--no-compare")
 
-    refused(run("bfloat16"), "dtype=bfloat16", "a v100 does not multiply it", "dtype=float32")
+    refused(run("bfloat16"), "dtype=bfloat16", "a v100 does not compute in it", "dtype=float32")
     assert run("float32")[0] == 0
 
 

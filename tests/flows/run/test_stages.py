@@ -141,7 +141,7 @@ def test_a_pipeline_is_begun_and_resumed_by_its_configuration_alone(call):
     ):
         status, _, err = call(*command)
         assert status == 2
-        assert "A pipeline continues where it ended: give --config FILE" in " ".join(err.split())
+        assert "A pipeline takes --config FILE and nothing else" in " ".join(err.split())
 
 
 def test_a_stage_may_begin_with_a_file_and_replaces_its_keys(call, document, tmp_path, write):
