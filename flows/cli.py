@@ -132,9 +132,9 @@ def _refuse_shadowing() -> None:
     """Exit if a user's package hides one of ours: our import names are top-level, and the first on the path wins."""
     ours = Path(__file__).parents[1]
     for package in OUR_PACKAGES:
-        found = find_spec(package)
-        if found is None or found.origin is None or Path(found.origin).parents[1] != ours:
-            theirs = "nowhere" if found is None or found.origin is None else Path(found.origin).parent
+        spec = find_spec(package)
+        if spec is None or spec.origin is None or Path(spec.origin).parents[1] != ours:
+            theirs = "nowhere" if spec is None or spec.origin is None else Path(spec.origin).parent
             message = f"{package} would be imported from {theirs}, which hides prefect-rlhf's own package in {ours}."
             print(f"error: {message} Rename that folder, or take it off PYTHONPATH.", file=sys.stderr)
             sys.exit(USER_ERROR)

@@ -79,8 +79,8 @@ async def plan(
     settings = decided(resolve_paths(config, Path.cwd()))
     hardware = hardware_of(settings, Path(cluster) if cluster else None)
     problem = problem_of(settings, hardware, Path(profile) if profile else None)
-    found = [*hardware.warnings, *problem.warnings]
-    for warning in found:
+    warnings = [*hardware.warnings, *problem.warnings]
+    for warning in warnings:
         get_run_logger().warning(warning)
     limit_s = settings.planning.time_limit_s if time_limit_s is None else time_limit_s
     seed = settings.seed if seed is None else seed
@@ -89,15 +89,15 @@ async def plan(
     stretched = extrapolation(result.plan, problem.model)
     if stretched is not None:
         get_run_logger().warning(stretched)
-    warnings = [*found, *filter(None, [stretched])]
+        warnings.append(stretched)
     await artifacts.show_price(result, problem.model, warnings)
     name = (block or settings.name or settings.type).lower().replace("_", "-").replace(".", "-")
     await _as_block(result).asave(name, overwrite=True)
     if comparison:
         await artifacts.show_alternatives(await asyncio.to_thread(rejected_alternatives, result))
         limits_s = limits_of(mode, limit_s)
-        found = await asyncio.to_thread(compare, problem, result, limits_s, seed)
-        await artifacts.show_comparison(found, limits_s, getattr(settings, "total_iterations", 1))
+        plans = await asyncio.to_thread(compare, problem, result, limits_s, seed)
+        await artifacts.show_comparison(plans, limits_s, getattr(settings, "total_iterations", 1))
     return result_document(result)
 
 

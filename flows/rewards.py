@@ -95,10 +95,10 @@ def _refuse_unfit(environment: EnvironmentConfig) -> None:
                 f"{', '.join(builtin_environments.__all__)}."
             )
         return
-    found = _read(f"environment {environment.factory}", place)
-    if found is None:
+    source = _read(f"environment {environment.factory}", place)
+    if source is None:
         return
-    path, tree = found
+    path, tree = source
     names = set(names_bound(tree.body))
     if name not in names and "*" not in names:
         raise ConfigError(
@@ -128,10 +128,10 @@ def blocks_named(config: RunConfig) -> list[str]:
 def _find(reward: RewardConfig) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The function's definition; None where the source does not show it, for example because it is imported."""
     place, _, name = reward.location.rpartition(":")
-    found = _read(f"reward {reward.location}", place)
-    if found is None:
+    source = _read(f"reward {reward.location}", place)
+    if source is None:
         return None
-    path, tree = found
+    path, tree = source
     names = set(names_bound(tree.body))
     if name not in names and "*" not in names:
         functions = ", ".join(node.name for node in tree.body if isinstance(node, FUNCTIONS)) or "none"
@@ -186,12 +186,12 @@ def _check_parameters(
     reward: RewardConfig, function: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str]
 ) -> None:
     """Raises ConfigError when a function's parameters match no form, or nothing supplies a required one."""
-    found = function.args
-    positional = [argument.arg for argument in (*found.posonlyargs, *found.args)]
-    named = [argument.arg for argument in found.kwonlyargs]
-    required = positional[: len(positional) - len(found.defaults)]
-    required += [name for name, default in zip(named, found.kw_defaults, strict=True) if default is None]
-    parameters = Parameters([*positional, *named], required, found.kwarg is not None)
+    signature = function.args
+    positional = [argument.arg for argument in (*signature.posonlyargs, *signature.args)]
+    named = [argument.arg for argument in signature.kwonlyargs]
+    required = positional[: len(positional) - len(signature.defaults)]
+    required += [name for name, default in zip(named, signature.kw_defaults, strict=True) if default is None]
+    parameters = Parameters([*positional, *named], required, signature.kwarg is not None)
     try:
         form = parameters.form(reward.location, reward.kwargs)
         parameters.refuse_missing(reward.location, form, reward.kwargs, columns)

@@ -384,9 +384,9 @@ class MLflow:
 
     def _experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return found.experiment_id
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return experiment.experiment_id
         return self._client.create_experiment(name, artifact_location=self._files)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

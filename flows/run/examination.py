@@ -97,14 +97,14 @@ def strategy_of(text: str) -> ParallelStrategy:
 
 def default_strategies(patient: Patient) -> list[ParallelStrategy]:
     """One rank, and two under each axis that the model can be split along."""
-    found = [ParallelStrategy(), ParallelStrategy(dp=2)]
+    strategies = [ParallelStrategy(), ParallelStrategy(dp=2)]
     for split in (ParallelStrategy(tp=2), ParallelStrategy(pp=2)):
         try:
             Layout(patient.shape, "lm", Placement((0, 1), split))
         except ValueError:
             continue
-        found.append(split)
-    return found
+        strategies.append(split)
+    return strategies
 
 
 def examined(patient: Patient, strategies: Sequence[ParallelStrategy]) -> "list[Finding]":
@@ -162,7 +162,7 @@ def keep_verdict(
         return f"{patient.shape.family} is an untested family, and runs do not accept this verdict: {why}."
     verdict = {**_subject(patient.folder), "dtype": patient.dtype, "strategies": [str(s) for s in strategies]}
     try:
-        if all(found.passed for found in findings):
+        if all(finding.passed for finding in findings):
             file.write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
             return f"{patient.shape.family} is an untested family; {file} allows runs of this model."
         file.unlink(missing_ok=True)
@@ -178,10 +178,10 @@ def refuse_unexamined(folder: str | Path, shape: ModelShape) -> None:
     if shape.family in FAMILIES:
         return
     file = base_of(folder) / VERDICT
-    found = read_json(file) if file.is_file() else {}
+    verdict = read_json(file) if file.is_file() else {}
     subject = _subject(Path(folder))
-    if {key: found.get(key) for key in subject} != subject:
-        state = "is of another config.json or version of transformers" if found else "is not there"
+    if {key: verdict.get(key) for key in subject} != subject:
+        state = "is of another config.json or version of transformers" if verdict else "is not there"
         raise ConfigError(
             f"Model {str(folder)!r} is of the untested family {shape.family!r}, and the doctor's "
             f"verdict ({VERDICT}) {state}. Run prefect-rlhf doctor --model {folder}, which compares it with plain "

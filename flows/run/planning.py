@@ -111,21 +111,21 @@ def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, worklo
     stated = None if profile is None else _stated_profiles(profile, classes)
     for number, device in enumerate(classes.profiles):
         if stated is not None:
-            found = tuple(one for one in stated if one.device == device.name)
+            of_class = tuple(one for one in stated if one.device == device.name)
         else:
             own = classes.part(number)
             threads = _threads(config, hardware)
-            found, refused = cached(
+            of_class, refused = cached(
                 profile_folder(config), device.name, own, models, workload.itemsize, threads
             )
             warnings += refused
-        if found:
+        if of_class:
             profiles = list(classes.profiles)
-            profiles[number] = recalibrated(device, found[0])
+            profiles[number] = recalibrated(device, of_class[0])
             classes = replace(classes, profiles=tuple(profiles))
         elif warning := estimated(device):
             warnings.append(warning)
-        measured += found
+        measured += of_class
     graph, cluster = graph_of(config), hardware.cluster
     uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured))
 
@@ -412,14 +412,14 @@ def compare(
     known     is taken as it is for its mode
     limits_s  of the modes that search until a limit (`limits_of`)
     """
-    found: dict[str, SearchResult | str] = {known.mode: known} if known.mode not in COMPARED else {}
+    results: dict[str, SearchResult | str] = {known.mode: known} if known.mode not in COMPARED else {}
     for mode in COMPARED:
         try:
             limit_s = limits_s.get(mode, SHORT_S)
-            found[mode] = known if known.mode == mode else find_plan(problem, mode, limit_s, seed)
+            results[mode] = known if known.mode == mode else find_plan(problem, mode, limit_s, seed)
         except ConfigError as error:
-            found[mode] = str(error)
-    return found
+            results[mode] = str(error)
+    return results
 
 
 def limits_of(mode: str, time_limit_s: float) -> dict[str, float]:
@@ -514,17 +514,17 @@ def rank_choices(
     (first, *others), is_stated = rank_counts(config), config.cluster.devices_per_host != "auto"
     if kept is not None:
         return [of(first if is_stated and kept not in others else kept)]
-    found = [of(first)]
-    if not found[0].measured:
-        return [*found, *(of(number) for number in others if not is_stated and number < first)]
+    choices = [of(first)]
+    if not choices[0].measured:
+        return [*choices, *(of(number) for number in others if not is_stated and number < first)]
     for number in others:
         try:
             choice = of(number)
         except ConfigError:  # the file of profiles has none of so many ranks
             continue
         if choice.measured:
-            found.append(choice)
-    return found
+            choices.append(choice)
+    return choices
 
 
 def fastest(
@@ -533,39 +533,39 @@ def fastest(
     """(number of ranks, its plan, a sentence where it is not the first one): the one with the fastest plan; where
     there are no measured profiles, the first that has a plan.
 
-    plan  finds the plan of a number of ranks; plan_of: the plan in what it found
+    plan  finds the plan of a number of ranks; plan_of: the plan in its result
     Figures of earlier runs count only if all numbers have some: otherwise those without would look faster.
     Raises ConfigError, of the first number, where none has a plan.
     """
     if len(choices) == 1:
         return choices[0], plan(choices[0]), None
-    found: list[tuple[Ranks, T]] = []
+    planned: list[tuple[Ranks, T]] = []
     fault: Exception | None = None
     for choice in choices:
         try:
-            found.append((choice, plan(choice)))
+            planned.append((choice, plan(choice)))
         except ConfigError as error:
             fault = fault or error
         else:
             if not choice.measured:
                 break
-    if not found:
+    if not planned:
         assert fault is not None, "without a plan there is a fault"
         raise fault
-    all_ran = all(choice.problem.model.history for choice, _ in found)
+    all_ran = all(choice.problem.model.history for choice, _ in planned)
 
     def time_s(choice: Ranks, made: T) -> float:
         model = choice.problem.model
         return price_plan(plan_of(made), model if all_ran else model.without_history()).iteration_time_s
 
-    seconds = [time_s(choice, made) for choice, made in found]
+    seconds = [time_s(choice, made) for choice, made in planned]
     least_s = min(seconds)
-    best, made = found[seconds.index(least_s)]
+    best, made = planned[seconds.index(least_s)]
     if best is choices[0]:
         return best, made, None
     others = ", ".join(
         f"{time:.4g} s on {choice}"
-        for time, (choice, _) in zip(seconds, found, strict=True)
+        for time, (choice, _) in zip(seconds, planned, strict=True)
         if choice is not best
     )
     why = (
@@ -582,20 +582,20 @@ def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) ->
     A call judges, or answers, one batch on each head, all at the same time.
     """
     answers = evaluation_of(config)
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     play_s = longest_play_s(config) if isinstance(config, Scores) else 0.0
     for node in plan.nodes:
         match node:
             case CallNode(call=call):
                 gives = {call.remap.get(key, key) for key in call.outputs}
                 if isinstance(config, Scores) and config.scoring_rewards and "scores" in gives:
-                    found[node.name] = longest_s(config)
+                    seconds[node.name] = longest_s(config)
                 elif play_s and call.kind == "generate":
-                    found[node.name] = play_s
+                    seconds[node.name] = play_s
             case EvaluateNode() if answers is not None:
-                found[node.name] = -(-held_out_rows // rows_at_once(config)) * (
+                seconds[node.name] = -(-held_out_rows // rows_at_once(config)) * (
                     (longest_s(answers) if answers.rewards else 0.0) + play_s
                 )
             case _:
                 pass
-    return found
+    return seconds

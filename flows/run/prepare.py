@@ -217,12 +217,12 @@ def check_without_models(config: RunConfig) -> list[str]:
 
 def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFile], list[str]]:
     """The tokenised rows of a run's evaluation, by file, and warnings about them."""
-    found = {name: prepared_rows(reader, folder, name) for name, reader in held_out_sets(config).items()}
+    sets = {name: prepared_rows(reader, folder, name) for name, reader in held_out_sets(config).items()}
     warnings = [shared] if (shared := shared_prompts(config)) else []
     evaluation, is_here = evaluation_of(config), config.cluster.address is None
     if evaluation is not None:
-        check_rewards(evaluation.rewards, _beside_prompt(found[HELD_OUT].columns), is_here)
-    return found, warnings
+        check_rewards(evaluation.rewards, _beside_prompt(sets[HELD_OUT].columns), is_here)
+    return sets, warnings
 
 
 def _skipped(rows: TokenFile) -> list[str]:

@@ -1,7 +1,7 @@
 """What a person sees of a run: lines in the terminal, artifacts in the UI.
 
-Prefect's server delays no commit: hooks note what is new, and one task writes the newest of it. The notes do not grow
-with the lag.
+Prefect's server delays no commit: `on_event` notes what is new, and one task writes the newest of it. The notes do
+not grow with the lag.
 """
 
 import asyncio
@@ -297,8 +297,7 @@ def learning_warnings(first: Row, newest: Sequence[Row]) -> dict[str, str]:
     newest = newest[-IN_A_ROW:]
     if len(newest) < IN_A_ROW:
         return {}
-    found = {what: rule(first, newest) for what, rule in _RULES.items()}
-    return {what: said for what, said in found.items() if said}
+    return {what: said for what, rule in _RULES.items() if (said := rule(first, newest))}
 
 
 def _nothing_differs(_first: Row, newest: Sequence[Row]) -> str:

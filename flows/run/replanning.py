@@ -92,10 +92,10 @@ def is_worth_it(proposal: Proposal, iterations_left: int, cost_s: float) -> bool
 def propose(config: RunConfig, present: ExecutionPlan) -> Proposal:
     """Search for a plan by the figures that are kept by now. Raises ValueError where none fits."""
     problem = problem_of(config, hardware_of(config))
-    found = find_plan(problem, "search", config.planning.time_limit_s, config.seed)
+    result = find_plan(problem, "search", config.planning.time_limit_s, config.seed)
     return Proposal(
-        plan=found.plan,
-        iteration_time_s=found.iteration_time_s,
+        plan=result.plan,
+        iteration_time_s=result.iteration_time_s,
         present_iteration_time_s=price_plan(present, problem.model).iteration_time_s,
     )
 
@@ -219,13 +219,13 @@ class Replanning:
 
     async def _judge(self) -> None:
         plan, expected = self.present.plan, self.expectation
-        found = planned_and_measured(plan, expected, self._rows)
-        if not await asyncio.to_thread(keep_drift, plan, expected, found):
+        figures = planned_and_measured(plan, expected, self._rows)
+        if not await asyncio.to_thread(keep_drift, plan, expected, figures):
             return
-        iteration = found["iteration"]
+        iteration = figures["iteration"]
         self._say(
             f"an iteration takes {iteration['measured']:.4g} s instead of the planned {iteration['planned']:.4g} s "
-            f"({', '.join(found['drifted'])} drifted): searching for a new plan"
+            f"({', '.join(figures['drifted'])} drifted): searching for a new plan"
         )
         proposal = await self._propose(self._config, self._folder)
         if proposal is None:

@@ -229,8 +229,8 @@ def _begun_by(flow_run_id: str | None, config: RunConfig) -> Path | None:
     """The run folder that a flow run has recorded itself in, if it still exists."""
     if flow_run_id is None:
         return None
-    found = Path(config.output_dir).glob(f"*/{BEGUN}/{flow_run_id}")
-    return next((place.parent.parent for place in found), None)
+    places = Path(config.output_dir).glob(f"*/{BEGUN}/{flow_run_id}")
+    return next((place.parent.parent for place in places), None)
 
 
 @contextmanager

@@ -1,10 +1,18 @@
-"""One run from its configuration to its summary: what every algorithm's flow does."""
+"""One run from its configuration to its summary: what every algorithm's flow does.
+
+carry_out         opens the run and prepares it (prepare.py), unless a command or a pipeline has done so
+run_prepared      begins Prefect's server, the view (progress.py) and the watch for orders (orders.py)
+  Attempts.run    an attempt after the other until the last iteration or an order (training.py), each by the plan
+                  of that time (replanning.py)
+    Training.run  one attempt: passes orders on, follows the controller's events
+_end              as it was ordered: leaves model and summary (summary.py), or a state in Prefect
+"""
 
 import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +56,6 @@ from rlhf_tasks.system.reading import read_json
 from rlhf_tasks.user_code.rewards import mean_scores
 
 EXPORT = "rlhf_tasks.rank.export:export_written"
-RESTARTS = "restarts.json"
 NOTICED_S = 5.0  # within this the run has heard of an order in Prefect
 # That a cancelled run has to reach its next commit and end; else it ends at its last one.
 NEXT_COMMIT_S = 18.0
@@ -226,25 +233,35 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
     summary["metrics"] = metrics[-1] if metrics else {}
     trained = [role for role, placed in prepared.plan.roles.items() if placed.trained]
     if trained:
-        commit, _ = commit_to_export(folder, prepared.config)
-        assert commit is not None, "a finished run has a commit"
-        model, role = folder / "model", "actor" if "actor" in trained else trained[0]
-        if _exported_step(folder) != commit.step:  # a run that was stopped may have continued
-            shutil.rmtree(model, ignore_errors=True)
-            reach(Point.EXPORT)
-            _export(commit.folder, prepared, role, model)
-            reach(Point.EXPORTED)
-        by_now = replace(prepared, changes=replanning.plans[1:])
-        card = model_card(by_now, folder.name, role, metrics_of_step(metrics, commit.step))
-        (model / "README.md").write_text(card, encoding="utf-8")
-        summary |= {"model": str(model), "model_step": commit.step}
+        by_now, role = (
+            replace(prepared, changes=replanning.plans[1:]),
+            "actor" if "actor" in trained else trained[0],
+        )
+        summary |= _leave_model(folder, by_now, role, metrics)
     if isinstance(prepared.config, OnePass):
         summary["scores"] = mean_scores(folder, prepared.config.samples(len(prepared.rows)))
     if missing := api.missing():
         summary["prefect"] = missing
-    text = json.dumps(summary, indent=2)
-    replace_file(folder / SUMMARY, text + "\n")
+    replace_file(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _leave_model(
+    folder: Path, prepared: Prepared, role: str, metrics: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Export a role's model, with its card, unless the folder has that of this commit. Returns what the summary says
+    of it."""
+    commit, _ = commit_to_export(folder, prepared.config)
+    assert commit is not None, "a finished run has a commit"
+    model = folder / "model"
+    if _exported_step(folder) != commit.step:  # a run that was stopped may have continued
+        shutil.rmtree(model, ignore_errors=True)
+        reach(Point.EXPORT)
+        _export(commit.folder, prepared, role, model)
+        reach(Point.EXPORTED)
+    card = model_card(prepared, folder.name, role, metrics_of_step(metrics, commit.step))
+    (model / "README.md").write_text(card, encoding="utf-8")
+    return {"model": str(model), "model_step": commit.step}
 
 
 def _exported_step(folder: Path) -> int | None:

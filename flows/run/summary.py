@@ -353,27 +353,28 @@ def _worked(
     return [t for t in iterations if t in worked]
 
 
-def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any]) -> bool:
+def keep_drift(plan: ExecutionPlan, expected: Planned, figures: Mapping[str, Any]) -> bool:
     """Keep a run's measurements of the calls that drifted from the plan: the next plan uses them. A file that cannot
     be written does not end the run.
 
-    found  of `planned_and_measured`; figures of fewer than ENOUGH iterations say too little to be kept
+    figures  of `planned_and_measured`; those of fewer than ENOUGH iterations say too little to be kept
     No figures of evaluations are kept, since no price is corrected by them.
     """
     evaluations = {name for node in _evaluations(plan) for name in (node.name, _memory_in(node.name))}
-    if found["iterations"] < ENOUGH or evaluations.issuperset(found["drifted"]):
+    if figures["iterations"] < ENOUGH or evaluations.issuperset(figures["drifted"]):
         return False
     spare = _spare_rounds(plan)
     calls = {call: [node for node in nodes if node.name not in spare] for call, nodes in plan.calls.items()}
     measured = {
-        call: fmean(found["calls"][node.name]["measured"] for node in nodes) for call, nodes in calls.items()
+        call: fmean(figures["calls"][node.name]["measured"] for node in nodes)
+        for call, nodes in calls.items()
     }
     ran = [
         RanCall(
             call=call,
             assignment=nodes[0].assignment,
             seconds=measured[call],
-            active_bytes=_most_active_bytes([node.name for node in nodes], expected, found),
+            active_bytes=_most_active_bytes([node.name for node in nodes], expected, figures),
         )
         for call, nodes in calls.items()
         if LEAST_S <= measured[call] <= MOST_S
@@ -386,14 +387,14 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
     return True
 
 
-def _most_active_bytes(nodes: Sequence[str], expected: Planned, found: Mapping[str, Any]) -> float | None:
+def _most_active_bytes(nodes: Sequence[str], expected: Planned, figures: Mapping[str, Any]) -> float | None:
     """The most bytes beyond parameters that a part of a call took; None where no part is off the plan.
 
     The size of the parameters is known, so the whole deviation is the call's own.
     """
-    if not any(_memory_in(node) in found["drifted"] for node in nodes):
+    if not any(_memory_in(node) in figures["drifted"] for node in nodes):
         return None
-    memory = found["call_memory_bytes"]
+    memory = figures["call_memory_bytes"]
     return max(
         max(expected.active_bytes[node] + memory[node]["measured"] - memory[node]["planned"], 0.0)
         for node in nodes
@@ -406,8 +407,8 @@ def _memory_in(call: str) -> str:
     return f"memory in {call}"
 
 
-def _pair(expected: float, found: float) -> dict[str, float]:
-    return {"planned": round(expected, 5), "measured": round(found, 5)}
+def _pair(expected: float, measured: float) -> dict[str, float]:
+    return {"planned": round(expected, 5), "measured": round(measured, 5)}
 
 
 # --- the model's card ---

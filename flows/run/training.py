@@ -137,16 +137,17 @@ class Attempts:
                 self._restarts.count(rebuilds, str(lost))
                 self._view.say(f"{lost}: a new attempt begins at the last commit")
                 continue
-            if result.order is Order.RELEASE:
+            order = result.order
+            if order is Order.RELEASE:
                 order = await self._orders.released()
                 if order is Order.CONTINUE or (order is Order.STOP and not newest_step(self._folder)):
                     rebuilds, again = 0, False
                     self._restarts.count(rebuilds, "")
                     continue
-                if self._orders.wanted is Order.END:
+                if order is Order.END:
                     raise Abort(self._orders.why)
             self._restarts.forget()
-            return self._orders.wanted if result.order is Order.RELEASE else result.order
+            return order
 
     async def _on_a_cluster(self, rebuilds: int, again: bool) -> TrainingResult:
         """An attempt on a cluster; where it ends for a change of plan, the next one on the same cluster."""
