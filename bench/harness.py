@@ -1,4 +1,4 @@
-"""What benches share: options, ways that take turns, medians with their range, figures in files, pools of ranks."""
+"""What benches share: options, ways that take turns, medians with their range, figures in files, ranks."""
 
 import json
 import os
@@ -113,55 +113,37 @@ def write(figures: Any, path: Path | None) -> None:
         path.write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")
 
 
-class RankPool:
-    """Rank processes without Prefect and Dask. A context manager.
+def on_ranks(n_ranks: int, function: Callable[..., T], *arguments: Any) -> list[T]:
+    """Call `function(rank, store, *arguments)` on as many new processes, without Prefect and Dask. In rank order.
 
-    Starting a rank takes seconds of imports, so one pool serves many functions. Each rank has one thread. Where there
-    are enough cores, rank r runs on core r.
+    store  (host, port, prefix) of a rendezvous of their own
+    Each rank has one thread; where there are enough cores, rank r runs on core r. Raises RuntimeError with the
+    traceback of a rank that failed.
     """
-
-    def __init__(self, n_ranks: int) -> None:
-        self.n_ranks = n_ranks
-        self._rendezvous = Rendezvous("127.0.0.1")
-        self._runs = 0
-        context = get_context("spawn")
-        self._ranks = []
-        for rank in range(n_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, n_ranks, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call `function(rank, store, *arguments)` on all ranks at the same time. Returns the results in rank order.
-
-        store  (host, port, prefix) of a rendezvous that no other run uses
-        Raises RuntimeError with the traceback of a rank that failed; the pool cannot be used after that.
-        """
-        self._runs += 1
-        store = (self._rendezvous.host, self._rendezvous.port, f"run-{self._runs}")
-        for _, pipe in self._ranks:
-            pipe.send((function, store, arguments))
-        answers = [pipe.recv() for _, pipe in self._ranks]
-        for rank, (done, value) in enumerate(answers):
-            if not done:
-                raise RuntimeError(f"rank {rank}: {value}")
-        return [value for _, value in answers]
-
-    def __enter__(self) -> "RankPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process, pipe in self._ranks:
-            pipe.close()
+    rendezvous, context, ranks = Rendezvous("127.0.0.1"), get_context("spawn"), []
+    store: Store = (rendezvous.host, rendezvous.port, "bench")
+    for rank in range(n_ranks):
+        ours, theirs = context.Pipe()
+        work = (function, rank, store, *arguments)
+        process = context.Process(target=_rank, args=(rank, n_ranks, theirs, work), daemon=True)
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        answers = [pipe.recv() for _, pipe in ranks]
+    finally:
+        for process, _ in ranks:
             process.join(5.0)
             process.kill()
-        self._rendezvous.close()
+        rendezvous.close()
+    for rank, (done, value) in enumerate(answers):
+        if not done:
+            raise RuntimeError(f"rank {rank}: {value}")
+    return [value for _, value in answers]
 
 
-def _serve(rank: int, n_ranks: int, pipe: Connection) -> None:
-    """A rank process: calls the functions that it receives until its pipe closes."""
+def _rank(rank: int, n_ranks: int, pipe: Connection, work: Sequence[Any]) -> None:
+    """A rank process: sends what a function returns, or its traceback."""
     import torch
 
     cores = sorted(os.sched_getaffinity(0))
@@ -169,12 +151,8 @@ def _serve(rank: int, n_ranks: int, pipe: Connection) -> None:
         os.sched_setaffinity(0, {cores[rank]})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    while True:
-        try:
-            function, store, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, function(rank, store, *arguments)))
-        except BaseException:  # noqa: BLE001  sent to the parent, which raises it
-            pipe.send((False, traceback.format_exc()))
+    function, *arguments = work
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:  # noqa: BLE001  sent to the parent, which raises it
+        pipe.send((False, traceback.format_exc()))

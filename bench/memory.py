@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from bench.harness import RankPool, Store, options
+from bench.harness import Store, on_ranks, options
 from bench.models import CPU, OPTIMIZER, random_tokens, sizes, training
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
@@ -113,8 +113,7 @@ def main() -> None:
     print(f"{'(dp,tp,pp)':<12}{'fullest rank, MB':>18}{'planned, MB':>13}{'ratio':>7}")
     for text in arguments.strategies:
         strategy = ParallelStrategy(*map(int, text.split(",")))
-        with RankPool(strategy.size) as pool:
-            peaks = pool.run(measure, config, strategy, *how)
+        peaks = on_ranks(strategy.size, measure, config, strategy, *how)
         planned = max(planned_bytes(config, strategy, *how))
         print(
             f"({text})     {max(peaks) / 1e6:18.0f}{planned / 1e6:13.0f}{max(peaks) / planned:7.2f}",

@@ -1,4 +1,4 @@
-"""Plans on a pool of ranks, in plan order: what each rank does.
+"""Plans on ranks, in plan order: what each rank does.
 
 The ranks use the real executor; only the runtime around it is replaced.
 """

@@ -27,7 +27,7 @@ from statistics import fmean
 
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-from bench.harness import RankPool, options, write
+from bench.harness import on_ranks, options, write
 from bench.models import write_model
 from bench.plan_runs import PlanRun, measure_pieces, run_plan
 from bench.reality_report import COMPARED, FIGURES, Figures, Outcome, PassTime, Setting, cost_model, report
@@ -93,8 +93,7 @@ def measured_profile(n_ranks: int, model: Path) -> MeasuredProfile:
     pieces = pieces_of({str(model): grid}, n_ranks, n_ranks)
     spec = ProfileSpec(dtype="float32", devices_per_host=n_ranks, pieces=pieces)
     plan = profile_plan(pieces, n_ranks, n_ranks)
-    with RankPool(n_ranks) as pool:
-        per_rank = pool.run(measure_pieces, plan, spec, str(model.parent))
+    per_rank = on_ranks(n_ranks, measure_pieces, plan, spec, str(model.parent))
     measured = [piece for pieces, _ in per_rank for piece in pieces]
     dispatch_s = max(seconds for _, seconds in per_rank)
     return MeasuredProfile.of("cpu-slot", 1, n_ranks, shape, 4, measured, dispatch_s)
@@ -147,10 +146,10 @@ def outcomes_of(
 
 def one_pass(outcome: Outcome, config: PPOConfig, n_ranks: int, iterations: int) -> PassTime:
     """Run a plan on new ranks, because the ranks of a real run have done nothing before it either."""
-    with tempfile.TemporaryDirectory() as folder, RankPool(n_ranks) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         prepared_rows(config).keep(Path(folder))
         document = config.model_dump(mode="json")
-        runs = pool.run(run_plan, outcome.plan, document, folder, WARM_UP + iterations)
+        runs = on_ranks(n_ranks, run_plan, outcome.plan, document, folder, WARM_UP + iterations)
     return PassTime(seconds_per_iteration(runs), node_seconds(runs), [run.peak_bytes for run in runs])
 
 
