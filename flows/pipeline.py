@@ -46,8 +46,16 @@ from flows.run.training import cluster_of
 from flows.view.artifacts import Link, show_result
 from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering, shown_metrics, tell
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
-from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of, load_pipeline, stages_of
+from rlhf_tasks.algorithms.configurations import (
+    ConfigError,
+    PipelineConfig,
+    RunConfig,
+    folder_of,
+    load_pipeline,
+    make_config,
+    resolve_paths,
+    stages_of,
+)
 from rlhf_tasks.algorithms.rollout import RolloutConfig
 from rlhf_tasks.config.cluster import RuntimeConfig
 from rlhf_tasks.system.durable import replace_file

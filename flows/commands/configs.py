@@ -17,15 +17,16 @@ from flows.run.run_folder import open_run
 from flows.run.run_identity import check_stages
 from flows.view.terminal import Console
 from planner.text import plan_table
-from rlhf_tasks.algorithms.configurations import ConfigError, load_config
-from rlhf_tasks.algorithms.held_out import evaluation_of
-from rlhf_tasks.algorithms.pipelines import (
+from rlhf_tasks.algorithms.configurations import (
     PIPELINE,
+    ConfigError,
     PipelineConfig,
     is_pipeline,
+    load_config,
     load_pipeline,
     stages_of,
 )
+from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.system.reading import printable

@@ -27,8 +27,7 @@ from flows.run.training import RunFailed
 from flows.view.prefect_api import is_prefects, what_is_wrong
 from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
 from planner.pricing.figures import read_profiles, write_profiles
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of
+from rlhf_tasks.algorithms.configurations import ConfigError, PipelineConfig, RunConfig, folder_of
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import printable
 

@@ -29,12 +29,15 @@ from flows.run.run_folder import (
 )
 from flows.run.run_identity import check_stages
 from flows.view.terminal import phase, tell
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, load_config, override
-from rlhf_tasks.algorithms.pipelines import (
+from rlhf_tasks.algorithms.configurations import (
     PIPELINE,
+    ConfigError,
     PipelineConfig,
+    RunConfig,
     folder_of,
+    load_config,
     load_pipeline,
+    override,
     stages_of,
 )
 from rlhf_tasks.algorithms.registry import algorithm as registered

@@ -1,5 +1,5 @@
 """What an iteration draws where generation continues in segments (docs/adr/0020-segments.md): the schedule of
-rlhf_tasks.algorithms.shared.sampling.segments is carried out on lengths that are drawn at random."""
+rlhf_tasks.algorithms.shared.segments is carried out on lengths that are drawn at random."""
 
 from functools import lru_cache
 from typing import NamedTuple

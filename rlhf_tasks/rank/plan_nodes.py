@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.evaluation import Evaluation
-from rlhf_tasks.algorithms.fetch import fetch
-from rlhf_tasks.algorithms.functions import load_functions
+from rlhf_tasks.algorithms.functions import fetch, load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of, scoring_rewards_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.sampling.segments import functions_of
+from rlhf_tasks.algorithms.shared.segments import functions_of
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.config.base import TrainingConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.algorithms.shared.context import CallOutput
-from rlhf_tasks.algorithms.shared.sampling.segments import nothing_left
+from rlhf_tasks.algorithms.shared.segments import nothing_left
 from rlhf_tasks.checkpoint.snapshots import DrawnSamples
 from rlhf_tasks.parallel.batch.redistribution import redistribute, survey
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore

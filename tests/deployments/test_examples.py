@@ -10,8 +10,7 @@ from flows.run.planning import hardware_of, problem_of
 from planner.pricing.device_classes import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
-from rlhf_tasks.algorithms.configurations import load_config
-from rlhf_tasks.algorithms.pipelines import load_pipeline, stages_of
+from rlhf_tasks.algorithms.configurations import load_config, load_pipeline, stages_of
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import Scores, TrainingConfig
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement

@@ -12,8 +12,7 @@ from flows import pipeline
 from flows.pipeline import Demo, rlhf_pipeline, settle_seed
 from flows.ppo import rlhf_ppo
 from flows.run import prepare
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.algorithms.pipelines import make_pipeline
+from rlhf_tasks.algorithms.configurations import ConfigError, make_pipeline
 from rlhf_tasks.data.token_file import new_token_file
 from tests.tiny_runs import write_model, write_prompts
 

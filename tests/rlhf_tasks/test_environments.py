@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.functions import fetch
 from rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.system.counter_random import counter_bits

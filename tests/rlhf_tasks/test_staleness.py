@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.functions import fetch
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.parallel.batch.samples import SampleStore
 from tests.ppo_calls import PPO_CALLS

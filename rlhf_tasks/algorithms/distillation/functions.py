@@ -8,9 +8,9 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.distillation import DistillationConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.generation import actor_generate
 from rlhf_tasks.algorithms.shared.policy import bounded, kl_divergence
 from rlhf_tasks.algorithms.shared.policy import ref_inference as teacher_inference
-from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
 from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.expert_iteration import ExpertIterationConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
+from rlhf_tasks.algorithms.shared.generation import actor_generate
 from rlhf_tasks.algorithms.shared.groups import best_of_group, on_tokens, per_group
-from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
-from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.scores import reward_inference
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch

@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.grpo import GRPOConfig
-from rlhf_tasks.algorithms.shared import scores
-from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
+from rlhf_tasks.algorithms.shared import generation, scores
+from rlhf_tasks.algorithms.shared.context import (
+    CallContext,
+    CallFunction,
+    CallOutput,
+    generated,
+    on_generated,
+    with_others,
+    without_skipped,
+)
 from rlhf_tasks.algorithms.shared.groups import (
     all_equal,
     group_stds,
@@ -36,13 +44,6 @@ from rlhf_tasks.algorithms.shared.policy import (
 )
 from rlhf_tasks.algorithms.shared.policy import ref_inference as reference_inference
 from rlhf_tasks.algorithms.shared.returns import moments
-from rlhf_tasks.algorithms.shared.sampling import generation
-from rlhf_tasks.algorithms.shared.sampling.staying import (
-    generated,
-    on_generated,
-    with_others,
-    without_skipped,
-)
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

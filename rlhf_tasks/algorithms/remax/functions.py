@@ -3,7 +3,8 @@
 from functools import partial
 
 from rlhf_tasks.algorithms.remax import ReMaxConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
+from rlhf_tasks.algorithms.shared.generation import actor_generate, respond
 from rlhf_tasks.algorithms.shared.graphs import STAYS
 from rlhf_tasks.algorithms.shared.policy import (
     Objective,
@@ -21,8 +22,6 @@ from rlhf_tasks.algorithms.shared.returns import (
     shaped_rewards,
     token_rewards,
 )
-from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate, respond
-from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores import reward_inference, score_and_write
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

@@ -3,7 +3,8 @@
 from functools import partial
 
 from rlhf_tasks.algorithms.rloo import RLOOConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
+from rlhf_tasks.algorithms.shared.generation import actor_generate
 from rlhf_tasks.algorithms.shared.groups import less_others, on_tokens, per_group, response_sums
 from rlhf_tasks.algorithms.shared.policy import (
     Objective,
@@ -17,8 +18,6 @@ from rlhf_tasks.algorithms.shared.policy import (
     response_ratio,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
-from rlhf_tasks.algorithms.shared.sampling.staying import without_skipped
 from rlhf_tasks.algorithms.shared.scores import reward_inference
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

@@ -1,7 +1,7 @@
 """The calls of a rollout."""
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.sampling.generation import actor_generate
+from rlhf_tasks.algorithms.shared.generation import actor_generate
 from rlhf_tasks.algorithms.shared.scores import score_and_write
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

@@ -1,5 +1,6 @@
 """What several algorithms share: a policy's loss and steps (`policy`), returns, groups, answers in pairs
-(`preference`), the order of steps (`schedule`); the calls of a rollout (`sampling`), scores, graphs.
+(`preference`), the order of steps (`schedule`); the calls of a rollout (`generation`, `turns`,
+`segments`), scores, graphs.
 
 Code that only one algorithm needs is in that algorithm's folder.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.run.run_identity import check_stages
-from rlhf_tasks.algorithms.pipelines import make_pipeline, stages_of
+from rlhf_tasks.algorithms.configurations import make_pipeline, stages_of
 from tests.tiny_runs import write_model, write_prompts
 
 

@@ -12,11 +12,10 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.order import node_order
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.fetch import fetch
-from rlhf_tasks.algorithms.functions import load_functions
+from rlhf_tasks.algorithms.functions import fetch, load_functions
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.sampling.segments import functions_of, nothing_left
+from rlhf_tasks.algorithms.shared.segments import functions_of, nothing_left
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.config.models import Role
 from rlhf_tasks.data.tokenizer import Tokenizer

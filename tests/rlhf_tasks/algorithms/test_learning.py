@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from rlhf_tasks.algorithms.configurations import make_config, override
 from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.functions import fetch
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one

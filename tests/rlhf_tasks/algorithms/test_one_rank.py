@@ -12,7 +12,7 @@ import torch
 from flows.demo import MODEL, write_model_folder
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.ppo import functions
-from rlhf_tasks.algorithms.ppo.targets import Targets, learning_targets
+from rlhf_tasks.algorithms.ppo.functions import Targets, learning_targets
 from rlhf_tasks.algorithms.shared.groups import last_response_tokens
 from rlhf_tasks.algorithms.shared.policy import kl_divergence
 from rlhf_tasks.algorithms.shared.scores import reward_model_part

@@ -13,7 +13,7 @@ from planner.plan.workload import Lengths, Workload
 from planner.pricing.call_formulas import Crossings, OnMesh, generate
 from planner.pricing.rooflines import sizes
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.functions import fetch
 from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, NUMBER
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.generate.slots import Group

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo import functions
-from rlhf_tasks.algorithms.ppo.targets import Targets, learning_targets
+from rlhf_tasks.algorithms.ppo.functions import Targets, learning_targets
 from rlhf_tasks.algorithms.shared.returns import discounted_returns, shaped_rewards
 from rlhf_tasks.algorithms.shared.scores import rewards_of_tokens
 from rlhf_tasks.user_code.errors import RewardError

@@ -13,8 +13,7 @@ from planner.plan.graph import DataflowGraph
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.grpo.functions import choose, generate_if_needed
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.sampling.staying import generated, on_generated, with_others
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, generated, on_generated, with_others
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.spec import WHOLE, Part
 from rlhf_tasks.user_code.rewards import read_samples

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY
-from rlhf_tasks.algorithms.shared.sampling.turns import draw
+from rlhf_tasks.algorithms.shared.turns import draw
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.config.sampling import SamplingConfig
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch

@@ -1,4 +1,4 @@
-"""PPO's critic: its loss against plain references and at its edges, the running mean and std of returns."""
+"""PPO's adaptive KL coefficient, and its critic."""
 
 import json
 import math
@@ -7,7 +7,21 @@ import random
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.ppo.critic import DECAY, VARIANCE_FLOOR, ValueNorm, shifted, value_loss
+from rlhf_tasks.algorithms.ppo.functions import (
+    DECAY,
+    VARIANCE_FLOOR,
+    ValueNorm,
+    adapted_kl_coef,
+    shifted,
+    value_loss,
+)
+
+
+def test_the_adaptive_coefficient_moves_towards_the_target_within_bounds():
+    assert adapted_kl_coef(0.1, kl=6.0, target=6.0, horizon=1000, n_seqs=100) == 0.1
+    assert adapted_kl_coef(0.1, kl=60.0, target=6.0, horizon=1000, n_seqs=100) == pytest.approx(0.102)
+    assert adapted_kl_coef(0.1, kl=-5.0, target=6.0, horizon=1000, n_seqs=100) == pytest.approx(0.098)
+    assert adapted_kl_coef(0.1, kl=6.6, target=6.0, horizon=1000, n_seqs=100) == pytest.approx(0.101)
 
 
 def test_value_loss_takes_the_larger_error():

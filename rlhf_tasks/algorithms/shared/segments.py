@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
+from rlhf_tasks.algorithms.shared.generation import sampling_params
 from rlhf_tasks.algorithms.shared.graphs import COLUMNS, DRAWN_BY, KEPT, NUMBER
-from rlhf_tasks.algorithms.shared.sampling.generation import sampling_params
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import Segments
 from rlhf_tasks.parallel.generate.generation import generate as draw

@@ -10,7 +10,7 @@ import torch
 from flows.demo import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.fetch import fetch as fetch_samples
+from rlhf_tasks.algorithms.functions import fetch as fetch_samples
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
