@@ -25,7 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from platform import python_version
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import dask
@@ -40,6 +40,7 @@ from planner.pricing.devices import PRESETS, DeviceProfile
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.rank.host import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 0,  # Dask must not rerun a task whose worker died
@@ -238,22 +239,18 @@ def _worker_spec(
         "silence_logs": logging.ERROR,
     }
 
-    def worker(nthreads: int, resource: str, **environment: str) -> dict[str, Any]:
-        own = {**os.environ, **variables, **environment}
-        options = {**common, "nthreads": nthreads, "resources": {resource: 1}, "env": own}
+    def worker(resource: str, **environment: str) -> dict[str, Any]:
+        env = {**os.environ, **variables, **environment}
+        options = {**common, "nthreads": 1, "resources": {resource: 1}, "env": env}
         return {"cls": nanny, "options": options}
 
-    rank_environment = {} if gpus else {"GLOO_SOCKET_IFNAME": "lo"}
     ranks = {
-        f"rank-{rank}": worker(
-            1,
-            "GPU" if gpus else "slot",
-            **rank_environment,
-            CUDA_VISIBLE_DEVICES=gpus[rank] if gpus else "",
-        )
+        f"rank-{rank}": worker("GPU", CUDA_VISIBLE_DEVICES=gpus[rank])
+        if gpus
+        else worker("slot", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
         for rank in range(n_ranks)
     }
-    controller = worker(1, CONTROLLER_RESOURCE, **dict.fromkeys(THREADS, "1"), CUDA_VISIBLE_DEVICES="")
+    controller = worker(CONTROLLER_RESOURCE, **dict.fromkeys(THREADS, "1"), CUDA_VISIBLE_DEVICES="")
     return {**ranks, "controller": controller}
 
 
@@ -364,11 +361,7 @@ def _connected(address: str, deadline_s: float) -> Client:
     """A client of a scheduler. Raises ClusterError when none answers, or it refuses our certificates."""
     try:
         return Client(address, set_as_default=False, timeout=deadline_s)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-    ) as error:  # no scheduler, no such address, no certificates for tls://
+    except (OSError, ValueError, TypeError) as error:  # no scheduler, no such address, no certificates
         raise ClusterError(
             f"no Dask scheduler answers at cluster.address={address}: {str(error) or type(error).__name__}. Start "
             "it, or correct the address; for tls:// set distributed.comm.tls.* of Dask's configuration."
@@ -414,13 +407,13 @@ def _too_few(
             f"Start one: dask worker {address}{here} --name controller --nthreads 1 "
             f"--resources controller=1"
         )
-    found = f"{len(offered)} (workers with a GPU or slot resource)"
+    offer = f"{len(offered)} (workers with a GPU or slot resource)"
     if len(ranks) < len(offered):
-        found += (
+        offer += (
             f", of which {len(ranks)} are on hosts with cluster.devices_per_host={devices_per_host} of them"
         )
     return (
-        f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found}. "
+        f"the plan needs {n_ranks} ranks; the cluster at {address} offers {offer}. "
         f"Start {n_ranks - len(ranks)} more: dask worker {address}{here} --nthreads 1 --resources slot=1"
     )
 
@@ -461,11 +454,8 @@ def _refuse_reachable(who: str, listens_on: Sequence[str]) -> None:
 
 def refuse_exposed(client: Client, members: Sequence[Member]) -> None:
     """Raises ClusterError for a worker that other hosts can reach without TLS: workers run any code they are sent."""
-    found = cast(
-        dict[str, list[str]], client.run(_worker_listeners, workers=[member.address for member in members])
-    )
-    for member in members:
-        _refuse_reachable(f"worker {member.name}", found[member.address])
+    for member, listens_on in zip(members, _on_each(client, members, _worker_listeners), strict=True):
+        _refuse_reachable(f"worker {member.name}", listens_on)
 
 
 def refuse_private_folder(client: Client, members: Sequence[Member], folder: Path) -> None:
@@ -473,12 +463,11 @@ def refuse_private_folder(client: Client, members: Sequence[Member], folder: Pat
     token = folder / f"token-{uuid4().hex}"
     token.touch()
     try:
-        workers = [member.address for member in members]
-        seen = cast(dict[str, bool], client.run(os.path.exists, str(token), workers=workers))
+        seen = _on_each(client, members, os.path.exists, str(token))
     finally:
         token.unlink()
-    for member in members:
-        if not seen[member.address]:
+    for member, sees in zip(members, seen, strict=True):
+        if not sees:
             raise ClusterError(
                 f"worker {member.name} on host {member.host} does not see the run folder {folder}. "
                 "Choose a folder that all hosts share."
@@ -488,14 +477,11 @@ def refuse_private_folder(client: Client, members: Sequence[Member], folder: Pat
 def refuse_other_versions(client: Client, members: Sequence[Member]) -> None:
     """Raises ClusterError for a worker that runs other versions than this process."""
     here = _versions()
-    found = cast(
-        dict[str, dict[str, str]], client.run(_versions, workers=[member.address for member in members])
-    )
-    for address, there in found.items():
+    for member, there in zip(members, _on_each(client, members, _versions), strict=True):
         for package, ours in here.items():
             if there[package] != ours:
                 raise ClusterError(
-                    f"worker {address} has {package} {there[package]}; this process has {ours}. "
+                    f"worker {member.address} has {package} {there[package]}; this process has {ours}. "
                     "Install the same versions on all hosts (requirements.lock)."
                 )
 
@@ -512,10 +498,9 @@ def refuse_other_devices(
     assumed  the device that planning assumed for all ranks: this machine's
     needs    rank -> peak bytes of tensors on its device, by the plan
     """
-    workers = [rank.address for rank in ranks]
-    found = cast(dict[str, DeviceProfile], client.run(device_here, devices_per_host, workers=workers))
-    for number, rank in enumerate(ranks):
-        there, needed_bytes = found[rank.address], needs.get(number, 0)
+    devices = _on_each(client, ranks, device_here, devices_per_host)
+    for number, (rank, there) in enumerate(zip(ranks, devices, strict=True)):
+        needed_bytes = needs.get(number, 0)
         where = f"worker {rank.name} on host {rank.host}"
         if there.name != assumed.name:
             name = there.name if there.name in PRESETS else "a YAML file with its figures"
@@ -531,15 +516,23 @@ def refuse_other_devices(
             )
 
 
+def _on_each(
+    client: Client, members: Sequence[Member], function: Callable[..., T], *arguments: Any
+) -> list[T]:
+    """What a function returns on each member, in their order."""
+    results = client.run(function, *arguments, workers=[member.address for member in members])
+    return [cast(dict[str, T], results)[member.address] for member in members]
+
+
 def _versions() -> dict[str, str]:
     """Package -> installed version, or "none"; also Python's version without its patch level."""
-    found = {"python": python_version().rsplit(".", 1)[0]}
+    versions = {"python": python_version().rsplit(".", 1)[0]}
     for package in SAME_VERSIONS:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "none"
-    return found
+            versions[package] = "none"
+    return versions
 
 
 def address_of(client: Client) -> str:
