@@ -212,10 +212,6 @@ def test_a_plan_that_leaves_a_call_out_is_refused(run_plan, write):
     refused(run_plan(ppo(), "--evaluate", write(part)), "says nothing about ref_inference")
 
 
-def test_a_time_limit_of_nothing_is_refused(run_plan):
-    refused(run_plan(ppo(), "--time-limit", "0"), "0")
-
-
 @pytest.mark.parametrize("iterations", ["-5", "1.5", "many"])
 def test_hours_of_no_number_of_iterations_are_refused(run_plan, iterations):
     outcome = run_plan(ppo(), "--mode", "heuristic", "--iterations", iterations)

@@ -165,7 +165,3 @@ def test_a_folder_that_cannot_be_made_is_refused(call, document, tmp_path, comma
 
 def test_config_and_resume_exclude_each_other(call):
     refused(call, "--config FILE", "--resume FOLDER", command=("run", "ppo"))
-
-
-def test_the_algorithm_must_be_the_configurations(call):
-    refused(call, "'ppo', not 'sft'", command=("run", "sft", "--config", "FILE"))
