@@ -406,7 +406,8 @@ class TrainingConfig(Judges):
                 f"evaluation: a run of type {self.type!r} has no sampling.max_completion_length. Give "
                 "evaluation.max_completion_length."
             )
-        refuse_equal_names([reward.name for reward in self.rewards_of_evaluation])
+        names = [reward.name for reward in self.rewards_of_evaluation]
+        refuse_equal_names(names if played is None else [*names, played.name])
         return self
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.segments import functions_of
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.config.reference import MovesReference
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
@@ -161,8 +161,7 @@ class RankRun:
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
         reach(Point.JOINED)
-        kept = Path(spec.run_folder) / KEPT_VALUES
-        self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks, kept, spec.rank)
+        self._rewards = self._reward_process(self._config, str(spec.rank))
         self._environment = EnvironmentProcess(self._config, spec.blocks)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
@@ -180,12 +179,16 @@ class RankRun:
     def _tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self._config.models.tokenizer)
 
+    def _reward_process(self, config: RunConfig, writer: str) -> RewardProcess:
+        spec = self._spec
+        return RewardProcess(config, spec.iterations, spec.blocks, Path(spec.run_folder, KEPT_VALUES), writer)
+
     def _evaluated(self) -> Evaluation:
         """Made by the ranks that evaluate, when they do so first. Rewards of its own have a process of their own."""
         if self._evaluation is None:
             answers, folder = evaluation_of(self._config), Path(self._spec.run_folder)
             if answers is not None and answers.rewards != scoring_rewards_of(self._config):
-                self._rewards_of_evaluation = RewardProcess(answers, self._spec.iterations, self._spec.blocks)
+                self._rewards_of_evaluation = self._reward_process(answers, f"{self._spec.rank}-evaluation")
             rewards, environment = self._rewards_of_evaluation, self._environment
             self._evaluation = Evaluation(self._config, folder, rewards, self._tokenizer, environment)
         return self._evaluation

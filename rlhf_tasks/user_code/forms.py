@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,11 +72,18 @@ class Answers:
 
     def select(self, places: Sequence[int]) -> "Answers":
         """The answers at these indices."""
-        lists = {
-            f.name: [getattr(self, f.name)[i] for i in places] for f in fields(self) if f.name != "columns"
-        }
-        columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
-        return Answers(**lists, columns=columns)
+
+        def at_places(values: list[Any]) -> list[Any]:
+            return [values[i] for i in places]
+
+        columns = {name: at_places(values) for name, values in self.columns.items()}
+        return Answers(
+            at_places(self.prompts),
+            at_places(self.completions),
+            at_places(self.completion_ids),
+            columns,
+            at_places(self.prompt_texts),
+        )
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -155,10 +162,8 @@ def _openrlhf(answers: Answers, state: TrainerState) -> Arguments:
 
 TRL = CallForm(_trl)
 SIGNS = (
-    (
-        {"completions", "completion_ids", "completions_ids"},
-        TRL,
-    ),  # first: a column may have another form's name
+    # TRL's completions first: a column may have another form's name.
+    ({"completions", "completion_ids", "completions_ids"}, TRL),
     ({"solution_str"}, CallForm(_verl, per_answer=True)),
     ({"solution_strs"}, CallForm(_verl_batch)),
     ({"queries"}, CallForm(_openrlhf)),
@@ -187,16 +192,12 @@ class Parameters:
     @staticmethod
     def of(function: Callable[..., Any]) -> "Parameters":
         """The parameters of a function. Raises ValueError or TypeError where Python cannot inspect it."""
-        found = inspect.signature(function).parameters.values()
-        named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        every = inspect.signature(function).parameters.values()
+        single = [p for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         return Parameters(
-            [p.name for p in named],
-            [
-                p.name
-                for p in found
-                if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-            ],
-            any(p.kind is p.VAR_KEYWORD for p in found),
+            [p.name for p in single if p.kind is not p.POSITIONAL_ONLY],
+            [p.name for p in single if p.default is p.empty],
+            any(p.kind is p.VAR_KEYWORD for p in every),
         )
 
     def form(self, location: str, kwargs: Collection[str]) -> CallForm:
@@ -277,8 +278,9 @@ class FoundReward:
         values: list[RewardValue | RewardError] = []
         for place, value in zip(places, listed, strict=True):
             try:
-                values.append(self.value(place, value, len(answers.completion_ids[place])))
+                values.append(self.value(value, len(answers.completion_ids[place])))
             except RewardError as error:
+                error.place = place
                 values.append(error)
         return values
 
@@ -300,35 +302,29 @@ class FoundReward:
             )
         return returned
 
-    def value(self, place: int, value: Any, n_tokens: int) -> RewardValue:
-        """The value of the answer at an index, which has so many tokens. Raises RewardError.
+    def value(self, value: Any, n_tokens: int) -> RewardValue:
+        """The value of an answer that has so many tokens. Raises RewardError.
 
         Per token, it is a list of n_tokens numbers, one for each of `completion_ids`. Per step, it is a list of
         [token, number]: the index among `completion_ids` of a step's last token, and the step's reward.
         """
-        if isinstance(value, RewardError):  # a service's
-            raise RewardError(str(value), place=place)
         if self.per == "sequence":
-            return self._number(place, value)
+            return self._number(value)
         if isinstance(value, Mapping):  # verl's
             value = value.get("score", value)
         value = plain(value)
         if value is None:
             return None
-        shown = shortened(repr(value), 80)
+        returned = f"reward {self.name!r} returned"
         if not isinstance(value, list | tuple):
-            raise RewardError(
-                f"reward {self.name!r} returned {shown} for an answer: with per: {self.per} it is a list.",
-                place=place,
-            )
+            raise RewardError(f"{returned} {_shown(value)} for an answer: with per: {self.per} it is a list.")
         if self.per == "token":
             if len(value) != n_tokens:
                 raise RewardError(
-                    f"reward {self.name!r} returned {len(value)} numbers for an answer of {n_tokens} tokens: with "
-                    "per: token there is one for each of completion_ids.",
-                    place=place,
+                    f"{returned} {len(value)} numbers for an answer of {n_tokens} tokens: with per: token there is "
+                    "one for each of completion_ids."
                 )
-            return [self._finite(place, each) for each in value]
+            return [self._finite(each) for each in value]
         tokens = [0.0] * n_tokens
         for step in value:
             step = plain(step)
@@ -337,25 +333,23 @@ class FoundReward:
                 token = int(token)
             if type(token) is not int or not 0 <= token < n_tokens:
                 raise RewardError(
-                    f"reward {self.name!r} returned {shown} for an answer of {n_tokens} tokens: with per: step each "
-                    f"step is [token, number], its last token from 0 to {n_tokens - 1}.",
-                    place=place,
+                    f"{returned} {_shown(value)} for an answer of {n_tokens} tokens: with per: step each step is "
+                    f"[token, number], its last token from 0 to {n_tokens - 1}."
                 )
-            tokens[token] += self._finite(place, step[1])
+            tokens[token] += self._finite(step[1])
         return tokens
 
-    def _finite(self, place: int, value: Any) -> float:
-        number = self._number(place, value)
+    def _finite(self, value: Any) -> float:
+        number = self._number(value)
         if number is None:
-            raise RewardError(f"reward {self.name!r} returned None among an answer's numbers.", place=place)
+            raise RewardError(f"reward {self.name!r} returned None among an answer's numbers.")
         return number
 
-    def _number(self, place: int, value: Any) -> float | None:
+    def _number(self, value: Any) -> float | None:
         if isinstance(value, Mapping):  # verl's
             if "score" not in value:
                 raise RewardError(
-                    f"reward {self.name!r} returned a dict without 'score' (keys: {_keys(value)}).",
-                    place=place,
+                    f"reward {self.name!r} returned a dict without 'score' (keys: {_keys(value)})."
                 )
             value = value["score"]
         value = unwrapped(value)
@@ -365,9 +359,7 @@ class FoundReward:
         if math.isfinite(number):
             return number
         kind = "finite number" if isinstance(value, float | int) else "number"
-        raise RewardError(
-            f"reward {self.name!r} returned {shortened(repr(value), 80)}: not a {kind}.", place=place
-        )
+        raise RewardError(f"reward {self.name!r} returned {_shown(value)}: not a {kind}.")
 
 
 def plain(value: Any) -> Any:
@@ -389,6 +381,10 @@ def as_float(value: Any) -> float:
         return math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
+
+
+def _shown(value: Any) -> str:
+    return shortened(repr(value), 80)
 
 
 def _keys(mapping: Mapping[Any, Any]) -> str:

@@ -60,7 +60,7 @@ class RewardProcess:
     iterations  number of iterations of the whole run
     blocks      name of a Prefect Secret block -> its value
     kept        folder of values that are kept (`cache: true`); None: they are kept in memory
-    rank        of the process that this one is beside; no two write to a file in `kept`
+    writer      begins the names of its files in `kept`; no two have the same
     Requests are answered one at a time, in order. What is answered does not depend on the number of processes.
     """
 
@@ -70,7 +70,7 @@ class RewardProcess:
         iterations: int = 1,
         blocks: Mapping[str, str] | None = None,
         kept: Path | None = None,
-        rank: int = 0,
+        writer: str = "0",
     ) -> None:
         self._config = config if isinstance(config, Scores) and config.scoring_rewards else None
         self._iterations = iterations
@@ -79,7 +79,7 @@ class RewardProcess:
             keeps = any(reward.cache for reward in self._config.scoring_rewards)
             begin = {"blocks": dict(blocks or {}), "kept": str(kept) if keeps and kept else None}
             for part in range(self._config.reward_processes):
-                terms = _terms(self._config, begin | {"writer": f"{rank}-{part}"})
+                terms = _terms(self._config, begin | {"writer": f"{writer}-{part}"})
                 self.processes.append(UserProcess(terms))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._part_threads = ThreadPoolExecutor(max(len(self.processes), 1), thread_name_prefix="rewards")

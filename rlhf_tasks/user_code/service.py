@@ -9,17 +9,16 @@ import asyncio
 import http.client
 import ipaddress
 import json
-import math
 import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_tasks.user_code.errors import RewardError, shortened
@@ -46,11 +45,6 @@ class RequestError(RewardError):
 
 class _Again(Exception):
     """A try has failed, another may succeed."""
-
-
-class _Address(NamedTuple):
-    family: int
-    place: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +83,7 @@ class Service:
             per=self.per,
         )
 
-    async def _judge(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Sequence[Any]:
+    async def _judge(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Any:
         columns = {name: values for name, values in columns.items() if name not in _OURS}
         body = {"prompts": prompts, "completions": completions, "columns": columns}
         thread = ThreadPoolExecutor(1, "service")  # its own: asyncio's has too few for many requests at once
@@ -98,33 +92,18 @@ class Service:
         finally:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, body: Mapping[str, Any]) -> Sequence[Any]:
-        """The values of a request's answers. Raises RewardError, RequestError among them."""
-        content, n_answers = json.dumps(body, default=str).encode(), len(body["completions"])
+    def _ask(self, body: Mapping[str, Any]) -> Any:
+        """What the service answers to a request. Raises RewardError, RequestError among them."""
+        content = json.dumps(body, default=str).encode()
         fault: Exception | None = None
         for tried in range(RETRIES + 1):
             try:
-                return self._values(self._posted(content), n_answers)
+                return self._posted(content)
             except _Again as failure:
                 fault = failure
             if tried < RETRIES:
                 time.sleep(min(FIRST_PAUSE_S * 2**tried, LONGEST_PAUSE_S))
         raise RequestError(f"reward {self.name!r}: {self.url} {fault} ({RETRIES + 1} tries).")
-
-    def _values(self, answer: Any, n_answers: int) -> Sequence[Any]:
-        """The values of an answer: a list, or an object with `rewards` or `scores`; a RewardError for each that is no
-        number where it must be one. Raises RewardError where there is not one for each."""
-        if isinstance(answer, Mapping):
-            answer = answer.get("rewards", answer.get("scores"))
-        if not isinstance(answer, list):
-            raise RewardError(f"reward {self.name!r} answered without a list of `rewards`.")
-        if len(answer) != n_answers:
-            raise RewardError(
-                f"reward {self.name!r} answered with {len(answer)} values for {n_answers} answers."
-            )
-        if self.per != "sequence":
-            return answer
-        return [_value(self.name, place, value) for place, value in enumerate(answer)]
 
     def _posted(self, content: bytes) -> Any:
         """The JSON that a POST is answered with. Raises RewardError, RequestError where its time is over, and
@@ -134,16 +113,14 @@ class Service:
         until_s = time.monotonic() + self.request_timeout_s
         addresses = self._resolved(host, port)
         try:
-            with _connected(addresses, until_s) as plain:
+            with _connected(addresses, port, until_s) as plain:
                 plain.settimeout(self.request_timeout_s)
                 with _ending(plain, until_s):
                     wire = plain
                     if url.scheme == "https":
                         wire = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
                     with wire:
-                        status, head, answer = self._exchanged(
-                            wire, url.path + (url.query and f"?{url.query}"), content
-                        )
+                        response, answer = self._exchanged(wire, content)
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() < until_s and not isinstance(error, TimeoutError):
                 raise _Again(f"cannot be reached: {_told(error)}") from None
@@ -151,33 +128,27 @@ class Service:
                 f"reward {self.name!r}: {self.url} gave no answer in {self.request_timeout_s:g} s, half of "
                 "reward_timeout_s. Raise that if the service is only slow."
             ) from None
-        return self._checked(status, head, answer)
+        return self._checked(response, answer)
 
-    def _exchanged(
-        self, wire: socket.socket, path: str, content: bytes
-    ) -> tuple[int, Mapping[str, str], bytes]:
+    def _exchanged(self, wire: socket.socket, content: bytes) -> tuple[http.client.HTTPResponse, bytes]:
         url = urlsplit(self.url)
         connection = http.client.HTTPConnection(url.hostname or "")
         connection.sock = wire
-        headers = {
-            "Content-Type": "application/json",
-            "Host": url.netloc,
-            **self.headers,
-            "Connection": "close",
-        }
-        connection.request("POST", path or "/", content, headers)
+        ours = {"Content-Type": "application/json", "Host": url.netloc}
+        path = url.path + (url.query and f"?{url.query}")
+        connection.request("POST", path or "/", content, {**ours, **self.headers, "Connection": "close"})
         response = connection.getresponse()
         answer = response.read(MOST_BYTES + 1)
         if response.length and len(answer) <= MOST_BYTES:
             raise http.client.IncompleteRead(answer, response.length)
-        return response.status, dict(response.headers), answer
+        return response, answer
 
-    def _checked(self, status: int, head: Mapping[str, str], answer: bytes) -> Any:
-        who = f"reward {self.name!r}: {self.url}"
+    def _checked(self, response: http.client.HTTPResponse, answer: bytes) -> Any:
+        who, status = f"reward {self.name!r}: {self.url}", response.status
         if status == BUSY or status >= 500:
             raise _Again(f"answers with status {status}")
         if 300 <= status < 400:
-            place = next((value for name, value in head.items() if name.lower() == "location"), "nowhere")
+            place = response.headers.get("location", "nowhere")
             raise RewardError(
                 f"{who} redirects to {shortened(place, 200)}, which is not followed. Name the address itself."
             )
@@ -192,22 +163,23 @@ class Service:
         except (ValueError, RecursionError):
             raise RequestError(f"{who} does not answer with JSON.") from None
 
-    def _resolved(self, host: str, port: int) -> list[_Address]:
+    def _resolved(self, host: str, port: int) -> list[str]:
         """The addresses of a host. Raises RewardError where one is private and not allowed, and _Again."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise _Again(f"cannot be found: {_told(error)}") from None
-        for *_, place in found:
-            if not self.allow_private and not is_public(str(place[0])):
+        addresses = [str(place[0]) for *_, place in found]
+        for address in addresses:
+            if not self.allow_private and not is_public(address):
                 raise RewardError(
-                    f"reward {self.name!r}: {self.url} is at {place[0]}, on this machine or in a private network. "
+                    f"reward {self.name!r}: {self.url} is at {address}, on this machine or in a private network. "
                     "Set allow_private: true if that is meant."
                 )
-        return [_Address(family, place) for family, *_, place in found]
+        return addresses
 
 
-def _connected(addresses: Sequence[_Address], until_s: float) -> socket.socket:
+def _connected(addresses: Sequence[str], port: int, until_s: float) -> socket.socket:
     """A connection to the first address that takes it: localhost may have two, and the service listen on the second.
 
     Raises OSError, that of the last address.
@@ -215,21 +187,10 @@ def _connected(addresses: Sequence[_Address], until_s: float) -> socket.socket:
     fault = OSError("it has no address")
     for address in addresses:
         try:
-            return _connection(address, until_s)
+            return socket.create_connection((address, port), max(until_s - time.monotonic(), 0.001))
         except OSError as error:
             fault = error
     raise fault
-
-
-def _connection(address: _Address, until_s: float) -> socket.socket:
-    wire = socket.socket(address.family, socket.SOCK_STREAM)
-    try:
-        wire.settimeout(max(until_s - time.monotonic(), 0.001))
-        wire.connect(address.place)
-    except OSError:
-        wire.close()
-        raise
-    return wire
 
 
 def is_public(address: str) -> bool:
@@ -241,44 +202,23 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast and (inner is None or is_public(str(inner)))
 
 
-class _ending:
+@contextmanager
+def _ending(wire: socket.socket, until_s: float) -> Iterator[None]:
     """Ends a connection at a time, whatever it is doing: a slow peer must not prolong it byte by byte."""
 
-    def __init__(self, wire: socket.socket, until_s: float) -> None:
-        self._wire = socket.socket(fileno=wire.dup().detach())  # TLS takes the original over
-        left_s = max(until_s - time.monotonic(), 0.0)
-        self._timer = threading.Timer(left_s, partial(_shut, self._wire))
-        self._timer.daemon = True
+    def shut() -> None:
+        with suppress(OSError):  # the peer was quicker
+            ours.shutdown(socket.SHUT_RDWR)
 
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._timer.join()
-        self._wire.close()
-
-
-def _shut(wire: socket.socket) -> None:
-    try:
-        wire.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the peer was quicker
-        return
-
-
-def _value(name: str, place: int, value: Any) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
-    if value is None or number:
-        return value
-    shown = shortened(repr(value), 80)
-    return RewardError(f"reward {name!r} answered with {shown} for answer {place} of a request: no number.")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
+    with wire.dup() as ours:  # TLS takes the original over
+        timer = threading.Timer(max(until_s - time.monotonic(), 0.0), shut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 def _told(error: Exception) -> str:

@@ -108,6 +108,16 @@ def test_every_nth_iteration_is_due_and_the_last(every, due):
             "two rewards share a name",
         ),
         (
+            "grpo",
+            {"data": "h"},
+            {
+                "rewards": [REWARD | HERE, OTHER | THERE],
+                "environment": {"factory": "m:short"},
+                "sampling": {"max_completion_length": 9},
+            },
+            "two rewards share a name: short, short. Rename one of the functions.",
+        ),
+        (
             "ppo",
             {"data": "h", "every": 3, "keep_best": 1},
             {"snapshot_every": 2},

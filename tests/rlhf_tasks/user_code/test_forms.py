@@ -103,11 +103,11 @@ STEPS = replace(TOKENS, per="step")
 
 
 def test_a_reward_per_token_gives_a_number_for_each_and_one_per_step_names_the_steps_last_token():
-    assert TOKENS.value(0, (1, 0.5, 2), 3) == [1.0, 0.5, 2.0]
-    assert TOKENS.value(0, {"score": [0.0, 1.0]}, 2) == [0.0, 1.0]
-    assert STEPS.value(0, [[1, 0.5], (3, 2), [3, 1]], 5) == [0.0, 0.5, 0.0, 3.0, 0.0]
-    assert STEPS.value(0, [], 2) == [0.0, 0.0]
-    assert TOKENS.value(0, None, 2) is STEPS.value(0, None, 2) is None
+    assert TOKENS.value((1, 0.5, 2), 3) == [1.0, 0.5, 2.0]
+    assert TOKENS.value({"score": [0.0, 1.0]}, 2) == [0.0, 1.0]
+    assert STEPS.value([[1, 0.5], (3, 2), [3, 1]], 5) == [0.0, 0.5, 0.0, 3.0, 0.0]
+    assert STEPS.value([], 2) == [0.0, 0.0]
+    assert TOKENS.value(None, 2) is STEPS.value(None, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,8 @@ def test_a_reward_per_token_gives_a_number_for_each_and_one_per_step_names_the_s
 )
 def test_what_is_no_value_of_tokens_or_steps_is_named(reward: FoundReward, value: Any, sentence: str):
     with pytest.raises(RewardError) as caught:
-        reward.value(7, value, 3)
+        reward.value(value, 3)
     assert sentence in str(caught.value)
-    assert caught.value.place == 7
 
 
 NUMBERS = {
@@ -158,19 +157,19 @@ NUMBERS = {
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
 def test_a_number_may_have_any_form(number: Any):
     whole = replace(TOKENS, per="sequence")
-    assert whole.value(0, number, 3) == 1.0
+    assert whole.value(number, 3) == 1.0
     assert whole.values([number, None], [0, 2], SUMS) == [1.0, None]
     if not isinstance(number, dict):
-        assert TOKENS.value(0, [number, 0, number], 3) == [1.0, 0.0, 1.0]
-        assert STEPS.value(0, [[np.int64(2), number]], 3) == [0.0, 0.0, 1.0]
+        assert TOKENS.value([number, 0, number], 3) == [1.0, 0.0, 1.0]
+        assert STEPS.value([[np.int64(2), number]], 3) == [0.0, 0.0, 1.0]
 
 
 def test_a_batchs_numbers_may_be_an_array_of_any_shape_with_one_for_each():
     whole = replace(TOKENS, per="sequence")
     for returned in (np.ones(3), np.ones((3, 1)), torch.ones(3, 1), [np.array([1.0])] * 3):
         assert whole.values(returned, [0, 1, 2], SUMS) == [1.0, 1.0, 1.0]
-    assert STEPS.value(0, np.array([[0, 0.5], [2, 1.0]]), 3) == [0.5, 0.0, 1.0]
-    assert whole.value(0, np.array([None]), 3) is None
+    assert STEPS.value(np.array([[0, 0.5], [2, 1.0]]), 3) == [0.5, 0.0, 1.0]
+    assert whole.value(np.array([None]), 3) is None
 
 
 @pytest.mark.parametrize(
@@ -179,4 +178,4 @@ def test_a_batchs_numbers_may_be_an_array_of_any_shape_with_one_for_each():
 )
 def test_what_is_not_one_number_is_refused(value: Any):
     with pytest.raises(RewardError, match=r"not a (finite )?number"):
-        replace(TOKENS, per="sequence").value(0, value, 3)
+        replace(TOKENS, per="sequence").value(value, 3)

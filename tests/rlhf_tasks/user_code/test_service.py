@@ -157,7 +157,7 @@ def in_process(url: str, **settings: Any) -> list[Any]:
         process.close()
 
 
-def judged(url: str, n_answers: int = 3, request_timeout_s: float = 30.0, **settings: Any) -> list[Any]:
+def judged(url: str, request_timeout_s: float = 30.0, **settings: Any) -> list[Any]:
     """One request, in this process: what goes wrong does not depend on where it is asked."""
     reward = config_of(url, **settings).rewards[0]
     asked = Service(
@@ -168,7 +168,8 @@ def judged(url: str, n_answers: int = 3, request_timeout_s: float = 30.0, **sett
         request_timeout_s,
         reward.allow_private,
     )
-    values = list(asked._ask({"prompts": ["p"] * 3, "completions": ["c"] * n_answers, "columns": {}}))
+    answered = asked._ask({"prompts": ["p"] * 3, "completions": ["c"] * 3, "columns": {}})
+    values = asked.reward().values(answered, range(3), SUMS)
     for value in values:
         if isinstance(value, RewardError):
             raise value
@@ -209,9 +210,9 @@ def test_a_busy_service_is_asked_again_and_one_that_is_down_is_given_up(server: 
     ("path", "sentence"),
     [
         ("redirects", r"redirects to http://169\.254\.169\.254/latest/meta-data, which is not followed"),
-        ("short", "answered with 1 values for 3 answers"),
-        ("nan", "answered with nan for answer 1 of a request: no number"),
-        ("huge", r"answered with 10+ \.\.\. for answer 0 of a request: no number"),
+        ("short", "returned 1 values for 3 answers"),
+        ("nan", "returned nan: not a finite number"),
+        ("huge", r"returned 10+ \.\.\.: not a finite number"),
         ("text", "does not answer with JSON"),
         ("long", "answers with more than 16,777,216 bytes"),
     ],
@@ -301,7 +302,7 @@ def test_a_service_is_named_by_its_path_or_host():
         ("refuses_sums", {"answers_per_request": 1}, {1}, "refuses the request with status 422: no sums"),
         ("refuses_sums", {"answers_per_request": 2}, {1}, "refuses the request with status 422: no sums"),
         ("drips_on_sums", {"answers_per_request": 1, "timeout_s": 4.0}, {1}, "gave no answer in 2 s"),
-        ("nan", {}, {1}, "answered with nan for answer 1 of a request"),
+        ("nan", {}, {1}, "returned nan: not a finite number"),
     ],
 )
 def test_the_answers_of_a_request_that_fails_are_skipped_where_the_run_says_so(
@@ -324,7 +325,7 @@ def test_a_service_that_does_not_speak_our_language_stops_the_run_also_then(serv
     config = config_of(server.url(path))
     process = RewardProcess(config.model_copy(update={"on_reward_error": "skip"}))
     try:
-        with pytest.raises(RewardError, match=r"answered with 1 values for 3|redirects to"):
+        with pytest.raises(RewardError, match=r"returned 1 values for 3|redirects to"):
             process.submit(SUMS).result(timeout=110)
     finally:
         process.close()
