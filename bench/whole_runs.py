@@ -21,7 +21,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from flows.demo import write_jsonl
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.journals import METRICS
 from rlhf_tasks.checkpoint.manifest import verify
+from rlhf_tasks.config.cluster import ByHand
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
 
@@ -91,20 +91,15 @@ def document_of(folder: Path, size: Size, iterations: int) -> dict[str, Any]:
     }
 
 
-def manual(plan: ExecutionPlan, offload: bool) -> dict[str, Any]:
+def manual(plan: ExecutionPlan, offload: bool) -> dict[str, str]:
     """The plan's choices as a configuration's `plan`, with or without offloaded optimizers."""
-    chosen = {}
-    for node in plan.nodes:
-        if isinstance(node, CallNode):
-            placement = node.assignment.placement
-            chosen[node.name] = {
-                "devices": list(placement.devices),
-                **asdict(placement.strategy),
-                "micro_batches": node.assignment.micro_batches,
-                "balance": node.assignment.balance,
-                "offload": offload and node.name.endswith("_train"),
-            }
-    return chosen
+    return {
+        node.name: str(
+            ByHand.of(node.assignment)._replace(offload=offload and node.name.endswith("_train"), order=None)
+        )
+        for node in plan.nodes
+        if isinstance(node, CallNode)
+    }
 
 
 def run(folder: Path, name: str, document: dict[str, Any], failpoint: str = "") -> dict[str, Any]:

@@ -27,7 +27,7 @@ class StoredPlan(Block):
     algorithm: str = Field(description="The algorithm whose calls are placed, e.g. ppo.")
     n_hosts: int = Field(gt=0, description="Number of hosts that the plan is for.")
     devices_per_host: int = Field(gt=0, description="Number of ranks (GPUs or CPU slots) on each host.")
-    assignments: ManualAssignments = Field(description="Call -> devices, dp, tp, pp and micro-batches.")
+    assignments: ManualAssignments = Field(description="Call -> placement, e.g. 0-3 d2 t2 m4.")
     iteration_time_s: float = Field(gt=0, description="Predicted seconds per iteration.")
     lower_bound_s: float = Field(
         ge=0, description="Seconds per iteration that every plan of the class needs at least."

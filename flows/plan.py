@@ -107,7 +107,7 @@ def _as_block(result: SearchResult) -> StoredPlan:
         algorithm=plan.algorithm,
         n_hosts=plan.n_devices // plan.devices_per_host,
         devices_per_host=plan.devices_per_host,
-        assignments=plan_document(plan),  # type: ignore[arg-type]  # pydantic parses it
+        assignments=plan_document(plan),
         iteration_time_s=result.iteration_time_s,
         lower_bound_s=result.lower_bound_s,
         proof_class=result.proof_class,

@@ -8,7 +8,7 @@ At the end, the sources of the figures, and how far a call's price goes beyond w
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from planner.plan.workload import Workload, fullest_share
@@ -23,6 +23,7 @@ from planner.search.bounds.cycles import call_cycles
 from planner.search.compiled.tables import Tables, assignments_of, nearest_choice
 from planner.search.search import ROUNDING, SearchResult
 from planner.text import format_devices
+from rlhf_tasks.config.cluster import ByHand
 from rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, slots_of
 from rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import (
@@ -322,26 +323,12 @@ def told_limits(limits_s: Mapping[str, float]) -> str:
     return "time limits: " + ", ".join(f"{mode} {limit_s:g} s" for mode, limit_s in limits_s.items())
 
 
-def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
-    """{call: {devices, dp, tp, pp, micro_batches, balance, offload, order}}: what a run's `plan:` accepts.
+def plan_document(plan: ExecutionPlan) -> dict[str, str]:
+    """{call: placement}: what a run's `plan:` accepts.
 
-    `order` is left out if planner/plan/order.py found the plan's order, because it finds the same again.
+    A placement has no `order` if planner/plan/order.py found the plan's order, because it finds the same again.
     """
-    document = {}
-    for call, (node, *_) in plan.calls.items():
-        given, s = node.assignment, node.placement.strategy
-        document[call] = {
-            "devices": list(node.placement.devices),
-            "dp": s.dp,
-            "tp": s.tp,
-            "pp": s.pp,
-            "micro_batches": given.micro_batches,
-            "balance": given.balance,
-            "offload": given.offload,
-        }
-        if given.order is not None:
-            document[call]["order"] = given.order
-    return document
+    return {call: str(ByHand.of(node.assignment)) for call, (node, *_) in plan.calls.items()}
 
 
 def _device_classes(classes: DeviceClasses) -> dict[str, dict[str, Any]]:
@@ -359,12 +346,16 @@ def _assignments(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> dic
     classes, cluster = model.classes, model.cluster
     return {
         call: {
-            "nodes": sorted({cluster.host(device) for device in given["devices"]}),
-            "device_classes": sorted({classes.profile(device).name for device in given["devices"]}),
-            **{key: given[key] for key in ("devices", "dp", "tp", "pp", "micro_batches", "offload")},
-            "time_s": sum(price.duration_s[node.name] for node in plan.calls[call]),
+            "nodes": sorted({cluster.host(device) for device in node.devices}),
+            "device_classes": sorted({classes.profile(device).name for device in node.devices}),
+            "devices": list(node.devices),
+            **asdict(node.placement.strategy),
+            "micro_batches": node.assignment.micro_batches,
+            "offload": node.assignment.offload,
+            "time_s": sum(price.duration_s[part.name] for part in parts),
         }
-        for call, given in plan_document(plan).items()
+        for call, parts in plan.calls.items()
+        for node in parts[:1]
     }
 
 

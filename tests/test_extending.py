@@ -137,8 +137,7 @@ def run(installed, user, name, *arguments, **environment):
 def test_the_algorithm_trains_loses_a_rank_and_is_resumed_to_the_same_bits(installed, user, monkeypatch):
     monkeypatch.chdir(user)
     folders = {name: user / "runs" / name for name in ("undisturbed", "rebuilt", "ended")}
-    placed = {"actor_generate": [0, 1], "reward_inference": [1], "actor_train": [0, 1]}
-    plan = {call: {"devices": devices, "dp": len(devices)} for call, devices in placed.items()}
+    plan = {"actor_generate": "0-1 d2", "reward_inference": "1", "actor_train": "0-1 d2"}
     document = {**yaml.safe_load(FILES["regression.yaml"]), "plan": plan, "cluster": {"devices_per_host": 2}}
     (user / "planned.yaml").write_text(yaml.safe_dump(document))
     killed = {"PREFECT_RLHF_FAILPOINT": "trained:kill@rank1@iter1@gen0"}

@@ -37,7 +37,7 @@ from tests.fuzzing import as_json, changed, damaged, fuzz, fuzz_long, survives
 from tests.rlhf_tasks.algorithms.test_configurations import ppo
 from tests.rlhf_tasks.plans import on, small_plan, swapped_plan
 
-PLAN = {"a": {"devices": [0, 1], "dp": 2}, "b": {"hosts": [0], "tp": 2, "micro_batches": 2, "order": 1}}
+PLAN = {"a": "0-1 d2", "b": "hosts 0 t2 m2 order1"}
 CONFIGS = [
     ppo(),
     ppo(plan=PLAN, cluster={"n_hosts": 1, "devices_per_host": 2}, planning={"new_tokens": {"8": 1.0}}),

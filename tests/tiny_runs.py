@@ -25,12 +25,12 @@ SIZES = {
 }
 
 TWO_RANKS = {
-    "actor_generate": {"devices": [0, 1], "tp": 2},
-    "ref_inference": {"devices": [0]},
-    "reward_inference": {"devices": [1]},
-    "critic_inference": {"devices": [1]},
-    "actor_train": {"devices": [0], "micro_batches": 2},
-    "critic_train": {"devices": [1], "micro_batches": 2},
+    "actor_generate": "0-1 t2",
+    "ref_inference": "0",
+    "reward_inference": "1",
+    "critic_inference": "1",
+    "actor_train": "0 m2",
+    "critic_train": "1 m2",
 }
 """Placements of PPO on two ranks, with reallocations and redistributions."""
 

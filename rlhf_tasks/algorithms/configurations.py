@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema
 
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
-from rlhf_tasks.config.cluster import ClusterConfig, ManualAssignments
+from rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
 from rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
 from rlhf_tasks.config.settings import Settings
 from rlhf_tasks.spec import CallAssignment
@@ -92,11 +92,11 @@ def manual_assignments(config: RunConfig) -> dict[str, CallAssignment] | None:
     plan = config.plan
     if isinstance(plan, str):
         return None if plan in MADE_PLANS else read_assignments(Path(plan), config.cluster.per_host)
-    return {call: manual.assignment(config.cluster.per_host) for call, manual in plan.items()}
+    return {call: ByHand.parse(text).assignment(config.cluster.per_host) for call, text in plan.items()}
 
 
 def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignment]:
-    """The assignments in a YAML file: {call: {devices or hosts, dp, tp, pp, ...}}.
+    """The assignments in a YAML file: {call: placement}.
 
     Raises ConfigError naming the file, and the call whose strategy does not fit its devices.
     """
@@ -105,9 +105,9 @@ def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignm
     except ValidationError as error:
         raise ConfigError(f"{path}: {faults_of(error)}") from None
     assignments = {}
-    for call, manual in plan.items():
+    for call, text in plan.items():
         try:
-            assignments[call] = manual.assignment(devices_per_host)
+            assignments[call] = ByHand.parse(text).assignment(devices_per_host)
         except ValueError as error:
             raise ConfigError(f"{path}: {call}: {error}") from None
     return assignments

@@ -117,7 +117,12 @@ class RunConfig(Settings):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
         default="heuristic",
-        description="heuristic, auto (searched), a YAML file, or {call: {devices or hosts, dp, tp, pp, ...}}.",
+        description="heuristic, auto (searched), a YAML file, or {call: placement}. A placement is devices or hosts "
+        "in rank order and what is not the default, e.g. 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8. "
+        "d, t, p: degrees of data, tensor and pipeline parallelism (1); m: micro-batches of a dp rank's (mini-)batch "
+        "(1), of which a generation decodes one at a time; tokens: dp ranks get equal shares of tokens, not of "
+        "samples; offload: in host memory are a frozen model while it is not needed and, for a train_step, the "
+        "optimizer's state and an idle model; order: the call's number in an iteration, given for all calls or none.",
     )
     replan: Literal["never", "auto"] = Field(
         default="never",

@@ -1,7 +1,9 @@
 """Sections of the devices, the runtime and the plan. Torch-free."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BeforeValidator,
@@ -127,72 +129,112 @@ def most_lost_s(cadence: SnapshotCadence) -> float:
     return float(cadence[:-1]) if isinstance(cadence, str) and cadence != "auto" else 1800.0
 
 
-Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
-"""The number of a device or a host."""
+_NUMBERED = {
+    "d": ("dp", 1, MAX_DEVICES),
+    "t": ("tp", 1, MAX_DEVICES),
+    "p": ("pp", 1, MAX_DEVICES),
+    "m": ("micro_batches", 1, MOST_SEQS),
+    "order": ("order", 0, 1000),
+}
+"""The words of a placement that end with a number: what this is, and from where to where it goes."""
+
+_EXAMPLE = (
+    "Write, for example, 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8 (devices or hosts; degrees of dp, tp "
+    "and pp; micro-batches)"
+)
 
 
-class ManualAssignment(Settings):
-    """The assignment of one call, given by hand: devices or whole hosts by number, and (dp, tp, pp)."""
+class ByHand(NamedTuple):
+    """The placement of one call as a user writes it, `0-3 d2 t2 m4 offload`: devices or whole hosts by number, in
+    rank order; then, in any order, what is not the default.
 
-    devices: tuple[Number, ...] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_DEVICES,
-        description="Devices in rank order; give either devices or hosts.",
-    )
-    hosts: tuple[Number, ...] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_DEVICES,
-        description="Hosts, of which all devices are used; give either hosts or devices.",
-    )
-    dp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Data-parallel degree.")
-    tp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Tensor-parallel degree.")
-    pp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of pipeline stages.")
-    micro_batches: int = Field(
-        default=1,
-        gt=0,
-        le=MOST_SEQS,
-        description="Micro-batches per dp rank and (mini-)batch. A generation decodes one micro-batch at a time,"
-        " which takes less memory.",
-    )
-    balance: Literal["count", "tokens"] = Field(
-        default="count", description="What dp ranks get equal shares of: samples (count) or tokens."
-    )
-    offload: bool = Field(
-        default=False,
-        description="Keep in host memory a frozen model while it is not needed; for a train_step: the optimizer's "
-        "state, which then passes through the devices in every step, and the model while it is idle.",
-    )
-    order: int | None = Field(
-        default=None,
-        ge=0,
-        le=1000,
-        description="Position among the calls of an iteration, given for all calls or for none; default: by rule.",
-    )
+    micro_batches, balance, offload, order  as in `CallAssignment`
+    """
 
-    @model_validator(mode="after")
-    def _placement_holds(self) -> Self:
-        if (self.devices is None) == (self.hosts is None):
-            raise ValueError(
-                f"give either devices or hosts, found {'neither' if self.hosts is None else 'both'}"
-            )
-        if self.devices is not None:
-            self.assignment(len(self.devices))  # checks the strategy against the number of devices
-        return self
+    numbers: tuple[int, ...]
+    of_hosts: bool = False
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batches: int = 1
+    balance: Literal["count", "tokens"] = "count"
+    offload: bool = False
+    order: int | None = None
+
+    @classmethod
+    def parse(cls, written: Any) -> Self:
+        """Raises ValueError for what is no placement."""
+        text = str(written) if isinstance(written, int) and not isinstance(written, bool) else written
+        if not isinstance(text, str) or not text.split():
+            raise ValueError(f"{shown(written)} is no placement. {_EXAMPLE}")
+        first, *words = text.split()
+        of_hosts = first == "hosts"
+        if of_hosts:
+            first, *words = words or [""]
+        fields: dict[str, Any] = {}
+        for word in words:
+            match = re.fullmatch("([a-z]+?)([0-9]{0,9})", word)
+            key, number = match.groups() if match else ("", "")
+            if word == "tokens":
+                name, value = "balance", "tokens"
+            elif word == "offload":
+                name, value = "offload", True
+            elif key in _NUMBERED and number:
+                value = int(number)
+                name, least, most = _NUMBERED[key]
+                if not least <= value <= most:
+                    raise ValueError(
+                        f"{key} in {shown(text)} is a number from {least} to {most}, found {value}"
+                    )
+            else:
+                raise ValueError(f"{shown(word)} in {shown(text)} is no part of a placement. {_EXAMPLE}")
+            if name in fields:
+                raise ValueError(f"{shown(text)} gives {name} twice. Leave out one")
+            fields[name] = value
+        return cls(_numbers(first, text), of_hosts, **fields)
+
+    @classmethod
+    def of(cls, assignment: CallAssignment) -> Self:
+        placement = assignment.placement
+        return cls(
+            placement.devices,
+            dp=placement.strategy.dp,
+            tp=placement.strategy.tp,
+            pp=placement.strategy.pp,
+            micro_batches=assignment.micro_batches,
+            balance=assignment.balance,
+            offload=assignment.offload,
+            order=assignment.order,
+        )
+
+    def __str__(self) -> str:
+        defaults = self._field_defaults
+        *degrees, order = (
+            f"{key}{getattr(self, name)}" if getattr(self, name) != defaults[name] else ""
+            for key, (name, _, _) in _NUMBERED.items()
+        )
+        words = [
+            "hosts" if self.of_hosts else "",
+            ",".join(_ranges(self.numbers)),
+            *degrees,
+            "tokens" if self.balance == "tokens" else "",
+            "offload" if self.offload else "",
+            order,
+        ]
+        return " ".join(filter(None, words))
 
     def assignment(self, devices_per_host: int) -> CallAssignment:
-        """The same, as a `CallAssignment`. Raises ValueError when dp * tp * pp is not the number of devices."""
-        if self.devices is None:
-            check_count(len(self.hosts or ()), devices_per_host)
-        devices = self.devices or tuple(
-            host * devices_per_host + device
-            for host in self.hosts or ()
-            for device in range(devices_per_host)
-        )
-        placement = Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp))
+        """Raises ValueError where dp * tp * pp is not the number of devices."""
+        devices = self.numbers
+        if self.of_hosts:
+            check_count(len(devices), devices_per_host)
+            devices = tuple(
+                host * devices_per_host + device
+                for host in self.numbers
+                for device in range(devices_per_host)
+            )
         return CallAssignment(
-            placement=placement,
+            placement=Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp)),
             micro_batches=self.micro_batches,
             balance=self.balance,
             offload=self.offload,
@@ -200,7 +242,33 @@ class ManualAssignment(Settings):
         )
 
 
-ManualAssignments = dict[str, ManualAssignment]
+def _numbers(word: str, text: str) -> tuple[int, ...]:
+    """The numbers that `0-3,6` names."""
+    if not re.fullmatch("([0-9]{1,9}(-[0-9]{1,9})?(,|$))+(?<!,)", word):
+        raise ValueError(f"{shown(text)} names no devices and no hosts. {_EXAMPLE}")
+    numbers: list[int] = []
+    for part in word.split(","):
+        start, _, end = part.partition("-")
+        first, last = int(start), int(end or start)
+        if last < first:
+            raise ValueError(
+                f"{part} in {shown(text)} counts down. Write {last}-{first}, or name each number"
+            )
+        if last >= MAX_DEVICES or len(numbers) + last - first >= MAX_DEVICES:
+            raise ValueError(f"{part} in {shown(text)} exceeds {MAX_DEVICES} devices. Name fewer")
+        numbers += range(first, last + 1)
+    return tuple(numbers)
+
+
+def _ranges(numbers: tuple[int, ...]) -> Iterator[str]:
+    """`0-3` and `6` for 0, 1, 2, 3, 6."""
+    for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+        (_, first), *others = run
+        yield f"{first}-{others[-1][1]}" if others else f"{first}"
+
+
+ManualAssignments = dict[str, Annotated[str, BeforeValidator(lambda written: str(ByHand.parse(written)))]]
+"""Call -> its placement as `ByHand` prints it."""
 
 PlanSource = Annotated[
     Annotated[str, Tag("path")] | Annotated[ManualAssignments, Tag("inline")], Discriminator(form)
@@ -210,16 +278,13 @@ PlanSource = Annotated[
 def refuse_unfit(plan: ManualAssignments, cluster: ClusterConfig) -> None:
     """Raises ValueError where a plan by hand names devices outside the cluster, or a strategy does not fit its
     devices."""
-    for call, manual in plan.items():
-        kind, named, count = (
-            ("devices", manual.devices, cluster.n_devices)
-            if manual.hosts is None
-            else ("hosts", manual.hosts, cluster.n_hosts)
-        )
-        outside = [number for number in named or () if number >= count][:8]
+    for call, text in plan.items():
+        manual = ByHand.parse(text)
+        kind, count = ("hosts", cluster.n_hosts) if manual.of_hosts else ("devices", cluster.n_devices)
+        outside = [number for number in manual.numbers if number >= count][:8]
         if outside and cluster.address is None:
             raise ValueError(
-                f"plan.{call}.{kind} names {outside}; the cluster has 0 to {count - 1}. "
+                f"plan.{call} names {kind} {outside}; the cluster has 0 to {count - 1}. "
                 f"Choose other {kind} or enlarge cluster.n_hosts x cluster.devices_per_host."
             )
         try:

@@ -20,9 +20,7 @@ LLAMA = {
     "vocab_size": 260,
     "max_position_embeddings": 48,
 }
-PLACE = {
-    "devices": [0],
-}
+PLACE = "0"
 
 
 def model_folder(folder: Path, **config: Any) -> Path:

@@ -33,12 +33,12 @@ KEYS = {
     "corrections",
 }
 DISJOINT = {
-    "actor_generate": {"devices": [0]},
-    "reward_inference": {"devices": [1]},
-    "ref_inference": {"devices": [0]},
-    "critic_inference": {"devices": [1]},
-    "actor_train": {"devices": [0]},
-    "critic_train": {"devices": [1], "micro_batches": 2},
+    "actor_generate": "0",
+    "reward_inference": "1",
+    "ref_inference": "0",
+    "critic_inference": "1",
+    "actor_train": "0",
+    "critic_train": "1 m2",
 }
 
 

@@ -71,15 +71,15 @@ def test_every_type_has_a_schema_and_a_graph(call, kind):
         ({"batch_size": "many"}, ("batch_size: ", "integer", "'many'")),
         ({"gamma": 1.5}, ("gamma: ", "less than or equal to 1", "1.5")),
         (
-            {"plan": {"actor_train": {**PLACE, "dp": 2}}},
+            {"plan": {"actor_train": "0 d2"}},
             ("plan.actor_train", "dp=2 tp=1 pp=1", "2 devices", "1"),
         ),
         (
-            {"plan": {"actor_train": {"devices": [1, 2], "dp": 2}}},
-            ("plan.actor_train.devices", "[2]", "0 to 1"),
+            {"plan": {"actor_train": "1-2 d2"}},
+            ("plan.actor_train names devices [2]", "0 to 1"),
         ),
         (
-            {"batch_size": 2, "plan": {name: {"devices": [0, 1], "dp": 2} for name in PPO_CALLS}},
+            {"batch_size": 2, "plan": dict.fromkeys(PPO_CALLS, "0-1 d2")},
             ("2 ", "2 mini-batches"),
         ),
         ({"plan": {"actor_train": PLACE}}, ("actor_generate",)),
@@ -108,10 +108,10 @@ def test_the_faults_of_a_configuration_are_lines_below_each_other(call, document
 @pytest.mark.parametrize(
     ("place", "parts"),
     [
-        ({"devices": [2]}, ("actor_train", "[2]", "devices 0 to 1")),
-        ({"devices": [0, 1], "tp": 4}, ("actor_train", "tp=4", "4 devices", "2")),
-        ({"hosts": [1], "dp": 2}, ("actor_train", "[2, 3]", "devices 0 to 1")),
-        ({"hosts": [0], "dp": 3}, ("actor_train", "dp=3", "3 devices", "2")),
+        ("2", ("actor_train", "[2]", "devices 0 to 1")),
+        ("0-1 t4", ("actor_train", "tp=4", "4 devices", "2")),
+        ("hosts 1 d2", ("actor_train", "[2, 3]", "devices 0 to 1")),
+        ("hosts 0 d3", ("actor_train", "dp=3", "3 devices", "2")),
     ],
 )
 def test_a_faulty_plan_file_is_refused(call, document, tmp_path, place, parts):
@@ -196,7 +196,7 @@ def test_a_path_that_is_not_there_is_not_taken_for_a_name_on_the_hub(call, docum
 
 def test_many_ranks_on_few_cores_are_warned_of(call, document):
     document |= {"cluster": {"devices_per_host": 64}, "batch_size": 64, "num_mini_batches": 1}
-    document["plan"] = {name: {"devices": [0]} for name in PPO_CALLS}
+    document["plan"] = dict.fromkeys(PPO_CALLS, "0")
     status, _, err = call("config", "validate", "FILE")
     assert status == 0, err
     assert "warning: 64 ranks" in " ".join(err.split())

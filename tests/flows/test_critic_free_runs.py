@@ -11,10 +11,10 @@ from tests.tiny_runs import write_model, write_prompts
 
 ITERATIONS = 3
 PLACED = {
-    "actor_generate": {"devices": [0, 1], "dp": 2},
-    "reward_inference": {"devices": [1]},
-    "ref_inference": {"devices": [0, 1], "tp": 2},
-    "actor_train": {"devices": [0, 1], "dp": 2, "balance": "tokens", "micro_batches": 2},
+    "actor_generate": "0-1 d2",
+    "reward_inference": "1",
+    "ref_inference": "0-1 t2",
+    "actor_train": "0-1 d2 m2 tokens",
 }
 DOCUMENT = {
     "type": "dapo",
@@ -43,7 +43,7 @@ KILLED = {"PREFECT_RLHF_FAILPOINT": "trained:kill@rank1@iter1@gen0"}
 OTHERS = {
     "remax": {
         "num_generations": None,
-        "plan": PLACED | {"greedy_generate": {"devices": [1]}, "greedy_reward_inference": {"devices": [0]}},
+        "plan": PLACED | {"greedy_generate": "1", "greedy_reward_inference": "0"},
     },
     "rloo": {},
     "reinforce_pp": {"baseline": "group"},

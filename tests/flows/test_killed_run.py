@@ -49,7 +49,7 @@ def begin_grpo(base: Path, name: str) -> tuple[list[str], Path]:
         key: ppo[key]
         for key in ("data", "sampling", "rewards", "output_dir", "batch_size", "optimizer", "snapshot_every")
     }
-    both = {"devices": [0, 1], "dp": 2}
+    both = "0-1 d2"
     document = {
         "type": "grpo",
         "name": name,
@@ -62,7 +62,7 @@ def begin_grpo(base: Path, name: str) -> tuple[list[str], Path]:
         "lora": {"rank": 4, "alpha": 8.0},
         "cluster": {"devices_per_host": 2},
         "plan": {
-            "actor_generate": {"devices": [0, 1], "tp": 2},
+            "actor_generate": "0-1 t2",
             "reward_inference": both,
             "ref_inference": both,
             "actor_train": both,
@@ -96,10 +96,10 @@ def begin_dapo(base: Path, name: str) -> tuple[list[str], Path]:
         "total_iterations": ITERATIONS,
         "cluster": {"devices_per_host": 2},
         "plan": {
-            "actor_generate": {"devices": [0]},
-            "reward_inference": {"devices": [1]},
-            "ref_inference": {"devices": [1]},
-            "actor_train": {"devices": [0, 1], "dp": 2},
+            "actor_generate": "0",
+            "reward_inference": "1",
+            "ref_inference": "1",
+            "actor_train": "0-1 d2",
         },
     }
     return command_of(base, document), base / "runs" / name

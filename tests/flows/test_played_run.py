@@ -31,9 +31,9 @@ def test_what_a_commit_has_is_not_played_again(tmp_path, monkeypatch):
             snapshot_every=1,
             beta=0.0,
             plan={
-                "actor_generate": {"devices": [0]},
-                "reward_inference": {"devices": [0]},
-                "actor_train": {"devices": [1]},
+                "actor_generate": "0",
+                "reward_inference": "0",
+                "actor_train": "1",
             },
             cluster={"devices_per_host": 2},
         )

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
@@ -16,7 +15,7 @@ from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.figures import MeasuredProfile
 from planner.pricing.problem import Problem
-from rlhf_tasks.algorithms.configurations import ASSIGNMENTS
+from rlhf_tasks.algorithms.configurations import read_assignments
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -57,8 +56,7 @@ def assign() -> Callable[..., CallAssignment]:
 
 @pytest.fixture
 def demo_assignments() -> dict[str, CallAssignment]:
-    document = yaml.safe_load(DEMO_PLAN.read_text())
-    return {call: line.assignment(4) for call, line in ASSIGNMENTS.validate_python(document).items()}
+    return read_assignments(DEMO_PLAN, 4)
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, sta
         staleness=staleness,
         on_reward_error="skip" if factory == MOODY else "stop",
     )
-    more = {"actor_inference": {"devices": [0]}} if staleness else {}
+    more = {"actor_inference": "0"} if staleness else {}
     reference = trajectory(ranks, tmp_path, 1, {**PLANS["one rank"][1], **more}, config)
     assert len({seen["actor_train/loss/policy"] for seen in reference}) == 3
     if factory == MOODY:

@@ -23,50 +23,50 @@ from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import learning_config, ppo_config, write_model
 
-ALONE = {"devices": [0]}
+ALONE = "0"
 OWN = "calls on meshes and strategies of their own"
 PLANS = {
     "one rank": (1, dict.fromkeys(PPO_CALLS, ALONE)),
     OWN: (
         4,
         {
-            "actor_generate": {"devices": [0, 1], "tp": 2},
-            "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
-            "reward_inference": {"devices": [2]},
-            "critic_inference": {"devices": [3]},
-            "actor_train": {"devices": [0, 1], "dp": 2},
-            "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
+            "actor_generate": "0-1 t2",
+            "ref_inference": "0-1 p2 m2",
+            "reward_inference": "2",
+            "critic_inference": "3",
+            "actor_train": "0-1 d2",
+            "critic_train": "2-3 p2 m4",
         },
     ),
     "one mesh, dealt by prompts to generate and by whole sequences to learn": (
         2,
-        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in PPO_CALLS},
+        dict.fromkeys(PPO_CALLS, "0-1 d2 tokens"),
     ),
     "overlapping meshes, balanced by tokens": (
         4,
         {
-            "actor_generate": {"devices": [0, 1, 2, 3], "pp": 2, "tp": 2},
-            "ref_inference": {"devices": [2, 3], "dp": 2, "balance": "tokens"},
-            "reward_inference": {"devices": [0, 1, 2, 3], "dp": 4},
-            "critic_inference": {"devices": [0, 1], "tp": 2, "micro_batches": 3},
-            "actor_train": {"devices": [0, 1, 2, 3], "dp": 2, "tp": 2, "balance": "tokens", "offload": True},
-            "critic_train": {"devices": [0, 1, 2, 3], "dp": 4, "micro_batches": 2, "offload": True},
+            "actor_generate": "0-3 t2 p2",
+            "ref_inference": "2-3 d2 tokens",
+            "reward_inference": "0-3 d4",
+            "critic_inference": "0-1 t2 m3",
+            "actor_train": "0-3 d2 t2 tokens offload",
+            "critic_train": "0-3 d4 m2 offload",
         },
     ),
 }
 
 FROZEN_AND_TRAINED = {
     "one rank": (1, {"frozen": ALONE, "actor_train": ALONE}),
-    "a mesh for each": (2, {"frozen": {"devices": [0]}, "actor_train": {"devices": [1], "micro_batches": 3}}),
+    "a mesh for each": (2, {"frozen": "0", "actor_train": "1 m3"}),
     "one mesh, balanced by tokens": (
         2,
-        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in ("frozen", "actor_train")},
+        dict.fromkeys(("frozen", "actor_train"), "0-1 d2 tokens"),
     ),
     "overlapping meshes": (
         4,
         {
-            "frozen": {"devices": [2, 3], "pp": 2, "micro_batches": 2},
-            "actor_train": {"devices": [0, 1, 2, 3], "dp": 2, "tp": 2, "micro_batches": 2},
+            "frozen": "2-3 p2 m2",
+            "actor_train": "0-3 d2 t2 m2",
         },
     ),
 }
@@ -207,7 +207,7 @@ def test_so_do_algorithms_that_learn_against_a_frozen_model(ranks, tmp_path, kin
         n_ranks, given = FROZEN_AND_TRAINED[name]
         assignments = {frozen if call == "frozen" else call: where for call, where in given.items()}
         if kind == "distillation":
-            assignments["actor_generate"] = {"devices": [0, 1], "tp": 2} if n_ranks > 1 else ALONE
+            assignments["actor_generate"] = "0-1 t2" if n_ranks > 1 else ALONE
         return trajectory(ranks, tmp_path, n_ranks, assignments, partial(learning_config, kind=kind))
 
     reference = losses("one rank")

@@ -21,15 +21,15 @@ def judge(prompts, completions, answer, **columns):
 """One of seven prompts has a group of equal scores."""
 
 SIDE_BY_SIDE = {
-    "actor_generate": {"devices": [0, 1], "tp": 2},
-    "reward_inference": {"devices": [2]},
-    "ref_inference": {"devices": [2, 3], "dp": 2, "balance": "tokens"},
-    "actor_train": {"devices": [0, 1, 2, 3], "dp": 2, "tp": 2, "balance": "tokens", "micro_batches": 2},
+    "actor_generate": "0-1 t2",
+    "reward_inference": "2",
+    "ref_inference": "2-3 d2 tokens",
+    "actor_train": "0-3 d2 t2 m2 tokens",
 }
 ROUND_PLANS = {
     "scored on other devices": (4, SIDE_BY_SIDE),
-    "dealt by tokens": (2, {c: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for c in SIDE_BY_SIDE}),
-    "in a pipeline": (2, {c: {"devices": [0, 1], "pp": 2, "micro_batches": 2} for c in SIDE_BY_SIDE}),
+    "dealt by tokens": (2, dict.fromkeys(SIDE_BY_SIDE, "0-1 d2 tokens")),
+    "in a pipeline": (2, dict.fromkeys(SIDE_BY_SIDE, "0-1 p2 m2")),
 }
 
 

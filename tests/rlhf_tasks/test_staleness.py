@@ -21,26 +21,23 @@ PLANS = {
     "one rank": (1, dict.fromkeys(CALLS, ALONE)),
     "generation on a mesh of its own": (
         2,
-        {
-            call: {"devices": [0 if call == "actor_generate" else 1], "offload": call.endswith("train")}
-            for call in CALLS
-        },
+        {call: "1 offload" if call.endswith("train") else "1" for call in CALLS} | {"actor_generate": "0"},
     ),
     OWN: (
         4,
         {
-            "actor_generate": {"devices": [0, 1], "tp": 2},
-            "actor_inference": {"devices": [0, 1], "tp": 2},
-            "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
-            "reward_inference": {"devices": [2]},
-            "critic_inference": {"devices": [3]},
-            "actor_train": {"devices": [2, 3], "dp": 2},
-            "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
+            "actor_generate": "0-1 t2",
+            "actor_inference": "0-1 t2",
+            "ref_inference": "0-1 p2 m2",
+            "reward_inference": "2",
+            "critic_inference": "3",
+            "actor_train": "2-3 d2",
+            "critic_train": "2-3 p2 m4",
         },
     ),
     "one mesh, dealt by prompts to generate and by whole sequences to learn": (
         2,
-        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in CALLS},
+        dict.fromkeys(CALLS, "0-1 d2 tokens"),
     ),
 }
 
@@ -126,29 +123,28 @@ def test_the_same_is_true_of_samples_that_are_drawn_in_segments(ranks, tmp_path,
     assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
     for name in names:
         n_ranks, plan = PLANS[name]
-        if plan["actor_generate"].get("balance") == "tokens":
-            plan = {**plan, "actor_generate": {"devices": [0, 1], "dp": 2}}
+        if "tokens" in plan["actor_generate"]:
+            plan = {**plan, "actor_generate": "0-1 d2"}
         assert not differences(reference, trajectory(ranks, tmp_path, n_ranks, plan, config)), name
 
 
 @pytest.mark.parametrize(
-    "generation",
+    ("n_ranks", "generation"),
     [
-        pytest.param({"devices": [0, 1], "pp": 2}, marks=pytest.mark.slow),
-        pytest.param({"devices": [0, 1], "pp": 2, "micro_batches": 3}, marks=pytest.mark.whole),
-        pytest.param({"devices": [0, 1, 2, 3], "pp": 2, "dp": 2}, marks=pytest.mark.slow),
+        pytest.param(2, "0-1 p2", marks=pytest.mark.slow),
+        pytest.param(2, "0-1 p2 m3", marks=pytest.mark.whole),
+        pytest.param(4, "0-3 d2 p2", marks=pytest.mark.slow),
     ],
-    ids=str,
 )
-def test_so_it_is_where_stages_draw_segments(ranks, tmp_path, generation):
+def test_so_it_is_where_stages_draw_segments(ranks, tmp_path, n_ranks, generation):
     """Each stage finds out from the tokens alone which sequences continue. Few end in a segment, so an iteration has
     several; stop strings and top-k have a state too."""
     sampling = {"max_completion_length": 12, "segment_tokens": 3, "stop": [*range(32, 48), "tt"]}
     sampling |= {"top_k": 40}
     config = partial(ppo_config, sampling=sampling, optimizer={"learning_rate": 1e-2}, total_iterations=4)
     reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
-    n_ranks, alone = len(generation["devices"]), {call: {"devices": [1]} for call in CALLS}
-    found = trajectory(ranks, tmp_path, n_ranks, {**alone, "actor_generate": generation}, config)
+    plan = {**dict.fromkeys(CALLS, "1"), "actor_generate": generation}
+    found = trajectory(ranks, tmp_path, n_ranks, plan, config)
     assert any(seen["actor_generate/segments/unfinished"] for seen in reference)
     assert not differences(reference, found)
 
@@ -159,7 +155,7 @@ def test_so_it_is_where_a_dp_rank_has_nothing_left_to_draw(ranks, tmp_path):
     of_last = reference[1]
     waiting, unfinished = (of_last[f"actor_generate/segments/{what}"] for what in ("waiting", "unfinished"))
     assert unfinished - waiting < 4, "of the four dp ranks, one draws nothing in the last iteration"
-    plan = {**dict.fromkeys(CALLS, ALONE), "actor_generate": {"devices": [0, 1, 2, 3], "dp": 4}}
+    plan = {**dict.fromkeys(CALLS, ALONE), "actor_generate": "0-3 d4"}
     assert not differences(reference, trajectory(ranks, tmp_path, 4, plan, config))
 
 
@@ -187,8 +183,8 @@ def group_config(folder: Path, kind: str, **changes) -> RunConfig:
 )
 def test_so_do_parts_kept_tokens_and_two_generations(ranks, tmp_path, kind):
     calls = (*SAMPLING, *(GREEDY if kind == "remax" else ()))
-    apart = {call: {"devices": [1], "micro_batches": 2} for call in calls}
-    apart |= {call: {"devices": [0, 1], "tp": 2} for call in calls if call.endswith("_generate")}
+    apart = dict.fromkeys(calls, "1 m2")
+    apart |= {call: "0-1 t2" for call in calls if call.endswith("_generate")}
     config = partial(group_config, kind=kind)
     reference = trajectory(ranks, tmp_path, 1, dict.fromkeys(calls, ALONE), config)
     assert [seen["actor_train/staleness/max"] for seen in reference] == [0, 1, 2]

@@ -28,12 +28,12 @@ def run(cluster, second_user, tmp_path):
 
     def begin(*rewards, **changes):
         places = {
-            "actor_generate": {"devices": [0, 1], "dp": 2},
-            "reward_inference": {"devices": [0, 1], "dp": 2},
-            "ref_inference": {"devices": [0]},
-            "critic_inference": {"devices": [1]},
-            "actor_train": {"devices": [0]},
-            "critic_train": {"devices": [1]},
+            "actor_generate": "0-1 d2",
+            "reward_inference": "0-1 d2",
+            "ref_inference": "0",
+            "critic_inference": "1",
+            "actor_train": "0",
+            "critic_train": "1",
         }
         document = second_user.ppo(
             *rewards,

@@ -200,8 +200,8 @@ TWO_CLASSES = {
 
 def test_the_classes_of_devices_are_named(run_plan, write, tmp_path):
     figures = tmp_path / "figures.json"
-    part = {name: {"devices": [0, 1, 2, 3], "dp": 4} for name in DISJOINT}
-    plan = write({**part, "actor_generate": {"devices": [2]}, "ref_inference": {"devices": [0]}}, "plan.yaml")
+    part = dict.fromkeys(DISJOINT, "0-3 d4")
+    plan = write({**part, "actor_generate": "2", "ref_inference": "0"}, "plan.yaml")
     cluster = write(TWO_CLASSES, "cluster.yaml")
     status, out, err = run_plan(
         ppo(), "--cluster", cluster, "--evaluate", plan, "--no-compare", "--json", str(figures)

@@ -148,9 +148,7 @@ def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, 
     assert calls["reward_inference"] == ParallelStrategy(16, 1, 1)
 
 
-@pytest.mark.parametrize(
-    "plan", ["heuristic", {name: {"hosts": [0], "dp": 2, "tp": 4} for name in PPO_CALLS}]
-)
+@pytest.mark.parametrize("plan", ["heuristic", dict.fromkeys(PPO_CALLS, "hosts 0 d2 t4")])
 def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
     with pytest.raises(PlanError) as refused:
         plan_of(large(140, plan=plan))
@@ -159,7 +157,7 @@ def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
     assert "planning.device" not in str(refused.value)
 
 
-@pytest.mark.parametrize("plan", ["heuristic", {name: {"devices": [0]} for name in PPO_CALLS}])
+@pytest.mark.parametrize("plan", ["heuristic", dict.fromkeys(PPO_CALLS, "0")])
 def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, monkeypatch):
     monkeypatch.setattr(
         "flows.run.planning.device_here",
@@ -182,7 +180,7 @@ def test_an_unknown_gpu_is_planned_by_its_own_figures_with_a_warning(monkeypatch
 
 
 def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call():
-    config = large(4, plan={name: {"hosts": [0, 1], "pp": 16} for name in PPO_CALLS})
+    config = large(4, plan=dict.fromkeys(PPO_CALLS, "hosts 0-1 p16"))
     with pytest.raises(PlanError, match=r"Call 'actor_generate': pp=16 exceeds the model's 4 layers"):
         plan_of(config)
 
@@ -198,7 +196,7 @@ def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
 
 
 def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
-    config = make_config(ppo(plan={name: {"devices": [1]} for name in PPO_CALLS}))
+    config = make_config(ppo(plan=dict.fromkeys(PPO_CALLS, "1")))
     plan = plan_of(config, kept)
     assert all(node.devices == (1,) for node in plan.nodes)
 

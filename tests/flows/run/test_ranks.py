@@ -56,7 +56,7 @@ def test_an_unstated_number_of_ranks_is_the_machines_choice(unstated, monkeypatc
 
     assert counts() == counts(plan="heuristic") == [2, 1, 4, 8]
     assert decided(unstated).cluster.devices_per_host == 2
-    assert counts(plan={"actor_generate": {"devices": [0]}}) == [1]
+    assert counts(plan={"actor_generate": "0"}) == [1]
     assert counts(cluster={"address": "tcp://127.0.0.1:1"}) == counts(cluster={"n_hosts": 2}) == [1]
     assert counts(planning={"device": "cpu-slot"}) == [1]
     monkeypatch.setattr("flows.run.planning.gpus_here", lambda: ("0", "1", "2"))

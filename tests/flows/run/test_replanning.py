@@ -202,7 +202,7 @@ def test_the_process_beside_the_training_finds_a_plan(tmp_path, monkeypatch):
     assert asyncio.run(propose_beside(config, folder)) is None, "a process that fails proposes nothing"
 
 
-@pytest.mark.parametrize("plan", ["heuristic", {"actor_generate": {"devices": [0]}}])
+@pytest.mark.parametrize("plan", ["heuristic", {"actor_generate": "0"}])
 def test_only_a_plan_that_was_searched_is_replaced(tmp_path, plan):
     with pytest.raises(ConfigError, match="Set plan: auto or replan: never"):
         ppo_config(tmp_path, plan=plan, replan="auto")

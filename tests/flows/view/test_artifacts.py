@@ -37,7 +37,7 @@ def test_tags_join_those_that_the_flow_run_has(prefect):
 
 def test_tags_name_algorithm_model_and_plan(tmp_path):
     assert run_tags(ppo_config(tmp_path)) == ["algo:ppo", "model:actor", "plan:heuristic"]
-    by_hand = ppo_config(tmp_path, plan={"actor_train": {"devices": [0]}})
+    by_hand = ppo_config(tmp_path, plan={"actor_train": "0"})
     assert run_tags(by_hand)[2] == "plan:manual"
     assert run_tags(ppo_config(tmp_path, plan="auto"))[2] == "plan:auto"
     after = {"type": "reward_model", "models": {"actor": "runs/sft-1/model"}, "data": {"train": "d"}}

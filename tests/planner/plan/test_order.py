@@ -9,7 +9,7 @@ from planner.plan.order import OrderRule, call_orders, fastest_order, levels, wi
 from planner.plan.steady_state import work_of
 from planner.plan.template import PlanTemplate, Slot
 from planner.report import plan_document
-from rlhf_tasks.config.cluster import ManualAssignment
+from rlhf_tasks.config.cluster import ByHand
 
 
 def test_ppo_has_twelve_orders_and_its_own_first(make_graph):
@@ -104,13 +104,12 @@ def test_assignments_carry_the_order_of_their_plan(scattered):
     plans = []
     for order in call_orders(graph):
         plan = build_plan(graph, places, Cluster(1, 8), call_order=order)
-        given = {name: ManualAssignment(**fields) for name, fields in plan_document(plan).items()}
-        again = {name: manual.assignment(8) for name, manual in given.items()}
+        again = {name: ByHand.parse(text).assignment(8) for name, text in plan_document(plan).items()}
         assert build_plan(graph, again, Cluster(1, 8)) == plan
         plans.append(plan)
     assert len({tuple(node.name for node in plan.nodes) for plan in plans}) == len(plans)
     found = build_plan(graph, places, Cluster(1, 8))
-    assert all("order" not in fields for fields in plan_document(found).values())
+    assert all("order" not in text for text in plan_document(found).values())
 
 
 def test_orders_of_some_calls_only_are_refused(scattered):

@@ -42,13 +42,11 @@ class Case(NamedTuple):
         return AT + 2 + self.staleness
 
     def plan(self, later=False):
-        generation: dict[str, Any] = {"devices": [0, 1], "dp": 2}
-        if not self.segments:
-            generation["balance"] = "tokens"
-        first = {**TWO_RANKS, "actor_generate": generation, "actor_inference": {"devices": [1]}}
+        generation = "0-1 d2" if self.segments else "0-1 d2 tokens"
+        first = {**TWO_RANKS, "actor_generate": generation, "actor_inference": "1"}
         changed = {
-            "actor_generate": {"devices": [1]},
-            "actor_train": {"devices": [0, 1], "tp": 2},
+            "actor_generate": "1",
+            "actor_train": "0-1 t2",
         }
         return {**first, **changed} if later else first
 

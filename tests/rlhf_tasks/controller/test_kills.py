@@ -25,8 +25,8 @@ ITERATIONS = 4
 AT = 2  # the iteration in which a process is killed
 OFFLOADED = {
     **TWO_RANKS,
-    "ref_inference": {"devices": [0], "offload": True},
-    "reward_inference": {"devices": [1], "offload": True},
+    "ref_inference": "0 offload",
+    "reward_inference": "1 offload",
 }
 HEADS = {Point.FETCH: (0,), Point.REWARD: (1,)}  # of the calls that only heads do something in
 CORE = {  # of the default suite; all others are for the long one

@@ -29,12 +29,12 @@ ITERATIONS = 4
 DEADLINE_S = 200.0  # of a node
 NOTICED_S = 50.0  # long before that; 5 s are promised, of a machine that is not starved
 PLAN = {
-    "actor_generate": {"devices": [0, 1], "tp": 2},
-    "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2, "offload": True},
-    "reward_inference": {"devices": [2], "offload": True},
-    "critic_inference": {"devices": [3]},
-    "actor_train": {"devices": [0, 1], "dp": 2, "offload": True},
-    "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4, "offload": True},
+    "actor_generate": "0-1 t2",
+    "ref_inference": "0-1 p2 m2 offload",
+    "reward_inference": "2 offload",
+    "critic_inference": "3",
+    "actor_train": "0-1 d2 offload",
+    "critic_train": "2-3 p2 m4 offload",
 }
 
 

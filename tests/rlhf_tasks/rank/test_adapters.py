@@ -28,7 +28,7 @@ from tests.rlhf_tasks.settings import limits
 from tests.tiny_models import packed, tokens
 from tests.tiny_runs import ppo_config, write_model, write_prompts
 
-ALONE = {"plan": {call: {"devices": [0]} for call in PPO_CALLS}, "cluster": {"devices_per_host": 1}}
+ALONE = {"plan": dict.fromkeys(PPO_CALLS, "0"), "cluster": {"devices_per_host": 1}}
 LORA = {"rank": 4, "alpha": 6.0}
 
 
@@ -69,7 +69,7 @@ def test_a_reference_is_the_actor_without_its_adapters_and_no_second_copy(
 
 
 def test_an_offloaded_reference_has_weights_of_its_own(tmp_path):
-    plan = {**ALONE["plan"], "ref_inference": {"devices": [0], "offload": True}}
+    plan = {**ALONE["plan"], "ref_inference": "0 offload"}
     config = ppo_config(tmp_path, lora=LORA, **{**ALONE, "plan": plan})
     with world_of_one():
         engines, plan = engines_of(config, prepare(config).plan), prepare(config).plan

@@ -25,7 +25,7 @@ from tests.tiny_runs import ppo_config, write_prompts
 
 def on_one_device(folder: Path):
     """(configuration, plan) of PPO with all calls on device 0."""
-    places = {call: {"devices": [0]} for call in PPO_CALLS}
+    places = dict.fromkeys(PPO_CALLS, "0")
     config = ppo_config(folder, plan=places, cluster={"devices_per_host": 1})
     prepared = prepare(config)
     prepared.rows.keep(folder)

@@ -28,22 +28,22 @@ from tests.rlhf_tasks.rank.test_evaluation import commit, run
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config, write_prompts
 
-MESH = {"devices": [0, 1], "dp": 2}
+MESH = "0-1 d2"
 PLAN = {
     "actor_generate": MESH,
-    "ref_inference": {"devices": [0, 1], "tp": 2},
-    "reward_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
-    "critic_inference": {"devices": [1]},
+    "ref_inference": "0-1 t2",
+    "reward_inference": "0-1 p2 m2",
+    "critic_inference": "1",
     "actor_train": MESH,
-    "critic_train": {"devices": [0, 1], "pp": 2},
+    "critic_train": "0-1 p2",
 }
 """The values are inferred of a copy of what an onload has brought."""
 SPLIT = {
     **PLAN,
-    "actor_generate": {"devices": [0], "micro_batches": 2},
-    "critic_inference": {"devices": [0, 1], "tp": 2},
-    "actor_train": {"devices": [0, 1], "tp": 2},
-    "critic_train": {"devices": [0, 1], "tp": 2},
+    "actor_generate": "0 m2",
+    "critic_inference": "0-1 t2",
+    "actor_train": "0-1 t2",
+    "critic_train": "0-1 t2",
 }
 """The actor generates with a copy, and the critic infers the values where it trains."""
 
@@ -111,7 +111,7 @@ TRAINED = ("actor_train", "critic_train")
 
 def planned(folder: Path, assignments: dict, n_ranks: int, offloaded: Collection[str]):
     """(config, plan) of a run some of whose calls are offloaded."""
-    places = {call: {**given, "offload": call in offloaded} for call, given in assignments.items()}
+    places = {call: f"{place} offload" if call in offloaded else place for call, place in assignments.items()}
     config = ppo_config(folder, plan=places, cluster={"devices_per_host": n_ranks})
     prepared = prepare(config)
     prepared.rows.keep(folder)
@@ -150,7 +150,7 @@ def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path, assign
 
 def test_parameters_are_on_the_device_only_from_the_onload_to_the_offload(tmp_path):
     """Those of the critic: nothing but the plan's nodes brings them."""
-    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, TRAINED)
+    config, plan = planned(tmp_path, dict.fromkeys(PLAN, "0"), 1, TRAINED)
     store, executor = new_store(), NodeExecutor(0, lambda part: None)
     executor.load(
         generation(plan, 0, 1, json.loads(config.model_dump_json()), str(tmp_path), store.port, "held")
@@ -192,7 +192,7 @@ def test_a_run_that_is_resumed_at_a_commit_has_the_bits_of_one_that_was_resident
         changes = {"evaluation": {**changes["evaluation"], "data": held_out}}
     seen = []
     for offload in (False, True):
-        places = {call: {"devices": [0], "offload": offload and call in TRAINED} for call in PLAN}
+        places = {call: "0 offload" if offload and call in TRAINED else "0" for call in PLAN}
         config = ppo_config(
             tmp_path, plan=places, cluster={"devices_per_host": 1}, total_iterations=4, **changes
         )
@@ -221,7 +221,7 @@ def _told(nodes: Mapping[str, Mapping[int, NodeResult]]) -> dict[str, dict]:
 
 def test_where_a_stored_plan_has_no_onload_parameters_stay(tmp_path):
     """A run that began when train_steps offloaded the optimizer alone continues by its plan."""
-    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, TRAINED)
+    config, plan = planned(tmp_path, dict.fromkeys(PLAN, "0"), 1, TRAINED)
     moved = {node.name for node in plan.nodes if isinstance(node, OnloadNode | OffloadNode)}
     kept = [
         node.model_copy(update={"after": tuple(name for name in node.after if name not in moved)})
@@ -243,7 +243,7 @@ def test_where_a_stored_plan_has_no_onload_parameters_stay(tmp_path):
 
 
 def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_path):
-    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, FROZEN + TRAINED)
+    config, plan = planned(tmp_path, dict.fromkeys(PLAN, "0"), 1, FROZEN + TRAINED)
     store = new_store()
     executor, losses = NodeExecutor(0, lambda part: None), []
     for n in range(3):
@@ -268,7 +268,7 @@ def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_pa
 )
 def test_a_model_is_refused_while_it_is_offloaded(tmp_path, offloaded, readers):
     """With onloads left out, the first call that needs one says so."""
-    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, offloaded)
+    config, plan = planned(tmp_path, dict.fromkeys(PLAN, "0"), 1, offloaded)
     store = new_store()
     executor = NodeExecutor(0, lambda part: None)
     document = json.loads(config.model_dump_json())

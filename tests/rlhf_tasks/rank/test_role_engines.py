@@ -15,7 +15,7 @@ from tests.tiny_runs import ppo_config
 
 
 def test_every_engine_cuts_micro_batches_as_the_configuration_says(tmp_path: Path):
-    plan = {key: {"devices": [0]} for key in PPO_CALLS}
+    plan = dict.fromkeys(PPO_CALLS, "0")
     config = ppo_config(tmp_path, plan=plan, cluster={"devices_per_host": 1}, micro_batch_tokens=64)
     plan = prepare(config).plan
     with world_of_one():
@@ -26,7 +26,7 @@ def test_every_engine_cuts_micro_batches_as_the_configuration_says(tmp_path: Pat
 
 @pytest.mark.parametrize(("given", "means"), [(True, "full"), (False, "none"), ("selective", "selective")])
 def test_every_engine_recomputes_what_the_configuration_says(tmp_path: Path, given: bool | str, means: str):
-    plan = {key: {"devices": [0]} for key in PPO_CALLS}
+    plan = dict.fromkeys(PPO_CALLS, "0")
     config = ppo_config(tmp_path, plan=plan, cluster={"devices_per_host": 1}, gradient_checkpointing=given)
     plan = prepare(config).plan
     with world_of_one():
@@ -36,9 +36,7 @@ def test_every_engine_recomputes_what_the_configuration_says(tmp_path: Path, giv
 
 
 def test_a_language_model_may_become_a_critic_but_is_no_reward_model(tmp_path: Path):
-    config = ppo_config(
-        tmp_path, plan={key: {"devices": [0]} for key in PPO_CALLS}, cluster={"devices_per_host": 1}
-    )
+    config = ppo_config(tmp_path, plan=dict.fromkeys(PPO_CALLS, "0"), cluster={"devices_per_host": 1})
     plan = prepare(config).plan
     with world_of_one():
         groups = ProcessGroups(plan_device_sets(plan), 240.0, CPU)
