@@ -48,7 +48,7 @@ GROUPED = {"num_generations": 8, **TWICE}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": GROUPED,
     "dr_grpo": GROUPED,
-    "dapo": {**GROUPED, "max_rounds": 1},  # as many samples as the others
+    "dapo": {**GROUPED, "filter_groups": 1},  # as many samples as the others
     "gspo": {
         **GROUPED,
         "epsilon": 0.2,

@@ -57,7 +57,7 @@ from rlhf_tasks.algorithms.configurations import (
     stages_of,
 )
 from rlhf_tasks.algorithms.rollout import RolloutConfig
-from rlhf_tasks.config.cluster import RuntimeConfig
+from rlhf_tasks.config.cluster import STARTUP_S
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json, reading
 from rlhf_tasks.user_code.rewards import read_samples
@@ -66,7 +66,6 @@ EVALUATIONS = ("evaluate",)  # types of stages whose mean reward is a pipeline's
 REACHED = 2  # metrics of a stage that are shown
 RANKS = 4
 BEFORE_PPO = ("sft", "pairs", "reward-model", "calibration")
-STARTUP_S = RuntimeConfig().startup_s
 
 
 def _run_name() -> str:

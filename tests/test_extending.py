@@ -154,7 +154,7 @@ def test_the_algorithm_trains_loses_a_rank_and_is_resumed_to_the_same_bits(insta
     assert generations_of(folders["rebuilt"])[ITERATIONS - 1] == (1, 1), "no rank was lost"
     assert_same_run(folders["rebuilt"], folders["undisturbed"])
 
-    changes = ("name=ended", "runtime.max_restarts=0")
+    changes = ("name=ended", "max_restarts=0")
     status, said = run(installed, user, "ended", "--config", "planned.yaml", *changes, **killed)
     assert status == 1, said
     assert f"To continue: prefect-rlhf run weighted-regression --resume {folders['ended']}" in said

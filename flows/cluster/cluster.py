@@ -271,7 +271,7 @@ def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
         came = len(cast(Scheduler, cluster.scheduler).workers)
         raise ClusterError(
             f"{came} of {n_ranks + 1} workers ({n_ranks} ranks and a controller) came up within "
-            f"{deadline_s:g} s. Raise runtime.patience, or end other work that keeps this machine busy."
+            f"{deadline_s:g} s. Raise patience, or end other work that keeps this machine busy."
         ) from None
 
 
@@ -383,7 +383,7 @@ def form_cluster(client: Client, n_ranks: int, deadline_s: float, devices_per_ho
             break
         if time.monotonic() > deadline:
             lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
-            raise ClusterError(f"{lack} (waited for {deadline_s:g} s; raise runtime.patience to wait longer)")
+            raise ClusterError(f"{lack} (waited for {deadline_s:g} s; raise patience to wait longer)")
         leave_if_cancelled()
         time.sleep(LOOK_EVERY_S)
     serving = (*ranks[:n_ranks], controllers[0])

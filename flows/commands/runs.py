@@ -60,8 +60,8 @@ def run(
         ppo, grpo, dpo, sft, reward-model, rollout, evaluate, or another algorithm (docs/algorithms.md); or
         pipeline, whose stages are such runs. The same command continues an interrupted pipeline.
     overrides
-        `key.sub=value`, the value being YAML; with --resume only `cluster.*` and `runtime.*`, unless changes are
-        accepted.
+        `key.sub=value`, the value being YAML; with --resume only `cluster.*`, `patience` and `max_restarts`,
+        unless changes are accepted.
     config
         The run's configuration, a YAML file.
     resume
@@ -82,11 +82,16 @@ def run(
     if resume is not None:
         folder, settings = existing_run_folder(resume)
         refuse_foreign(folder)
-        foreign = [change for change in overrides if not change.startswith(("cluster.", "runtime."))]
+        foreign = [
+            change
+            for change in overrides
+            if not change.startswith(("cluster.", "patience=", "max_restarts="))
+        ]
         if foreign and not accept_changes:
             raise ConfigError(
                 f"--resume keeps the configuration of {resume}, but {' '.join(foreign)} would change it. Leave that "
-                "out (only cluster.* and runtime.* may be given), add --accept-changes, or start a new run."
+                "out (only cluster.*, patience and max_restarts may be given), add --accept-changes, or start a new "
+                "run."
             )
         settings = override(settings, overrides)
     else:

@@ -40,7 +40,7 @@ from planner.pricing.figures import (
 from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem
 from planner.search.search import SearchResult, find_plan
-from rlhf_tasks.algorithms.configurations import MADE_PLANS, ConfigError
+from rlhf_tasks.algorithms.configurations import MADE_PLANS, SEARCHED, ConfigError
 from rlhf_tasks.algorithms.examples import learns_from_pairs, shared_tokens
 from rlhf_tasks.algorithms.examples import prompt_tokens as tokens_of_prompts
 from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, rows_at_once, section_of
@@ -467,7 +467,7 @@ def rank_counts(config: RunConfig) -> list[int]:
     is_here = cluster.address is None and cluster.n_hosts == 1
     on_cpus = is_here and not gpus_here()
     if stated != "auto":
-        fewer = range(stated - 1, 0, -1) if on_cpus and config.plan == "auto" else ()
+        fewer = range(stated - 1, 0, -1) if on_cpus and config.plan in SEARCHED else ()
         return [stated, *(number for number in fewer if stated % number == 0)]
     if not is_here or config.planning.device is not None or config.plan not in MADE_PLANS:
         return [1]

@@ -18,7 +18,7 @@ from planner.report import extrapolation
 from planner.search.balance import balanced
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
+from rlhf_tasks.algorithms.configurations import SEARCHED, ConfigError, manual_assignments
 from rlhf_tasks.algorithms.examples import endless, prepared_rows
 from rlhf_tasks.algorithms.held_out import (
     HELD_OUT,
@@ -271,7 +271,7 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
 def _made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
     """The plan that is searched, or the heuristic's; it fits memory."""
     try:
-        if config.plan == "auto":
+        if config.plan in SEARCHED:
             limit_s, seed = config.planning.time_limit_s, config.seed
             return run_in_thread(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
         return balanced(heuristic_plan(problem.graph, problem.model), problem).plan
@@ -300,7 +300,7 @@ def _kept_ranks(config: RunConfig, folder: Path | None) -> int | None:
 
 def _keeps_plan(config: RunConfig, folder: Path) -> bool:
     """Whether a run keeps the plan in its folder: one that was searched, and that its user has not removed."""
-    return config.plan == "auto" and (folder / PLAN).exists()
+    return config.plan in SEARCHED and (folder / PLAN).exists()
 
 
 def _later_plans(config: RunConfig, problem: Problem, folder: Path | None) -> tuple[RunPlan, ...]:

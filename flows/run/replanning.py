@@ -1,4 +1,4 @@
-"""`replan: auto`: when a run's times drift from its plan, search for a better plan during training, and take it.
+"""`plan: adaptive`: when a run's times drift from its plan, search for a better plan during training, and take it.
 
 The search takes seconds, so a separate process does it. A better plan ends the attempt at its next commit; the next
 attempt begins there, on the same cluster, and restores the commit in the layouts of the new plan. The run folder says
@@ -175,7 +175,7 @@ class Replanning:
     def on_event(self, event: Any) -> None:
         """An event of the controller."""
         self.cost.hear(event, time.monotonic())
-        if self._config.replan == "auto" and isinstance(event, Committed):
+        if self._config.plan == "adaptive" and isinstance(event, Committed):
             self.committed(event.iteration, map(json.loads, lineage_lines(event.iteration, event.by_rank())))
 
     def committed(self, iteration: int, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -9,7 +9,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           models.json      digests of its model folders, likewise
           accepted.jsonl   changes of these between two attempts that --accept-changes has accepted
           plan.json        the first execution plan of the run
-          plan-2.json      the plan after the first change, and so on (replan: auto)
+          plan-2.json      the plan after the first change, and so on (plan: adaptive)
           plans.jsonl      the iteration at which each of these begins
           flow-runs/       one empty file for each Prefect flow run that has run or resumed the run, named by its id
           attempts/        one file per attempt, named by its number; empty until the attempt has trained
@@ -160,8 +160,8 @@ def open_run(
 
     run_folder   the folder of a run to resume; default: as the configuration's `resume` says
     flow_run_id  the flow run; if it has already begun a run, as one that Prefect restarts has, that run is resumed
-    A resumed run keeps its configuration, except for `cluster` and `runtime`. Raises ConfigError when the folder is
-    not a run folder, or no new one can be made.
+    A resumed run keeps its configuration, except for `cluster`, `patience` and `max_restarts`. Raises ConfigError
+    when the folder is not a run folder, or no new one can be made.
     """
     if config is None:
         assert run_folder is not None, "a run has a configuration or a folder to resume"
@@ -175,7 +175,8 @@ def open_run(
         return None, config
     folder, begun = existing_run_folder(begun_in)
     refuse_foreign(folder)
-    return folder, begun.model_copy(update={"cluster": config.cluster, "runtime": config.runtime})
+    changes = {key: getattr(config, key) for key in ("cluster", "patience", "max_restarts")}
+    return folder, begun.model_copy(update=changes)
 
 
 def refuse_unwritable(folder: Path, name: str) -> None:

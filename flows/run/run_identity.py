@@ -51,11 +51,12 @@ DATA, HELD_OUT_DATA, MODELS = "data.sha256", "held-out.sha256", "models.json"
 FREE = (
     "cluster",
     "keep_last",
+    "max_restarts",
     "name",
     "output_dir",
+    "patience",
     "report_to",
     "resume",
-    "runtime",
     "snapshot_every",
 )
 """Keys of a configuration on which no result depends."""

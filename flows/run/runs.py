@@ -82,10 +82,10 @@ async def carry_out(
             f"{folder} is a run of type {config.type!r}, and this flow carries out {algorithm!r}. Continue it "
             f"with prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
         )
-    begun, most = _times_begun(), config.runtime.max_restarts
+    begun, most = _times_begun(), config.max_restarts
     if folder is None and begun > 1 + most:
         raise RunFailed(
-            f"its process has ended {begun - 1} times without a run folder (runtime.max_restarts={most}). Start a "
+            f"its process has ended {begun - 1} times without a run folder (max_restarts={most}). Start a "
             "new flow run."
         )
     blocks = await secret_blocks(config)  # before any code of the user's
@@ -115,7 +115,7 @@ async def run_as_flow(folder: Path, prepared: Prepared) -> dict[str, Any]:
         """The parameters are what Prefect shows of the run."""
         blocks = await secret_blocks(config)
         with ending_in_time(asyncio.current_task()):
-            async with _taken_up(folder, config.runtime.max_restarts) as rebuilds:
+            async with _taken_up(folder, config.max_restarts) as rebuilds:
                 return await run_prepared(folder, prepared, blocks, rebuilds)
 
     name = FLOW_NAMES.get(config.type, config.type.replace("_", "-"))
@@ -171,7 +171,7 @@ async def run_prepared(
         try:
             await view.begin()
             async with watched_orders(folder, flow_run.id, view.say) as orders:
-                restarts = Restarts(folder, config.runtime.max_restarts)
+                restarts = Restarts(folder, config.max_restarts)
                 attempts = Attempts(prepared, folder, blocks, view, orders, replanning, restarts)
                 by_worker = bool(os.environ.get("PREFECT__FLOW_RUN_ID"))
                 with patient(lambda: patience_s(orders)) if by_worker else nullcontext():

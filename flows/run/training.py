@@ -197,7 +197,7 @@ class Attempts:
 
 
 class Restarts:
-    """The count of attempts and rebuilds since the newest commit, which `runtime.max_restarts` bounds, also across
+    """The count of attempts and rebuilds since the newest commit, which `max_restarts` bounds, also across
     processes of one flow run that Prefect starts again: the run folder has it."""
 
     def __init__(self, folder: Path, most: int) -> None:
@@ -219,7 +219,7 @@ class Restarts:
         if count > self._most:
             self.forget()
             raise RunFailed(
-                f"{why} (after runtime.max_restarts={self._most} restarts without a commit in between). Resume to "
+                f"{why} (after max_restarts={self._most} restarts without a commit in between). Resume to "
                 "continue from the last commit."
             )
         record = {"step": newest_step(self._folder), "rebuilds": count}
@@ -261,7 +261,7 @@ def cluster_of(
             place.n_devices,
             folder=folder,
             devices_per_host=place.per_host,
-            deadline_s=config.runtime.startup_s,
+            deadline_s=config.startup_s,
             assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
             needs=needs,
             again=again,
@@ -279,7 +279,7 @@ def cluster_of(
             place.n_devices,
             gpus=gpus,
             folder=folder / "scratch",
-            deadline_s=config.runtime.startup_s,
+            deadline_s=config.startup_s,
         ) as cluster:
             yield cluster
 

@@ -8,6 +8,7 @@ A pipeline is several runs in one file. A stage of it is a run's configuration w
 earlier stage as `stage:NAME`.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -26,8 +27,14 @@ from rlhf_tasks.spec import CallAssignment
 from rlhf_tasks.system.reading import ConfigError, reading, shown
 
 ASSIGNMENTS: TypeAdapter[ManualAssignments] = TypeAdapter(ManualAssignments)
-MADE_PLANS = ("heuristic", "auto")
+SEARCHED = ("auto", "adaptive")
+"""The values of `plan` for which the plan is searched."""
+
+MADE_PLANS = ("heuristic", *SEARCHED)
 """The values of `plan` for which the program makes the plan."""
+
+_NAMED_BY_USERS = re.compile(r"(.*\.)?(data\.(train|column_map)|planning\.device)\.")
+"""The mappings whose keys are a user's names: files, columns and devices may have dots."""
 
 PIPELINE = "pipeline"
 """The `type` of a file of several runs."""
@@ -168,7 +175,9 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
 def apply_override(document: dict[str, Any], override: str) -> None:
     """Set one key of a parsed document in place, and create missing mappings above it."""
     dotted, equals, text = override.partition("=")
-    keys, what = dotted.strip().split("."), f"override {shown(override)}"
+    dotted, what = dotted.strip(), f"override {shown(override)}"
+    names = _NAMED_BY_USERS.match(dotted)
+    keys = [*dotted[: names.end() - 1].split("."), dotted[names.end() :]] if names else dotted.split(".")
     if not equals or not all(keys):
         raise ConfigError(f"{what} is not of the form key.sub=value.")
     with reading(what, "not valid YAML") as place:

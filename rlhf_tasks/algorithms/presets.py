@@ -15,8 +15,7 @@ dapo = GRPO.preset(
     loss_type="dapo",
     epsilon_high=0.28,
     overlong_buffer=0.2,
-    filter_groups=True,
-    max_rounds=2,
+    filter_groups=2,
 )
 
 dr_grpo = GRPO.preset(

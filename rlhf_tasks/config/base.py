@@ -14,11 +14,11 @@ from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validat
 from pydantic_core import CoreSchema
 
 from rlhf_tasks.config.cluster import (
+    STARTUP_S,
     ClusterConfig,
     Limits,
     PlanningConfig,
     PlanSource,
-    RuntimeConfig,
     SnapshotCadence,
     most_lost_s,
     refuse_unfit,
@@ -64,18 +64,10 @@ class RunConfig(Settings):
             "keep_last",
             "report_to",
         ),
-        "Execution": ("cluster", "plan", "replan", "planning", "runtime"),
+        "Execution": ("cluster", "plan", "planning", "patience", "max_restarts"),
         "Fixed": ("type",),
     }
-    pairs: ClassVar[tuple[Pair, ...]] = (
-        Pair(
-            "replan",
-            "plan",
-            "{first} searches for a better plan during the run, but {second} is given by hand or by the heuristic. "
-            "Set plan: auto or replan: never.",
-            lambda config: config.replan == "auto" and config.plan != "auto",
-        ),
-    )
+    pairs: ClassVar[tuple[Pair, ...]] = ()
 
     if TYPE_CHECKING:  # each class declares its own
         type: Any
@@ -117,21 +109,26 @@ class RunConfig(Settings):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
         default="heuristic",
-        description="heuristic, auto (searched), a YAML file, or {call: placement}. A placement is devices or hosts "
-        "in rank order and what is not the default, e.g. 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8. "
-        "d, t, p: degrees of data, tensor and pipeline parallelism (1); m: micro-batches of a dp rank's (mini-)batch "
-        "(1), of which a generation decodes one at a time; tokens: dp ranks get equal shares of tokens, not of "
-        "samples; offload: in host memory are a frozen model while it is not needed and, for a train_step, the "
-        "optimizer's state and an idle model; order: the call's number in an iteration, given for all calls or none.",
-    )
-    replan: Literal["never", "auto"] = Field(
-        default="never",
-        description="auto: plan again during the run where measured times drift from planned ones (plan: auto only).",
+        description="heuristic, auto (searched), adaptive (searched, and during the run again where measured times "
+        "drift from planned ones), a YAML file, or {call: placement}. A placement is devices or hosts in rank order "
+        "and what is not the default, e.g. 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8. d, t, p: degrees "
+        "of data, tensor and pipeline parallelism (1); m: micro-batches of a dp rank's (mini-)batch (1), of which a "
+        "generation decodes one at a time; tokens: dp ranks get equal shares of tokens, not of samples; offload: in "
+        "host memory are a frozen model while it is not needed and, for a train_step, the optimizer's state and an "
+        "idle model; order: the call's number in an iteration, given for all calls or none.",
     )
     planning: PlanningConfig = Field(
         default=PlanningConfig(), description="Settings that only the planner reads."
     )
-    runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Waits and restarts.")
+    patience: float = Field(
+        default=1.0,
+        ge=0.05,
+        le=1e6,
+        description="Factor of the waits for calls, ranks, disks and starting workers: 2 waits twice as long.",
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, le=10**6, description="Restarts of the ranks that are allowed between two commits."
+    )
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -204,10 +201,16 @@ class RunConfig(Settings):
         return None
 
     @property
+    def startup_s(self) -> float:
+        """Seconds within which the workers must start."""
+        return STARTUP_S * self.patience
+
+    @property
     def limits(self) -> Limits:
         """What the ledger needs to know of the configuration."""
         return Limits.of(
-            self.runtime,
+            self.patience,
+            self.max_restarts,
             snapshot_every="auto" if isinstance(self.snapshot_every, str) else self.snapshot_every,
             snapshot_max_s=most_lost_s(self.snapshot_every),
             evaluated_every=self.evaluated_every,

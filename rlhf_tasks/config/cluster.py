@@ -1,4 +1,4 @@
-"""Sections of the devices, the runtime and the plan. Torch-free."""
+"""The devices, the waits of a run, and its plan. Torch-free."""
 
 import re
 from collections.abc import Iterator
@@ -61,28 +61,14 @@ class ClusterConfig(Settings):
         return self.n_hosts * self.per_host
 
 
-class RuntimeConfig(Settings):
-    """How long a run waits, and how often it starts again."""
-
-    patience: float = Field(
-        default=1.0,
-        ge=0.05,
-        le=1e6,
-        description="Factor of the waits for calls, disks and starting workers: 2 waits twice as long.",
-    )
-    max_restarts: int = Field(
-        default=3, ge=0, le=10**6, description="Restarts of the ranks that are allowed between two commits."
-    )
-
-    @property
-    def startup_s(self) -> float:
-        """Seconds within which the workers must start."""
-        return 180.0 * self.patience
+STARTUP_S = 180.0
+"""Seconds within which the workers must start, where `patience` is 1."""
 
 
 class Limits(Settings):
     """How long a run waits, how often it starts again, how often it commits: read by the ledger and its like only.
 
+    patience              factor of the waits for ranks, `Timeouts`
     deadline_floor_s      the least deadline of a call, in seconds after its last rank entered it
     deadline_factor       a call's deadline divided by its predicted time, if that exceeds the floor
     io_floor_s            seconds in which writing or reading a snapshot must make progress; in all it has no limit
@@ -91,6 +77,7 @@ class Limits(Settings):
                           none
     """
 
+    patience: float = 1.0
     deadline_floor_s: float
     deadline_factor: float
     io_floor_s: float
@@ -101,15 +88,15 @@ class Limits(Settings):
     evaluated_every: int | None = None
 
     @classmethod
-    def of(cls, runtime: RuntimeConfig, **cadence: Any) -> Self:
-        """The values for a configuration's section; `cadence`: the fields about snapshots."""
-        patience = runtime.patience
+    def of(cls, patience: float = 1.0, max_restarts: int = 3, **cadence: Any) -> Self:
+        """The values for those of a configuration; `cadence`: the fields about snapshots."""
         return cls(
+            patience=patience,
             deadline_floor_s=120.0 * patience,
             deadline_factor=20.0 * patience,
             io_floor_s=300.0 * patience,
             io_least_bytes_per_s=1e6 / patience,  # the same bytes in a longer time
-            max_restarts=runtime.max_restarts,
+            max_restarts=max_restarts,
             **cadence,
         )
 

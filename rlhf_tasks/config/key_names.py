@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 MOST_KEY = 100  # characters of a key that is compared with others: longer ones are no slips of the keyboard
 MOST_LISTED = 12  # keys that a sentence lists
-LAST = ("evaluation.", "planning.", "runtime.")  # sections that are meant less often than others
+LAST = ("evaluation.", "planning.")  # sections that are meant less often than others
 DEEPEST = 2  # sections inside sections, such as rewards.0
 
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
@@ -91,8 +91,11 @@ GONE: Mapping[str, str] = {
     "snapshot_max_s": "write the seconds as snapshot_every, e.g. snapshot_every: 600s",
     **dict.fromkeys(
         ("deadline_floor_s", "deadline_factor", "io_floor_s", "io_least_bytes_per_s", "startup_timeout_s"),
-        "runtime.patience is a factor of this and other waits, e.g. 2 for twice as long",
+        "patience is a factor of this and other waits, e.g. 2 for twice as long",
     ),
+    "runtime": "patience and max_restarts are keys of the configuration itself, e.g. patience: 2",
+    "max_rounds": "write the rounds as filter_groups, e.g. filter_groups: 2",
+    "replan": "plan: adaptive is what plan: auto with replan: auto was",
     "value_huber_delta": "the error of a value is squared, clipped by cliprange_value",
 }
 """Keys of earlier versions that have no other name here -> what holds instead."""

@@ -108,7 +108,7 @@ class Ledger:
             raise ValueError(f"the plan needs {plan.n_devices} devices; there are {n_ranks} ranks.")
         self.last_iteration = total_iterations - 1
         self.max_rebuilds = limits.max_restarts  # without a commit in between; one more ends the attempt
-        self.timeouts = timeouts or Timeouts()
+        self.timeouts = timeouts or Timeouts.of(limits.patience)
         self.pace = pace = Pace(limits.io_floor_s, limits.io_least_bytes_per_s)
         deadlines = Deadlines(
             limits.deadline_factor, limits.deadline_floor_s, predicted_s or {}, users_s or {}

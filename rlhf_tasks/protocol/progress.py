@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from rlhf_tasks.protocol.messages import Cause, LedgerInstruction, ResetRank, RestartRank, RestoreRank
 from rlhf_tasks.spec import NodeRequest, NodeResult
@@ -37,7 +37,7 @@ class Pace:
     def __str__(self) -> str:
         return (
             f"fewer than {self.least_bytes:.0f} bytes in {self.floor_s:g} s; if the disk was only slow, raise "
-            "runtime.patience"
+            "patience"
         )
 
 
@@ -88,6 +88,14 @@ class Timeouts:
     entry_s: float = 60.0
     reset_s: float = 2 * INTERRUPT_GRACE_S  # a rank with a stuck job has exited by itself by then
     restart_s: float = 300.0
+
+    @classmethod
+    def of(cls, patience: float) -> Self:
+        """The waits for ranks to work and to start, times `patience`. Below 1 it does not shorten them: imports take
+        what they take. The others follow from what a rank does by itself.
+        """
+        usual, factor = cls(), max(1.0, patience)
+        return cls(entry_s=usual.entry_s * factor, restart_s=usual.restart_s * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +233,7 @@ class IterationProgress:
             if node.deadline is not None and not node.done and now > node.deadline:
                 error = (
                     f"not finished {node.deadline_s:g} s after the last rank entered; if it was only slow, raise "
-                    "runtime.patience"
+                    "patience"
                 )
                 return Cause(error, tuple(sorted(node.unfinished)), name, self.iteration)
         return None

@@ -43,7 +43,7 @@ def attempts(tmp_path, expected):
     told, committed = [], []
 
     def make(place, orders=None, on_commit=lambda iteration: None, max_restarts=3):
-        config = ppo_config(tmp_path, cluster=place, runtime={"max_restarts": max_restarts})
+        config = ppo_config(tmp_path, cluster=place, max_restarts=max_restarts)
 
         def on_event(event):
             if isinstance(event, Committed):
@@ -99,9 +99,7 @@ def test_lost_controllers_count_together_with_rebuilds_until_there_is_a_commit(a
 def test_one_loss_too_many_ends_the_run_with_its_cause(attempts, endings):
     endings.coming += [ControllerLost("it is gone", n) for n in range(9)]
     run = attempts.make({"devices_per_host": 2}, max_restarts=2)
-    with pytest.raises(
-        RunFailed, match=r"it is gone \(after runtime.max_restarts=2 restarts without a commit"
-    ):
+    with pytest.raises(RunFailed, match=r"it is gone \(after max_restarts=2 restarts without a commit"):
         asyncio.run(run.run(0))
     assert endings.rebuilds == [0, 1, 2]
 
@@ -134,7 +132,7 @@ def test_a_process_that_dies_before_its_attempt_counts(tmp_path, monkeypatch, di
 
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
     monkeypatch.setattr(runs, "get_run_logger", lambda: logging.getLogger("test"))
-    config = ppo_config(tmp_path, runtime={"max_restarts": 2})
+    config = ppo_config(tmp_path, max_restarts=2)
     with monkeypatch.context() as dying:
         dying.setattr(runs, dies_in, die)
         for run_count in (1, 2, 3):
@@ -142,7 +140,7 @@ def test_a_process_that_dies_before_its_attempt_counts(tmp_path, monkeypatch, di
             with pytest.raises(KilledError):
                 asyncio.run(carry_out("ppo", config))
         dying.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "4")
-        with pytest.raises(RunFailed, match=r"its process has ended .*runtime.max_restarts=2"):
+        with pytest.raises(RunFailed, match=r"its process has ended .*max_restarts=2"):
             asyncio.run(carry_out("ppo", config))
     assert len(list((tmp_path / "runs").glob("ppo-*"))) == (dies_in == "prefect_server")
 

@@ -62,7 +62,6 @@ class Runs:
         self.changes = {
             "cluster": {"address": cluster.scheduler_address, "devices_per_host": 2},
             "planning": {"device": str(base / "slow.yaml"), "prompt_tokens": 12},
-            "plan": "auto",
             "dtype": "float64",
             "total_iterations": ITERATIONS,
             "keep_last": 2 * ITERATIONS,
@@ -87,9 +86,9 @@ class Runs:
             return None
         return Proposal(plan=self.plan(LATER), iteration_time_s=100.0, present_iteration_time_s=1000.0)
 
-    def begin(self, name, replan):
+    def begin(self, name, plan):
         """A run folder whose plan is made already, as the command line leaves it to the flow."""
-        self.config = ppo_config(self.base, name=name, replan=replan, **self.changes)
+        self.config = ppo_config(self.base, name=name, plan=plan, **self.changes)
         folder = new_run_folder(self.config)
         (folder / PLAN).write_text(self.plan(FIRST).model_dump_json())
         return folder
@@ -119,7 +118,7 @@ def plans_of_commits(folder):
 
 
 def test_a_run_changes_its_plan_and_one_that_dies_then_goes_on_by_the_new_plan(runs, capsys):
-    plain = runs.begin("plain", "never")
+    plain = runs.begin("plain", "auto")
     summary = runs.go_on(plain)
     assert (summary["plan_changes"], runs.asked) == ([], [])
     assert summary["planned_and_measured"]["drifted"], (
@@ -129,7 +128,7 @@ def test_a_run_changes_its_plan_and_one_that_dies_then_goes_on_by_the_new_plan(r
     assert {ran.call for ran in read_figures(figures)} == set(FIRST), "the next run's planner goes by these"
     runs.forget_figures()
 
-    changed = runs.begin("changed", "auto")
+    changed = runs.begin("changed", "adaptive")
     summary = runs.go_on(changed)
     (change,) = logged_changes(changed)
     first = change.iteration
@@ -148,7 +147,7 @@ def test_a_run_changes_its_plan_and_one_that_dies_then_goes_on_by_the_new_plan(r
         assert row == pytest.approx(reference, rel=1e-9, abs=1e-12)
 
     runs.forget_figures(), runs.asked.clear()
-    broken = runs.begin("broken", "auto")
+    broken = runs.begin("broken", "adaptive")
     failpoints.arm("plan_logged:raise")
     with pytest.raises(RuntimeError, match="failpoint plan_logged"):
         runs.go_on(broken)

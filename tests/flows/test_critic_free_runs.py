@@ -83,7 +83,7 @@ def test_a_run_of_grpo_that_loses_a_rank_and_is_resumed_has_the_same_bits(user):
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)
     assert (whole / "model" / "model.safetensors").exists()
 
-    changes = ("name=ended", "runtime.max_restarts=0")
+    changes = ("name=ended", "max_restarts=0")
     status, said = outcome(user / "ended.log", "run", "dapo", "--config", "run.yaml", *changes, **KILLED)
     assert status == 1, said
     status, said = outcome(user / "resumed.log", "run", "dapo", "--resume", str(ended))

@@ -52,7 +52,7 @@ def test_what_a_commit_has_is_not_played_again(tmp_path, monkeypatch):
     (tmp_path / "played").unlink()
 
     killed = {"PREFECT_RLHF_FAILPOINT": "trained:kill@rank1@iter2@gen0"}
-    status, said = begin("ended", "runtime.max_restarts=0", **killed)
+    status, said = begin("ended", "max_restarts=0", **killed)
     assert status == 1, said
     ended = tmp_path / "runs" / "ended"
     committed = last_step(ended) + STALENESS  # iterations whose samples it has, or has learned from

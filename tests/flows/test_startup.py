@@ -38,17 +38,17 @@ def assert_refused(ended, words):
 
 @pytest.mark.whole
 def test_too_few_workers_are_counted_before_training(run, commanded, tmp_path):
-    ended = run(f"cluster.address={commanded}", "cluster.devices_per_host=2", "runtime.patience=0.05")
+    ended = run(f"cluster.address={commanded}", "cluster.devices_per_host=2", "patience=0.05")
     assert_refused(
         ended,
         f"the plan needs 2 ranks; the cluster at {commanded} offers 1 (workers with a GPU or slot resource)",
     )
     assert "Start 2 more" in ended.stderr  # the one that is there does not fill a host of two
-    assert "waited for 9 s; raise runtime.patience to wait longer" in ended.stderr
+    assert "waited for 9 s; raise patience to wait longer" in ended.stderr
     assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_cluster_that_is_not_there_is_named_and_the_runs_name_stays_free(run, tmp_path):
-    ended = run("cluster.address=tcp://127.0.0.1:1", "runtime.patience=0.05")
+    ended = run("cluster.address=tcp://127.0.0.1:1", "patience=0.05")
     assert_refused(ended, "no Dask scheduler answers at cluster.address=tcp://127.0.0.1:1")
     assert not list((tmp_path / "runs").iterdir())

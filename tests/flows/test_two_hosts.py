@@ -158,7 +158,7 @@ def cut_off(cluster: Cluster, away_s: float) -> Iterator[tuple[MarkedCommand, Pa
         cluster.worker(first, *CONTROLLER),
         cluster.worker(first, *RANK),
         cluster.worker(second, *NAMED, again=True),
-        cluster.run("cut", runtime={"patience": PATIENCE}) as run,
+        cluster.run("cut", patience=PATIENCE) as run,
     ):
         run.wait_until(step_folder(folder, 1).exists)
         cluster.hosts.cut_off_second()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlhf_tasks.config.cluster import Limits, RuntimeConfig
+from rlhf_tasks.config.cluster import Limits
 from rlhf_tasks.protocol.sequencer import Deadlines
 
 DEADLINES = Deadlines(factor=10.0, floor_s=60.0)
@@ -11,7 +11,7 @@ STARTUP_S = 500.0  # that the workers of a busy machine may take
 
 def limits(**changes: Any) -> Limits:
     """Limits of a test: those given, and defaults."""
-    made = Limits.of(RuntimeConfig(), snapshot_every=1, snapshot_max_s=1800.0)
+    made = Limits.of(snapshot_every=1, snapshot_max_s=1800.0)
     of_tests = {"deadline_factor": DEADLINES.factor, "deadline_floor_s": DEADLINES.floor_s}
     return Limits(**made.model_dump() | of_tests | changes)
 

@@ -29,32 +29,29 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     type: Literal["grpo"] = "grpo"
     groups: ClassVar[Groups] = {
         "Score": ("overlong_buffer", "overlong_penalty"),
-        "Advantages": ("scale_rewards", "filter_groups", "max_rounds"),
+        "Advantages": ("scale_rewards", "filter_groups"),
         "Loss": ("loss_type", "importance_sampling_level", "delta"),
     }
     pairs: ClassVar[tuple[Pair, ...]] = (
         Pair(
-            "max_rounds",
             "filter_groups",
-            "{first} samples further groups for those that filter_groups drops, but {second}. Set filter_groups: "
-            "true, or max_rounds: 1.",
-            lambda config: config.max_rounds > 1 and not config.filter_groups,
-        ),
-        Pair(
-            "max_rounds",
             "chunks",
-            "{first} cuts generation into rounds, and {second} into parts. Leave one of them at 1.",
+            "{first} cuts generation into rounds, and {second} into parts. Lower one of them to 1.",
+            lambda config: config.max_rounds > 1 and config.chunks > 1,
         ),
         Pair(
             "staleness",
-            "max_rounds",
+            "filter_groups",
             "{first} samples ahead of scoring, but {second} waits for the scores of each round before the next. Set "
-            "one of them to its default.",
+            "staleness: 0, or filter_groups: 1.",
+            lambda config: config.max_rounds > 1 and config.staleness,
         ),
         Pair(
             "sampling.segment_tokens",
-            "max_rounds",
-            "{first} leaves samples for later iterations, but {second} fills a batch at once. Leave one of them out.",
+            "filter_groups",
+            "{first} leaves samples for later iterations, but {second} fills a batch at once. Leave the first "
+            "out, or set filter_groups: 1.",
+            lambda config: config.max_rounds > 1 and config.sampling.segment_tokens is not None,
         ),
         Pair(
             "delta",
@@ -77,17 +74,13 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
         description="The standard deviation by which a score less its group's mean is divided: that of the group, of "
         "the batch, or none.",
     )
-    filter_groups: bool = Field(
-        default=False,
-        description="Drop groups whose scores (before overlong_penalty) are all equal, from the loss and its "
-        "denominators.",
-    )
-    max_rounds: int = Field(
-        default=1,
-        gt=0,
+    filter_groups: int = Field(
+        default=0,
+        ge=0,
         le=16,
-        description="With filter_groups: rounds of batch_size samples, at most, until enough groups differ to fill "
-        "the batch.",
+        description="Drop groups whose scores (before overlong_penalty) are all equal, from the loss and its "
+        "denominators: 0 (false) keeps them; 1 (true) drops them; more: samples up to so many rounds of batch_size, "
+        "until enough groups differ to fill the batch.",
     )
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = Field(
         default="grpo",
@@ -112,6 +105,11 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     overlong_penalty: float = Field(
         default=1.0, gt=0, description="What the longest response loses of its score (with overlong_buffer)."
     )
+
+    @property
+    def max_rounds(self) -> int:
+        """Most rounds in which the samples of an iteration come."""
+        return max(1, self.filter_groups)
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:

@@ -99,7 +99,7 @@ def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end_of_a_cluster(tmp
             _, said = flow.communicate(timeout=60)
         finally:
             flow.kill()
-    assert "came up within 5 s. Raise runtime.patience" in said
+    assert "came up within 5 s. Raise patience" in said
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 

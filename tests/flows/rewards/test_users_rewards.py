@@ -77,7 +77,7 @@ def test_a_reward_that_hangs_beyond_a_nodes_own_deadline_is_the_users_late_rewar
     """It is no rank that hangs: nothing is started anew."""
     limits = {"patience": 1 / 6, "max_restarts": 0}
     with pytest.raises(RunFailed) as failed:
-        run("broken:hangs", reward_timeout_s=30, runtime=limits)
+        run("broken:hangs", reward_timeout_s=30, **limits)
     assert "reward 'hangs' gave no answer in 30 s at " in str(failed.value)
 
 

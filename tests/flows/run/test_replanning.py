@@ -177,8 +177,7 @@ def test_the_process_beside_the_training_finds_a_plan(tmp_path, monkeypatch):
     config = ppo_config(
         tmp_path,
         name="run",
-        plan="auto",
-        replan="auto",
+        plan="adaptive",
         cluster={"devices_per_host": 2},
         planning={"time_limit_s": 60},
     )
@@ -200,9 +199,3 @@ def test_the_process_beside_the_training_finds_a_plan(tmp_path, monkeypatch):
     assert again.present_iteration_time_s == found.iteration_time_s, "the plan that the run follows by then"
     (folder / PLAN).write_text("{")
     assert asyncio.run(propose_beside(config, folder)) is None, "a process that fails proposes nothing"
-
-
-@pytest.mark.parametrize("plan", ["heuristic", {"actor_generate": "0"}])
-def test_only_a_plan_that_was_searched_is_replaced(tmp_path, plan):
-    with pytest.raises(ConfigError, match="Set plan: auto or replan: never"):
-        ppo_config(tmp_path, plan=plan, replan="auto")

@@ -185,10 +185,10 @@ def test_what_was_accepted_names_every_journal(run, resume):
 
 
 def test_an_unchanged_run_goes_on_wherever_its_ranks_are(resume):
-    status, said, begun = resume("cluster.address=tcp://127.0.0.1:8786", "runtime.max_restarts=7")
+    status, said, begun = resume("cluster.address=tcp://127.0.0.1:8786", "max_restarts=7")
     assert status == 0, said
     assert begun[0].cluster.address == "tcp://127.0.0.1:8786"
-    assert begun[0].runtime.max_restarts == 7
+    assert begun[0].max_restarts == 7
 
 
 def test_a_wanted_change_may_be_said_on_the_command_line(run, resume):

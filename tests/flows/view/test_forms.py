@@ -121,7 +121,7 @@ def test_a_server_takes_a_configuration_with_and_without_groups_and_no_unknown_k
 
 
 def test_a_closed_section_is_the_default_one_and_an_empty_figure_none():
-    closed = {"optimizer": None, "cluster": None, "runtime": None, "planning": None, "name": None}
+    closed = {"optimizer": None, "cluster": None, "planning": None, "name": None}
     assert SFTConfig.model_validate({**SFT, **closed}) == SFTConfig.model_validate(SFT)
     with pytest.raises(ValidationError, match="models"):
         SFTConfig.model_validate({**SFT, "models": None})

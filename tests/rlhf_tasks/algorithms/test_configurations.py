@@ -22,6 +22,7 @@ from rlhf_tasks.algorithms.rollout import RolloutConfig
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.parallel.layout.weight_files import read_shape
+from rlhf_tasks.protocol.progress import Timeouts
 from tests.tiny_runs import write_model
 
 MINIMAL = """
@@ -94,6 +95,18 @@ def test_the_file_of_an_environment_is_found_from_any_folder(file: Path, monkeyp
 def test_a_url_of_no_host_is_refused(file: Path, host: str):
     with pytest.raises(ConfigError, match=rf"rewards\.0\.url: http://{re.escape(host)}/ names no host"):
         load_config(file, [f"rewards=[{{url: 'http://{host}/'}}]"])
+
+
+def test_an_override_may_name_a_file_with_dots(file: Path):
+    train, device = {"a.jsonl": 1, "more/b.jsonl": 1}, {"./x.yaml": 1}
+    changes = [f"data.train={train}", "data.train.a.jsonl=2"]
+    config = load_config(file, [*changes, f"planning.device={device}", "planning.device.y.yaml=3"])
+    assert config.data.weights == (2, 1)
+    assert config.planning.device == {
+        str(Path(name).resolve()): n for name, n in (("x.yaml", 1), ("y.yaml", 3))
+    }
+    with pytest.raises(ConfigError, match=r"is not of the form key\.sub=value"):
+        load_config(file, ["data.train.=2"])
 
 
 def test_overrides_win_over_the_file(file: Path):
@@ -193,11 +206,13 @@ def test_the_critic_has_its_own_optimizer_where_given():
 
 
 def test_patience_lengthens_every_wait_and_asks_for_the_same_bytes():
-    usual, twice = (make_config(ppo(runtime={"patience": factor})) for factor in (1, 2))
-    assert twice.runtime.startup_s == 2 * usual.runtime.startup_s
+    usual, twice = (make_config(ppo(patience=factor)) for factor in (1, 2))
+    assert twice.startup_s == 2 * usual.startup_s
     longer, limits = twice.limits, usual.limits
     for name in ("deadline_floor_s", "deadline_factor", "io_floor_s"):
         assert getattr(longer, name) == 2 * getattr(limits, name)
+    ranks, usual_ranks = Timeouts.of(longer.patience), Timeouts()
+    assert (ranks.entry_s, ranks.restart_s) == (2 * usual_ranks.entry_s, 2 * usual_ranks.restart_s)
     assert longer.io_floor_s * longer.io_least_bytes_per_s == limits.io_floor_s * limits.io_least_bytes_per_s
 
 
@@ -320,8 +335,8 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
         ({"staleness": 17}, "staleness: input should be less than or equal to 16, found 17."),
         ({"staleness": 1, "importance_cap": 0}, "importance_cap: input should be greater than 0, found 0."),
         (
-            {"staleness": 1, "filter_groups": True, "max_rounds": 2},
-            "staleness=1 samples ahead of scoring, but max_rounds=2 waits for the scores of each round",
+            {"staleness": 1, "filter_groups": 2},
+            "staleness=1 samples ahead of scoring, but filter_groups=2 waits for the scores of each round",
         ),
         (
             {"type": "expert_iteration", "min_score": 1.0, "staleness": 1},
@@ -526,8 +541,8 @@ def test_another_cadence_is_refused_in_one_sentence(every):
             "snapshot_every: give auto, or a time such as 600s, or iterations from 1 to 1000000000, found '0s'.",
         ),
         (
-            {"runtime": {"patience": 0}},
-            "runtime.patience: input should be greater than or equal to 0.05, found 0.",
+            {"patience": 0},
+            "patience: input should be greater than or equal to 0.05, found 0.",
         ),
     ],
 )

@@ -49,9 +49,24 @@ def said_of(document: dict[str, Any]) -> list[str]:
         ),
         (
             "ppo",
-            {"runtime": {"startup_timeout_s": 600}},
-            "runtime.startup_timeout_s: unknown key: runtime.patience is a factor of this and other waits, e.g. "
+            {"startup_timeout_s": 600},
+            "startup_timeout_s: unknown key: patience is a factor of this and other waits, e.g. "
             "2 for twice as long.",
+        ),
+        (
+            "ppo",
+            {"runtime": {"patience": 2}},
+            "runtime: unknown key: patience and max_restarts are keys of the configuration itself, e.g. patience: 2.",
+        ),
+        (
+            "grpo",
+            {"filter_groups": True, "max_rounds": 2},
+            "max_rounds: unknown key: write the rounds as filter_groups, e.g. filter_groups: 2.",
+        ),
+        (
+            "ppo",
+            {"plan": "auto", "replan": "auto"},
+            "replan: unknown key: plan: adaptive is what plan: auto with replan: auto was.",
         ),
         (
             "ppo",

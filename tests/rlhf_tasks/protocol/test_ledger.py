@@ -241,7 +241,7 @@ def test_a_nodes_deadline_runs_from_its_last_ranks_entry():
     assert str(cause).startswith(
         "rank 1, call train, iteration 1: not finished 10 s after the last rank entered"
     )
-    assert "raise runtime.patience" in str(cause)
+    assert "raise patience" in str(cause)
 
 
 def test_a_rank_that_has_work_and_enters_nothing_is_overdue():
@@ -270,7 +270,7 @@ def test_a_part_of_which_nothing_is_written_is_overdue():
     assert books.tick(110) == []
     cause = books.tick(110.1)[0].cause
     assert str(cause).startswith("rank 1, call save, iteration 1: the saved part does not become durable")
-    assert "raise runtime.patience" in str(cause)
+    assert "raise patience" in str(cause)
 
 
 def test_a_part_may_take_for_ever_while_its_bytes_are_written_at_the_least_rate():

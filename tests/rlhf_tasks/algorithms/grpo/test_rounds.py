@@ -91,7 +91,7 @@ def test_a_round_whose_samples_have_all_left_was_generated():
 
 
 def test_where_samples_may_leave_a_round_hears_of_it():
-    config = make_config({**DOCUMENT, "max_rounds": 2, "on_reward_error": "skip"})
+    config = make_config({**DOCUMENT, "filter_groups": 2, "on_reward_error": "skip"})
     generate, *_ = algorithm("dapo").calls(config)
     assert generate.earlier == ("scores", "stays")
     before = scored([0, 1, 1, 0])
@@ -147,7 +147,7 @@ def test_scoring_sees_only_what_was_generated_and_gives_no_rows_to_the_rest():
 
 
 def test_an_iteration_in_rounds_is_one_part_of_generation_and_scoring_for_each():
-    config = make_config({**DOCUMENT, "max_rounds": 3, "beta": 0.1})
+    config = make_config({**DOCUMENT, "filter_groups": 3, "beta": 0.1})
     calls = {call.name: call for call in algorithm("dapo").calls(config)}
     assert {call.chunks for name, call in calls.items() if name != "actor_train"} == {3}
     assert calls["actor_generate"].earlier == ("scores",)
@@ -155,16 +155,17 @@ def test_an_iteration_in_rounds_is_one_part_of_generation_and_scoring_for_each()
     assert DataflowGraph(list(calls.values()), algorithm("dapo").dataset_keys).n_seqs == 12
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"filter_groups": False}, "max_rounds=2 samples further groups for those that filter_groups drops"),
-        ({"chunks": 2}, "max_rounds=2 cuts generation into rounds, and chunks=2 into parts"),
-    ],
-)
-def test_rounds_without_a_reason_or_beside_parts_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        make_config({**DOCUMENT, "max_rounds": 2, **changes})
+def test_rounds_beside_parts_are_refused():
+    with pytest.raises(
+        ConfigError, match="filter_groups=2 cuts generation into rounds, and chunks=2 into parts"
+    ):
+        make_config({**DOCUMENT, "filter_groups": 2, "chunks": 2})
+
+
+@pytest.mark.parametrize(("written", "rounds"), [(False, 1), (True, 1), (0, 1), (1, 1), (3, 3)])
+def test_to_drop_groups_is_one_round_and_a_number_says_how_many(written, rounds):
+    config = make_config({**DOCUMENT, "filter_groups": written})
+    assert (bool(config.filter_groups), config.max_rounds) == (bool(written), rounds)
 
 
 # Whole iterations on one rank
@@ -238,7 +239,7 @@ def test_where_one_round_suffices_it_is_as_if_there_were_no_other(start, folder)
     (folder / "unlike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = []
     for rounds in (1, 2):
-        run = start(max_rounds=rounds, data={"train": str(folder / "unlike.jsonl")})
+        run = start(filter_groups=rounds, data={"train": str(folder / "unlike.jsonl")})
         metrics, _ = run.iterate(0)
         weights = [w.detach().clone() for w in run.engines["actor"].stage.named_slices().values()]
         found.append(({k: v for k, v in metrics.items() if "per_s" not in k}, weights))
