@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from bench.harness import options
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.models import LoraConfig, OptimizerConfig
-from rlhf_tasks.config.sampling import SamplingConfig
+from rlhf_tasks.config.responses import SamplingConfig
 
 ROOT = Path(__file__).parents[1]
 KEPT, DOCS, READER = (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.examples import first_example
 from rlhf_tasks.config.base import Judges, RunConfig, Scores
-from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig
+from rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
 from rlhf_tasks.data.rows import prompt_example
 from rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from rlhf_tasks.system.reading import FUNCTIONS, module_file, names_bound, parsed

@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from rlhf_tasks.checkpoint.journals import METRICS, is_row
 from rlhf_tasks.config.base import RunConfig, TrackerName
-from rlhf_tasks.config.public import public_document
+from rlhf_tasks.config.settings import public_document
 from rlhf_tasks.system.child_pipes import ChildOutput, Requests
 from rlhf_tasks.system.child_processes import kept_call, users_environment
 from rlhf_tasks.system.durable import replace_file

@@ -36,7 +36,7 @@ from planner.report import figures_source, not_measured
 from planner.text import plan_table
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.changes import RunPlan, plan_at
-from rlhf_tasks.config.public import public_document
+from rlhf_tasks.config.settings import public_document
 from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
 

@@ -9,8 +9,7 @@ from rlhf_tasks.algorithms.sft import SFTConfig
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.config.data import DataConfig
 from rlhf_tasks.config.models import ActorOnly, RolloutModels
-from rlhf_tasks.config.rewards import RewardConfig
-from rlhf_tasks.config.sampling import EvaluationConfig
+from rlhf_tasks.config.responses import EvaluationConfig, RewardConfig
 from rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
 
 MOST_AT_ONCE = 64  # answers to held-out rows

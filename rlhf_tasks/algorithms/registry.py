@@ -19,7 +19,7 @@ from rlhf_tasks import algorithms
 from rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from rlhf_tasks.algorithms.shared.graphs import STAYS, from_older_versions, with_environment
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.sampling import SamplingConfig
+from rlhf_tasks.config.responses import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader
 from rlhf_tasks.spec import ModelFunctionCall
 from rlhf_tasks.system.reading import (

@@ -25,8 +25,13 @@ from rlhf_tasks.config.cluster import (
 )
 from rlhf_tasks.config.data import DataConfig, RunRows
 from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
-from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig, RewardModelScore
-from rlhf_tasks.config.sampling import EvaluationConfig, SamplingConfig
+from rlhf_tasks.config.responses import (
+    EnvironmentConfig,
+    EvaluationConfig,
+    RewardConfig,
+    RewardModelScore,
+    SamplingConfig,
+)
 from rlhf_tasks.config.settings import (
     MOST_ITERATIONS,
     MOST_SECONDS,

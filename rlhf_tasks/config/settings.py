@@ -1,4 +1,5 @@
-"""What all sections of a configuration share: their base, and bounds that no real run reaches. Torch-free."""
+"""What all sections of a configuration share: their base, bounds that no real run reaches, pairs that exclude each
+other, and what others may see of them. Torch-free."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -106,3 +107,26 @@ def auto_or_a_number(value: Any, what: str, most: int) -> Any:
 def form(value: Any) -> str:
     """Which form a value has that is a path or stands in the configuration itself: "path" or "inline"."""
     return "path" if isinstance(value, str) else "inline"
+
+
+ARGUMENTS = ("kwargs", "headers")
+"""Keys whose values a user's code or service gets. Any value may be a secret, whatever its name."""
+
+
+def public_document(config: BaseModel) -> dict[str, Any]:
+    """The configuration, JSON-able, without arguments of a user's code, and without logins and queries of URLs."""
+    return _public(config.model_dump(mode="json"))
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _public(item) for key, item in value.items() if key not in ARGUMENTS}
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    if isinstance(value, str) and "://" in value:
+        scheme, _, rest = value.partition("://")
+        address, asked, _ = rest.partition("?")
+        place, slash, path = address.partition("/")
+        _, at, host = place.rpartition("@")
+        return f"{scheme}://{'***@' if at else ''}{host}{slash}{path}{'?***' if asked else ''}"
+    return value

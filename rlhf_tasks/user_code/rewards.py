@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.rewards import RewardConfig
+from rlhf_tasks.config.responses import RewardConfig
 from rlhf_tasks.user_code.errors import RewardError
 from rlhf_tasks.user_code.forms import Answers, Values
 from rlhf_tasks.user_code.judge import TIMEOUT_KEY

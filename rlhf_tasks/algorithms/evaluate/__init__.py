@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from rlhf_tasks.algorithms.rollout import ALGORITHM as ROLLOUT
 from rlhf_tasks.config.base import OnePass
-from rlhf_tasks.config.sampling import SamplingConfig
+from rlhf_tasks.config.responses import SamplingConfig
 
 
 class AnsweringConfig(SamplingConfig):

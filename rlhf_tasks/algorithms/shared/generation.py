@@ -13,7 +13,7 @@ from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY
 from rlhf_tasks.algorithms.shared.turns import draw
 from rlhf_tasks.config.base import Samples
-from rlhf_tasks.config.sampling import SamplingConfig
+from rlhf_tasks.config.responses import SamplingConfig
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from rlhf_tasks.parallel.train.engine import Engine

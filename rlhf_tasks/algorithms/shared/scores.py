@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.graphs import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS, STAYS, TOKEN_REWARDS
 from rlhf_tasks.config.base import Scores
-from rlhf_tasks.config.rewards import RewardModelScore
+from rlhf_tasks.config.responses import RewardModelScore
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine

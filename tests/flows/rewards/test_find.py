@@ -6,7 +6,7 @@ import pytest
 
 from flows.rewards import check_environment, check_rewards, literal_secrets
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.config.rewards import EnvironmentConfig, RewardConfig
+from rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
 from tests.flows.checked_files import refused
 
 ROLLOUT = {

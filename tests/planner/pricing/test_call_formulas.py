@@ -4,7 +4,7 @@ import pytest
 
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
-from rlhf_tasks.config.rewards import EnvironmentConfig
+from rlhf_tasks.config.responses import EnvironmentConfig
 
 CLUSTER = Cluster(2, 8)
 

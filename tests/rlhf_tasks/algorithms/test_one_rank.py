@@ -16,7 +16,7 @@ from rlhf_tasks.algorithms.ppo.functions import Targets, learning_targets
 from rlhf_tasks.algorithms.shared.groups import last_response_tokens
 from rlhf_tasks.algorithms.shared.policy import kl_divergence
 from rlhf_tasks.algorithms.shared.scores import reward_model_part
-from rlhf_tasks.config.rewards import RewardModelScore
+from rlhf_tasks.config.responses import RewardModelScore
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms import listed

@@ -8,7 +8,7 @@ import yaml
 from rlhf_tasks.algorithms.configurations import ConfigError, apply_override, make_config
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.key_names import ELSEWHERE
+from rlhf_tasks.config.files import ELSEWHERE
 
 WHOLE: dict[str, Any] = {
     "models": {"actor": "a"},

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.config.public import public_document
+from rlhf_tasks.config.settings import public_document
 
 NAMES = ("key", "access_key", "pwd", "auth", "passwd", "bearer", "scale", "api_key")
 
