@@ -50,10 +50,10 @@ from rlhf_tasks.system.durable import existing, replace_file
 from rlhf_tasks.system.reading import read_json
 
 CONFIG = "config.json"
-FORMAT, NUMBER, OLDER = "format", 2, "as of commit 747d428a"
-"""The file with the number of a run folder's format, the number of this one, and which version reads the one before,
-whose folders have no such file. It grows where an earlier run cannot continue: with the names in configurations, and
-with what a commit holds."""
+FORMAT, NUMBER, OLDER = "format", 3, {"1": "as of commit 747d428a", "2": "as of commit cafffedf"}
+"""The file with the number of a run folder's format (1 has no such file), the number of this one, and which version
+reads an older one. The number grows where an earlier run cannot continue: with the names in configurations, and with
+what a commit holds."""
 SUMMARY = "summary.json"
 LOCK, HOLDER = ".lock", ".lock-holder"  # the latter has the id of the process that has the former
 ORDER = "order"
@@ -128,7 +128,7 @@ def existing_run_folder(path: str | Path) -> tuple[Path, RunConfig]:
         )
     number = (folder / FORMAT).read_text("utf-8", "replace").strip() if (folder / FORMAT).exists() else "1"
     if number != str(NUMBER):
-        reader = OLDER if number == "1" else f"whose run folders have format {number[:9]}"
+        reader = OLDER.get(number, f"whose run folders have format {number[:9]}")
         raise ConfigError(
             f"{folder} has the format {number[:9]} of run folders, and this version of prefect-rlhf resumes and "
             f"exports format {NUMBER}. Use prefect-rlhf {reader}, or start a new run."

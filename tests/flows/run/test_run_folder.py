@@ -54,7 +54,7 @@ def test_a_run_folder_of_before_is_refused_with_the_version_that_resumes_it(tmp_
     folder = new_run_folder(config(tmp_path, name="a"))
     (folder / "format").unlink()
     (folder / "config.json").write_text(json.dumps(WRITTEN_BEFORE))
-    refused = "has the format 1 of run folders, .* exports format 2. Use prefect-rlhf as of commit 747d428a"
+    refused = "has the format 1 of run folders, .* exports format 3. Use prefect-rlhf as of commit 747d428a"
     for open_it in (existing_run_folder, lambda folder: open_run(None, str(folder))):
         with pytest.raises(ConfigError, match=refused):
             open_it(folder)
@@ -66,7 +66,16 @@ def test_a_run_folder_of_before_is_refused_with_the_version_that_resumes_it(tmp_
         export(folder, tmp_path / "model")
 
 
-@pytest.mark.parametrize("number", ["3", "", "x" * 99])
+def test_a_run_folder_of_format_2_names_the_version_with_those_keys(tmp_path):
+    folder = new_run_folder(config(tmp_path, name="a"))
+    (folder / "format").write_text("2\n")
+    with pytest.raises(
+        ConfigError, match="has the format 2 of run folders, .* as of commit cafffedf, or start"
+    ):
+        existing_run_folder(folder)
+
+
+@pytest.mark.parametrize("number", ["4", "", "x" * 99])
 def test_a_run_folder_of_a_later_version_is_refused(tmp_path, number):
     folder = new_run_folder(config(tmp_path, name="a"))
     (folder / "format").write_text(number)
