@@ -70,7 +70,7 @@ def test_a_run_folder_of_format_2_names_the_version_with_those_keys(tmp_path):
     folder = new_run_folder(config(tmp_path, name="a"))
     (folder / "format").write_text("2\n")
     with pytest.raises(
-        ConfigError, match="has the format 2 of run folders, .* as of commit cafffedf, or start"
+        ConfigError, match=r"has the format 2 of run folders, .* as of commit cafffedf, or start"
     ):
         existing_run_folder(folder)
 
