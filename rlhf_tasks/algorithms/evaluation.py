@@ -17,9 +17,8 @@ from rlhf_tasks.algorithms.held_out import (
     rows_at_once,
 )
 from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.generation import sampling_params
+from rlhf_tasks.algorithms.shared.generation import draw, sampling_params
 from rlhf_tasks.algorithms.shared.scores import refuse_all_skipped, score, write_skipped
-from rlhf_tasks.algorithms.shared.turns import draw
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer

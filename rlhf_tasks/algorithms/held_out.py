@@ -67,7 +67,7 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         output_dir=config.output_dir,
         seed=config.seed,
         dtype=config.dtype,
-        rewards=rewards,
+        rewards=tuple(reward.model_copy(update={"used_in": "both"}) for reward in rewards),
         environment=environment,
         sampling=AnsweringConfig(max_completion_length=tokens, temperature=asked.temperature, **stops),
         num_generations=asked.num_generations,

@@ -614,6 +614,12 @@ class OnePass(Scores, SamplesGroups):
             roles["reward"] = Role.of(self.models.reward, "scalar")
         return roles
 
+    @model_validator(mode="after")
+    def _rewards_have_one_use(self) -> Self:
+        if any(reward.used_in != "both" for reward in self.rewards):
+            raise ValueError(f"rewards: a run of type {self.type!r} uses all of them. Leave used_in out.")
+        return self
+
 
 def refuse_equal_names(names: Sequence[str]) -> None:
     """Raises ValueError where two rewards would have one name in metrics."""

@@ -103,11 +103,12 @@ def importing(who: str) -> Iterator[None]:
 async def late_ones(
     tasks: Collection["asyncio.Task[Any]"], until_s: float
 ) -> dict["asyncio.Task[Any]", list[traceback.FrameSummary]]:
-    """Await tasks until `until_s` (time.monotonic(), in seconds); the late ones are cancelled.
+    """Await tasks until `until_s` (time.monotonic(), in seconds) or until one raises; the others are cancelled.
 
-    Returns, of each late one, the frames of the user's code where it waited.
+    Returns, of each that was cancelled, the frames of the user's code where it waited.
     """
-    _, late = await asyncio.wait(tasks, timeout=max(until_s - time.monotonic(), 0.0))
+    timeout_s = max(until_s - time.monotonic(), 0.0)
+    _, late = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
     for task in late:
         task.cancel()
     if late:

@@ -73,8 +73,8 @@ class Environments:
         """The answers to a request's episodes, in their order, whichever comes first.
 
         request  `begins`: a new batch begins, so that all environments are dropped
-        Raises RewardError, whose `place` is the sample, for the first episode that has none; where such are skipped,
-        only where no environment could be made.
+        Raises RewardError, whose `place` is the sample, for the first episode that fails, or else is late; where such
+        are skipped, only where no environment could be made.
         """
         if request["begins"]:
             self._running.clear()
@@ -86,6 +86,9 @@ class Environments:
     ) -> list[Answer | FailedAnswer]:
         tasks = [asyncio.ensure_future(self._answer(episode)) for episode in episodes]
         late = await late_ones(tasks, until_s - MARGIN_S)
+        for task in tasks:
+            if task not in late:
+                task.result()  # raises what an environment fails with: that explains more than a wait does
         answers = list[Answer | FailedAnswer]()
         for episode, task in zip(episodes, tasks, strict=True):
             if task not in late:

@@ -21,6 +21,10 @@ TIMEOUT_KEY = "reward_timeout_s"
 MOST_KEPT = 1 << 20  # values in memory, about 200 bytes each; the oldest go first
 
 
+class _Failed(Exception):
+    """A call has failed, and no other is awaited any longer."""
+
+
 class _Late(Exception):
     """An async reward has not ended in time.
 
@@ -196,7 +200,7 @@ class Judge:
             self._begin(call, batch)
             if call.error is not None and not self._skips:
                 self._stop(call, batch)
-        self._finish(calls, batch)
+        self._finish(calls, batch, to_first_fault=not self._skips)
         failed = [call for call in calls if call.error is not None]  # a user's exception may be false
         faulty = [call for call in failed if not (self._skips and call.fails_on_answers)]
         if faulty:  # a fault explains more than a wait does
@@ -215,14 +219,14 @@ class Judge:
         except BaseException as error:  # noqa: BLE001  SystemExit among them
             call.error = error
 
-    def _finish(self, calls: Sequence[_Call], batch: _Batch) -> None:
-        """Await the calls that are async, all together."""
+    def _finish(self, calls: Sequence[_Call], batch: _Batch, to_first_fault: bool = False) -> None:
+        """Await the calls that are async, all together; to_first_fault: until one fails."""
         waiting = [call for call in calls if call.error is None and hasattr(call.returned, "__await__")]
         if waiting:
             self._caller.say_awaiting(waiting[0].reward.name)
-            self._loop.run(self._awaited(waiting, batch.until_s))
+            self._loop.run(self._awaited(waiting, batch.until_s, to_first_fault))
 
-    async def _awaited(self, calls: Sequence[_Call], until_s: float) -> None:
+    async def _awaited(self, calls: Sequence[_Call], until_s: float, to_first_fault: bool) -> None:
         free = {entry.reward.name: asyncio.Semaphore(entry.concurrency) for entry in self._entries}
         half_s = max(until_s - time.monotonic(), 0.0) / 2
 
@@ -233,8 +237,10 @@ class Judge:
                     call.returned = await call.returned
                 except asyncio.CancelledError:
                     raise
-                except BaseException as error:  # noqa: BLE001
+                except BaseException as error:  # noqa: BLE001  asyncio would let SystemExit through
                     call.error = error
+                    if to_first_fault:
+                        raise _Failed from None
 
         tasks = {asyncio.ensure_future(in_turn(call)): call for call in calls}
         late = await late_ones(tasks, until_s)
@@ -245,6 +251,8 @@ class Judge:
                 call.error = _Late(late[task], call.began_s is not None and until_s - call.began_s > half_s)
             elif task.cancelled():  # by the reward itself
                 call.error = asyncio.CancelledError()
+            else:
+                task.exception()  # asyncio writes about those that nobody reads
 
     def _stop(self, failed: _Call, batch: _Batch) -> NoReturn:
         """Raises the fault of a call. The answer that the user's code fails on is searched for."""

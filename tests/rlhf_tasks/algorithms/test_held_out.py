@@ -124,6 +124,12 @@ def test_every_nth_iteration_is_due_and_the_last(every, due):
             "every=3 is no multiple of snapshot_every=2",
         ),
         ("evaluate", None, {"rewards": []}, "nothing scores the answers"),
+        (
+            "evaluate",
+            None,
+            {"rewards": [REWARD, OTHER | THERE]},
+            "rewards: a run of type 'evaluate' uses all of them. Leave used_in out.",
+        ),
     ],
 )
 def test_a_faulty_one_is_refused_in_one_sentence(kind, evaluation, more, told):

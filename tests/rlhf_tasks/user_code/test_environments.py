@@ -83,6 +83,9 @@ class Waiting(Failing):
     async def step(self, text):
         if self.n == 1:
             await asyncio.sleep(1000)
+        if self.n == 2 and self.how == "raises":
+            await asyncio.sleep(0.1)
+            self.raises()
         return "on", 0, False
 
 class Fragile:
@@ -296,6 +299,12 @@ def test_an_environment_that_never_answers_is_named_with_the_line_where_it_is(st
         "Correct it or raise reward_timeout_s."
     )
     assert caught.value.place == 1
+
+
+def test_an_environment_that_fails_ends_the_wait_for_the_others(start):
+    with pytest.raises(RewardError, match="step raised KeyError: 'no such door'") as caught:
+        start("Waiting", timeout_s=500.0, how="raises").answers(episodes("a"))
+    assert caught.value.place == 2
 
 
 @pytest.mark.parametrize(

@@ -269,9 +269,9 @@ async def judge(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_a_fault_is_told_before_a_wait_though_the_exception_is_false(start: Any, tmp_path: Path):
+def test_a_fault_ends_the_wait_for_other_answers_though_the_exception_is_false(start: Any, tmp_path: Path):
     (tmp_path / "mine.py").write_text(ONE_ANSWER)
-    process = start(rewards=[{"function": f"{tmp_path / 'mine.py'}:judge"}], reward_timeout_s=4.0)
+    process = start(rewards=[{"function": f"{tmp_path / 'mine.py'}:judge"}], reward_timeout_s=500.0)
     with pytest.raises(RewardError) as caught:
         judge(process, replace(SUMS, completions=["hangs", "raises", "good"]))
     assert "raised Empty: nothing there at " in str(caught.value)
