@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -129,18 +130,6 @@ def test_a_long_data_set_that_shrinks_well_is_read(tmp_path: Path, monkeypatch: 
     assert len(rows_of(path)) == 3000
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model_folder(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> Tokenizer:
-    return Tokenizer.from_folder(folder)
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -176,6 +165,7 @@ TEMPLATES = {
     "an exception": ("{{ raise_exception('no\n\nsystem') }}", "the chat template refuses the messages: no"),
     "an attribute": ("{{ messages.x.y }}", "has no attribute 'x'"),
     "the sandbox": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template refuses"),
+    "the messages": ("{{ messages.append(1) }}", "the chat template refuses"),
     "a format": ("{{ '%1000000000000d' % 1 }}", ""),
     "half a character": ("{{ '\\ud800' }}", ""),
 }
@@ -183,11 +173,9 @@ TEMPLATES = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_a_hostile_template_is_refused(folder: Path, tmp_path: Path, case: str):
+def test_a_hostile_template_is_refused(plain_folder: Path, tmp_path: Path, case: str):
     template, sentence = TEMPLATES[case]
-    for name in ("tokenizer.json", "config.json", "tokenizer_config.json", "generation_config.json"):
-        if (folder / name).exists():
-            (tmp_path / name).write_bytes((folder / name).read_bytes())
+    shutil.copytree(plain_folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text(template)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": [USER]}))

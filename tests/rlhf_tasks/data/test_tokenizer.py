@@ -89,3 +89,17 @@ def test_a_template_that_leaves_out_a_users_later_turn_is_refused(tmp_path: Path
     tokenizer = tokenizer_with("{{ messages[0].content }}{{ messages[1].content if messages[1:] }}", tmp_path)
     with pytest.raises(TokenizerError, match="does not write a user's turn after the assistant's"):
         Observations(tokenizer).ids("lower", ASKED, 9)
+
+
+def test_a_folder_that_holds_no_tokenizer_is_named(plain_folder: Path, tmp_path: Path):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="cannot be read as a tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((plain_folder / "tokenizer.json").read_bytes())
+    with pytest.raises(TokenizerError, match="declares no end token"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 9]}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.stop_ids, tokenizer.pad_id) == ((7, 9), 7)
