@@ -65,14 +65,14 @@ class Evaluation:
 
         at_start  whether it is the evaluation before the first iteration, whose number is `iteration`
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self._answers is not None:
             kind = "evaluation-at-start-" if at_start else "evaluation-"
-            found |= self._answers.metrics(engine, iteration, kind)
+            metrics |= self._answers.metrics(engine, iteration, kind)
         if self._completions is not None:
             rows = self._rows[COMPLETIONS]
-            found["eval/loss"] = completion_loss(engine, rows, self._completions, self._batch_size)
-        return found
+            metrics["eval/loss"] = completion_loss(engine, rows, self._completions, self._batch_size)
+        return metrics
 
 
 class HeldOutAnswers:
@@ -144,18 +144,18 @@ class HeldOutAnswers:
             for place, name in enumerate(names)
             if by_name[2 * place + 1]
         }
-        found = {**means, "eval/mean_length": tokens / n, "eval/clipped_ratio": clipped / n}
+        metrics = {**means, "eval/mean_length": tokens / n, "eval/clipped_ratio": clipped / n}
         if self._config.on_reward_error == "skip":
-            found["eval/skipped_samples"] = skipped
-        return {"eval/reward": total / n, **found} if means else found
+            metrics["eval/skipped_samples"] = skipped
+        return {"eval/reward": total / n, **metrics} if means else metrics
 
     def _answered(self, engine: Engine, context: CallContext) -> Iterator[SampleBatch]:
         """On a head: its share of the answers, batch by batch. Other ranks take part, but yield nothing."""
         sampling = sampling_params(self._config.sampling, self._tokenizer)
-        for asked in _batches(engine, self._rows, self._config, context.n_seqs, self._config.batch_size):
-            answered = draw(engine, asked, context, sampling, purpose=PURPOSE)
+        for rows in _batches(engine, self._rows, self._config, context.n_seqs, self._config.batch_size):
+            answered = draw(engine, rows, context, sampling, purpose=PURPOSE)
             if answered is not None and len(answered):
-                columns = {"columns": asked["columns"]}
+                columns = {"columns": rows["columns"]}
                 yield SampleBatch(answered.ids, {**answered.data, **columns})
 
 
@@ -190,7 +190,7 @@ def _batches(
         ids = range(first, min(first + at_once, count))
         mine = None
         if engine.is_head:
-            own = shares(side, ids)[rank]
-            found = fetch(rows, config, own or (0,)).to(engine.device)
-            mine = found if own else found.take(())  # no samples, with the same keys
+            share = shares(side, ids)[rank]
+            fetched = fetch(rows, config, share or (0,)).to(engine.device)
+            mine = fetched if share else fetched.take(())  # no samples, with the same keys
         yield share_batch(mine, engine.placement, engine.groups)

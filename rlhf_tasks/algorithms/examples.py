@@ -39,26 +39,26 @@ def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROW
     Raises DataError (naming file:line), TokenizerError, or ConfigError if the algorithm's `fetch` leaves out a key.
     """
     record, data, limit = algorithm(config.type), data_set(config.data), _Limit.of(config)
-    key, kept = _key(config, record, data, limit), None
+    key, stored = _key(config, record, data, limit), None
     if folder is not None:
         with suppress(DataError):  # none, or a damaged one: it is made anew
-            kept = TokenFile.open(folder / name)
-    if kept is None or kept.key != key:
+            stored = TokenFile.open(folder / name)
+    if stored is None or stored.key != key:
         files = [str(file.path) for file in data.files]
         skipped = _Skipped()
-        told = (skipped.malformed_row, skipped.long_row) if _skips(config) else (refuse, refuse)
+        bad = (skipped.malformed_row, skipped.long_row) if _skips(config) else (refuse, refuse)
         tokenizer = Tokenizer.from_folder(config.models.tokenizer)
-        rows = _token_rows(config, tokenizer, record, data, limit, *told)
+        rows = _token_rows(config, tokenizer, record, data, limit, *bad)
         place, given = Path(config.output_dir), (skipped.rows, data.sources, tokenizer.size)
         made = new_token_file(place, key, data.digest, files, rows, *given)
         skipped.refuse_many(len(made))
         _refuse_empty(made, config)
         _refuse_one_label(made, config)
         return made
-    longer = kept.first_longer(limit.most)
+    longer = stored.first_longer(limit.most)
     if longer is not None:
-        limit.check(longer[1], kept.where(longer[0]))
-    return kept
+        limit.check(longer[1], stored.where(longer[0]))
+    return stored
 
 
 def prompt_tokens(config: RunConfig) -> list[int]:
@@ -97,10 +97,10 @@ def _sampled(config: RunConfig) -> list[Any]:
 def first_example(config: RunConfig, reader: Reader[Any], tokenizer: Tokenizer) -> tuple[PlacedRow, Any]:
     """The first row that can be used, and its example. Raises DataError where there is none."""
     bad = _ignored if _skips(config) else refuse
-    found = next(read_examples(reader, data_set(config.data).rows(bad), tokenizer, bad), None)
-    if found is None:
+    first = next(read_examples(reader, data_set(config.data).rows(bad), tokenizer, bad), None)
+    if first is None:
         raise DataError(f"{config.data.name}: has no row that can be used.")
-    return found
+    return first
 
 
 def _ignored(where: str, error: DataError) -> None:
@@ -119,11 +119,11 @@ def read_examples(
                 with _at(each.where):
                     reading = reader(each.row, tokenizer)
                     tools = tools_of(each.row)
-                    asked: list[Conversation] = [(one[0], one[1], tools) for one in next(reading)]
+                    conversations: list[Conversation] = [(one[0], one[1], tools) for one in next(reading)]
             except DataError as error:
                 bad(each.where, error)
                 continue
-            begun.append((each, reading, asked))
+            begun.append((each, reading, conversations))
         yield from _finished(begun, tokenizer, bad)
 
 
@@ -132,12 +132,12 @@ def _finished(
 ) -> Iterator[tuple[PlacedRow, Any]]:
     """The examples of rows whose conversations must be rendered first."""
     texts: Iterator[str] | None = None
-    for place, (each, reading, asked) in enumerate(begun):
+    for place, (each, reading, conversations) in enumerate(begun):
         if texts is None:
             texts = tokenizer.render([one for *_, rest in begun[place:] for one in rest])
         try:
             with _at(each.where):
-                read = _returned(reading, list(islice(texts, len(asked))))
+                read = _returned(reading, list(islice(texts, len(conversations))))
         except DataError as error:
             bad(each.where, error)
             texts = None  # no text follows one that failed
@@ -282,9 +282,9 @@ def endless(config: RunConfig, tokenizer: Tokenizer) -> str:
     placed = data_set(config.data).first()
     if placed is None or not any(isinstance(placed.row.get(name), list) for name in CONVERSATIONS):
         return ""
-    told = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
+    probe = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     try:
-        (text,) = tokenizer.render([(told, False)])
+        (text,) = tokenizer.render([(probe, False)])
     except TokenizerError:  # it wants other conversations
         return ""
     end = text.rpartition(PROBE)[2]
@@ -339,10 +339,10 @@ class _Limit(NamedTuple):
 
     @staticmethod
     def of(config: RunConfig) -> "_Limit":
-        found = [
+        contexts = [
             (read_shape(parts.folder).context, role, parts.folder) for role, parts in config.roles().items()
         ]
-        context, role, folder = min(found, key=lambda each: each[0])
+        context, role, folder = min(contexts, key=lambda each: each[0])
         answer = config.sampling.max_completion_length if isinstance(config, Samples) else 0
         return _Limit(config.data.max_prompt_tokens, role, folder, context, answer)
 

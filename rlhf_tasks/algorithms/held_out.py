@@ -24,16 +24,16 @@ def section_of(config: RunConfig) -> EvaluationConfig | None:
 
 def held_out_sets(config: RunConfig) -> dict[str, RunConfig]:
     """File in the run folder -> the configuration by whose rules the held-out rows in it are read."""
-    found = {HELD_OUT: evaluation_of(config), COMPLETIONS: completions_of(config)}
-    return {name: reader for name, reader in found.items() if reader is not None}
+    readers = {HELD_OUT: evaluation_of(config), COMPLETIONS: completions_of(config)}
+    return {name: reader for name, reader in readers.items() if reader is not None}
 
 
 def completions_of(config: RunConfig) -> SFTConfig | None:
     """The supervised fine-tuning whose loss on the held-out rows is `eval/loss`; None where that is not asked for."""
-    asked = section_of(config)
-    if asked is None or not asked.loss:
+    section = section_of(config)
+    if section is None or not section.loss:
         return None
-    data = _data(config, asked)
+    data = _data(config, section)
     if isinstance(config, SFTConfig):
         return config.model_copy(update={"data": data})
     models = ActorOnly(actor=config.models.actor)
@@ -48,11 +48,11 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
     """
     if not isinstance(config, TrainingConfig) or config.evaluation is None:
         return None
-    asked, rewards = config.evaluation, config.rewards_of_evaluation
+    section, rewards = config.evaluation, config.rewards_of_evaluation
     environment = config.environment if isinstance(config, Scores) else None
     if not (rewards or environment):
         return None
-    tokens, stops = asked.max_completion_length, {}
+    tokens, stops = section.max_completion_length, {}
     if isinstance(config, Samples):
         sampling = config.sampling
         tokens = tokens or sampling.max_completion_length
@@ -63,15 +63,15 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
     assert tokens is not None, "the configuration has checked this"
     return EvaluateConfig(
         models=RolloutModels(actor=config.models.actor),
-        data=_data(config, asked),
+        data=_data(config, section),
         output_dir=config.output_dir,
         seed=config.seed,
         dtype=config.dtype,
         rewards=tuple(reward.model_copy(update={"used_in": "both"}) for reward in rewards),
         environment=environment,
-        sampling=AnsweringConfig(max_completion_length=tokens, temperature=asked.temperature, **stops),
-        num_generations=asked.num_generations,
-        batch_size=rows_at_once(config) * asked.num_generations,
+        sampling=AnsweringConfig(max_completion_length=tokens, temperature=section.temperature, **stops),
+        num_generations=section.num_generations,
+        batch_size=rows_at_once(config) * section.num_generations,
         cluster=config.cluster,
         on_reward_error=config.on_reward_error,
         reward_timeout_s=config.reward_timeout_s,
@@ -83,8 +83,8 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
 def rows_at_once(config: RunConfig) -> int:
     """Held-out rows that all ranks compute together, at least one: as many as have a batch's number of answers, at
     most `MOST_AT_ONCE`: an evaluation has one micro-batch."""
-    asked = section_of(config)
-    return max(1, min(MOST_AT_ONCE, config.batch_size) // (1 if asked is None else asked.num_generations))
+    section = section_of(config)
+    return max(1, min(MOST_AT_ONCE, config.batch_size) // (1 if section is None else section.num_generations))
 
 
 def scoring_rewards_of(config: RunConfig) -> tuple[RewardConfig, ...]:
@@ -100,14 +100,14 @@ def shared_prompts(config: RunConfig) -> str | None:
     section = section_of(config)
     if section is None:
         return None
-    asked = {prompt: placed.where for prompt, placed in _prompts(data_set(_data(config, section)))}
+    held_out = {prompt: placed.where for prompt, placed in _prompts(data_set(_data(config, section)))}
     rows = data_set(config.data).rows(_leave_out)
-    trained = {prompt for prompt, _ in _prompts(rows) if prompt in asked}
+    trained = {prompt for prompt, _ in _prompts(rows) if prompt in held_out}
     if not trained:
         return None
-    first = next(where for prompt, where in asked.items() if prompt in trained)
+    first = next(where for prompt, where in held_out.items() if prompt in trained)
     return (
-        f"evaluation: {len(trained)} of {len(asked)} held-out prompts are also in {config.data.name} (the first: "
+        f"evaluation: {len(trained)} of {len(held_out)} held-out prompts are also in {config.data.name} (the first: "
         f"{first}). On these the scores do not tell how well the model does on prompts that it has not seen."
     )
 

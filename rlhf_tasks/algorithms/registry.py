@@ -226,53 +226,53 @@ def algorithm(name: str) -> Algorithm:
     if package == OURS:
         return entry.load()
     try:
-        found = entry.load()
+        record = entry.load()
     except Exception as fault:
         raise ConfigError(
             f"{_whose(name, package)} ({entry.value}) cannot be imported: {type(fault).__name__}: "
             f"{one_line(str(fault))}. Fix or uninstall that package."
         ) from fault
-    return _checked(found, name, package, entry.value)
+    return _checked(record, name, package, entry.value)
 
 
-def _checked(found: Any, name: str, package: str, value: str) -> Algorithm:
+def _checked(record: Any, name: str, package: str, value: str) -> Algorithm:
     """The record that another package has registered, with `package` set. Raises ConfigError if it is not valid."""
     whose, remedy = _whose(name, package), "Fix or uninstall that package."
-    if not isinstance(found, Algorithm):
+    if not isinstance(record, Algorithm):
         raise ConfigError(
-            f"{whose} ({value}) is not an Algorithm but of type {type(found).__name__}. {remedy}"
+            f"{whose} ({value}) is not an Algorithm but of type {type(record).__name__}. {remedy}"
         )
-    if not (isinstance(found.config, type) and issubclass(found.config, RunConfig)):
+    if not (isinstance(record.config, type) and issubclass(record.config, RunConfig)):
         raise ConfigError(
-            f"{whose} has a configuration that is not a RunConfig: {shown(found.config)}. {remedy}"
+            f"{whose} has a configuration that is not a RunConfig: {shown(record.config)}. {remedy}"
         )
     for field in ("type", "models"):
-        if field not in found.config.model_fields:
+        if field not in record.config.model_fields:
             raise ConfigError(f"{whose} has a configuration without the field {field!r}. {remedy}")
-    if found.name != name:
+    if record.name != name:
         raise ConfigError(
-            f"{whose} has configurations of type {shown(found.name)}: its entry point must have that name. {remedy}"
+            f"{whose} has configurations of type {shown(record.name)}: its entry point must have that name. {remedy}"
         )
-    return replace(found, package=package)
+    return replace(record, package=package)
 
 
 @cache
 def _sources() -> dict[str, _EntryOf]:
     """Name -> source of its record, built-in ones first. Raises ConfigError as `algorithm_names` does."""
-    found: dict[str, _EntryOf] = {}
+    sources: dict[str, _EntryOf] = {}
     for name, source in _registered():
         if not name.isidentifier():
             raise ConfigError(
                 f"the package {source.package} registers an algorithm called {shown(name)}. A name has letters, "
                 "digits and underscores only: rename it or uninstall that package."
             )
-        if name in found:
+        if name in sources:
             raise ConfigError(
-                f"the packages {found[name].package} and {source.package} both have an algorithm called {name!r}. "
+                f"the packages {sources[name].package} and {source.package} both have an algorithm called {name!r}. "
                 "Rename one or uninstall its package."
             )
-        found[name] = source
-    return found
+        sources[name] = source
+    return sources
 
 
 def _registered() -> Iterator[tuple[str, _EntryOf]]:

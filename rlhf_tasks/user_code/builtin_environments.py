@@ -129,8 +129,8 @@ class GuessingGame:
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """(the hint, the reward, whether the game is over)"""
-        found = re.search("[0-9]+", text[:1000])
-        guess = None if found is None else int(found[0])
+        match = re.search("[0-9]+", text[:1000])
+        guess = None if match is None else int(match[0])
         self._left -= 1
         if guess == self._number:
             return "right", 1.0, True

@@ -192,7 +192,7 @@ def format(completions: Sequence[Any], pattern: str = "", whole: bool = True, **
     looked_for = compiled("format", "pattern", pattern)
     if whole:
         looked_for = compiled("format", "pattern", rf"\A\s*(?:{pattern})\s*\Z")
-    matches = (found("format", looked_for, text, place) for place, text in enumerate(texts(completions)))
+    matches = (matches_in("format", looked_for, text, place) for place, text in enumerate(texts(completions)))
     return [float(bool(each)) for each in matches]
 
 
@@ -226,7 +226,7 @@ def _extracted(reward: str, completions: Sequence[Any], extract: str | None) -> 
         return iter(said)
     pattern = compiled(reward, "extract", extract)
     group = min(pattern.groups, 1)
-    matches = (found(reward, pattern, text, place) for place, text in enumerate(said))
+    matches = (matches_in(reward, pattern, text, place) for place, text in enumerate(said))
     return (each[-1].group(group) if each else None for each in matches)
 
 
@@ -308,7 +308,7 @@ def compiled(reward: str, argument: str, pattern: Any) -> "regex.Pattern[str]":
         ) from None
 
 
-def found(reward: str, pattern: "regex.Pattern[str]", text: str, place: int) -> "list[regex.Match[str]]":
+def matches_in(reward: str, pattern: "regex.Pattern[str]", text: str, place: int) -> "list[regex.Match[str]]":
     """The matches of a pattern in an answer. Raises RewardError where the search takes longer than PATTERN_S."""
     try:
         return list(pattern.finditer(text, timeout=PATTERN_S))
@@ -435,12 +435,12 @@ def _closed(text: str) -> str:
 def _last(text: str) -> Number | None:
     for line in reversed(_plain(text).split("\n")):
         line = re.sub(r"^\s*[-+•]\s+", "", line)  # of a list's entry
-        found, end = _formula(line, anywhere=True)
-        while found is not None:
-            last, behind = found, end
-            found, end = _formula(line, end, anywhere=True)
-            if found is None:
-                return _read(last, line[behind:])
+        formula, end = _formula(line, anywhere=True)
+        while formula is not None:
+            last, after = formula, end
+            formula, end = _formula(line, end, anywhere=True)
+            if formula is None:
+                return _read(last, line[after:])
     return None
 
 
@@ -448,7 +448,7 @@ def _plain(text: str) -> str:
     """A text without what has no part in a number's value."""
     for pattern, by in _REPLACED:
         text = pattern.sub(by, text)
-    return _THOUSANDS.sub(lambda found: found[0].replace(" ", ""), text)
+    return _THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
 def _formula(line: str, start: int = 0, anywhere: bool = False) -> tuple[str | None, int]:
@@ -471,8 +471,8 @@ def _formula(line: str, start: int = 0, anywhere: bool = False) -> tuple[str | N
         if not anywhere:
             return None, end
         words = []
-    found = " ".join(words)
-    return (found if any(c.isdecimal() for c in found) else None), end
+    formula = " ".join(words)
+    return (formula if any(c.isdecimal() for c in formula) else None), end
 
 
 def _is_formula(word: str) -> bool:
@@ -506,28 +506,28 @@ def _read(formula: str, rest: str) -> Number | None:
 def _value(text: str) -> Fraction | None:
     if len(text) > MOST_DIGITS:
         return None
-    if found := _MIXED.fullmatch(text):
-        return _signed(found["sign"], _fraction(found["whole"]), _over(found["top"], found["bottom"]))
+    if match := _MIXED.fullmatch(text):
+        return _signed(match["sign"], _fraction(match["whole"]), _over(match["top"], match["bottom"]))
     if re.search(r"[\d.,)}] [\d.(]", text):  # two numbers side by side
         return None
     text = text.replace(" ", "")
-    if found := _NUMBER.fullmatch(text):
-        return _fraction(found["value"])
-    if found := _RATIO.fullmatch(text):
-        return _over(found["top"], found["bottom"])
-    if found := _FRACTION.fullmatch(text):
-        part = _over(found["top"] or found["t"], found["bottom"] or found["b"])
-        return _signed(found["sign"], _fraction(found["whole"] or "0"), part)
-    if found := _POWER.fullmatch(text):
-        return _signed(found["sign"], Fraction(0), _power(found))
+    if match := _NUMBER.fullmatch(text):
+        return _fraction(match["value"])
+    if match := _RATIO.fullmatch(text):
+        return _over(match["top"], match["bottom"])
+    if match := _FRACTION.fullmatch(text):
+        part = _over(match["top"] or match["t"], match["bottom"] or match["b"])
+        return _signed(match["sign"], _fraction(match["whole"] or "0"), part)
+    if match := _POWER.fullmatch(text):
+        return _signed(match["sign"], Fraction(0), _power(match))
     return None
 
 
-def _power(found: "re.Match[str]") -> Fraction | None:
-    base, power = _fraction(found["base"]), int(found["power"] or found["p"])
-    if abs(power) * len(found["base"]) > MOST_DIGITS or (base == 0 and power < 0):
+def _power(match: "re.Match[str]") -> Fraction | None:
+    base, power = _fraction(match["base"]), int(match["power"] or match["p"])
+    if abs(power) * len(match["base"]) > MOST_DIGITS or (base == 0 and power < 0):
         return None
-    return _fraction(found["factor"] or "1") * base**power
+    return _fraction(match["factor"] or "1") * base**power
 
 
 def _signed(sign: str, whole: Fraction, part: Fraction | None) -> Fraction | None:

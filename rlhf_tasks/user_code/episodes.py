@@ -56,12 +56,12 @@ class Environments:
         self._name = f"environment {begin['factory']}"
         self._kwargs = caller.secrets.resolved(self._name, begin["kwargs"])
         with importing(self._name):
-            self._factory = self._found(*begin["factory"].rsplit(":", 1))
+            self._factory = self._factory_at(*begin["factory"].rsplit(":", 1))
         self._loop = asyncio.Runner()  # one for all requests: an environment may keep a connection open
         self._running: dict[int, tuple[Any, int]] = {}
         self._open = 0  # episodes that were begun and wait for their answers
 
-    def _found(self, place: str, name: str) -> Callable[..., Any]:
+    def _factory_at(self, place: str, name: str) -> Callable[..., Any]:
         factory = getattr(module_at(place, "environments"), name, None)
         if factory is None:
             raise RewardError(f"{self._name}: {place} has no {name!r}. Name a class or a function.")

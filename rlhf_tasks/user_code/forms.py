@@ -238,8 +238,8 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundReward:
-    """A reward function that was found.
+class Reward:
+    """A reward function of the user's, or of ours, with how it is called.
 
     file              the source file of its function; "" where Python does not know it
     answers_per_call  the most answers that a call judges, each call being a request to a service; None: it is no
@@ -391,7 +391,7 @@ def _keys(mapping: Mapping[Any, Any]) -> str:
     return shortened(", ".join(map(str, mapping)), 200) or "none"
 
 
-def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = "sequence") -> FoundReward:
+def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = "sequence") -> Reward:
     """The reward at `module:function` or `file.py:function`. From a class, an object is made with `kwargs`.
 
     Raises RewardError when it is not there or its parameters match no form. What the user's module raises while it is
@@ -416,7 +416,7 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = 
     code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
     file = code.co_filename if code is not None else ""
     form = parameters.form(location, kwargs)
-    return FoundReward(name, location, target, parameters, form, kwargs, file, per=per)
+    return Reward(name, location, target, parameters, form, kwargs, file, per=per)
 
 
 def module_at(place: str, kind: str = "rewards") -> ModuleType:

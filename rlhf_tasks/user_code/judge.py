@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
 from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, raised, traced
-from rlhf_tasks.user_code.forms import Answers, FoundReward, RewardValue, TrainerState, load_reward
+from rlhf_tasks.user_code.forms import Answers, Reward, RewardValue, TrainerState, load_reward
 from rlhf_tasks.user_code.service import RequestError, Service
 
 TIMEOUT_KEY = "reward_timeout_s"
@@ -45,7 +45,7 @@ class _Entry:
     code         digest of what its values depend on beside the sample; "" where they are not kept
     """
 
-    reward: FoundReward
+    reward: Reward
     concurrency: int
     code: str
 
@@ -75,7 +75,7 @@ class _Call:
     began_s   time.monotonic() at which an async one had its turn; None before
     """
 
-    reward: FoundReward
+    reward: Reward
     places: Sequence[int]
     logged: dict[str, Any] = field(default_factory=dict)
     returned: Any = None
@@ -122,7 +122,7 @@ class _Share:
     logged  what the reward logs
     """
 
-    reward: FoundReward
+    reward: Reward
     keys: Mapping[int, str]
     values: dict[int, RewardValue]
     logged: dict[str, Any] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_tasks.user_code.errors import RewardError, shortened
-from rlhf_tasks.user_code.forms import TRL, FoundReward, Parameters
+from rlhf_tasks.user_code.forms import TRL, Parameters, Reward
 
 MOST_BYTES = 16 << 20  # of an answer
 RETRIES = 3  # of a request that cannot be sent, or whose service is busy
@@ -59,7 +59,7 @@ class Service:
     allow_private: bool
     per: str = "sequence"
 
-    def reward(self) -> FoundReward:
+    def reward(self) -> Reward:
         """The service as an async reward of TRL's form, each call of which is one request.
 
         Raises RewardError for a header that cannot be sent.
@@ -71,7 +71,7 @@ class Service:
                     "that no header may have. Remove it where the value is set."
                 )
         anything = Parameters((), (), takes_any=True)
-        return FoundReward(
+        return Reward(
             self.name,
             self.url,
             self._judge,
@@ -123,7 +123,7 @@ class Service:
                         response, answer = self._exchanged(wire, content)
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() < until_s and not isinstance(error, TimeoutError):
-                raise _Again(f"cannot be reached: {_told(error)}") from None
+                raise _Again(f"cannot be reached: {_reason(error)}") from None
             raise RequestError(  # another try would find no time
                 f"reward {self.name!r}: {self.url} gave no answer in {self.request_timeout_s:g} s, half of "
                 "reward_timeout_s. Raise that if the service is only slow."
@@ -166,10 +166,10 @@ class Service:
     def _resolved(self, host: str, port: int) -> list[str]:
         """The addresses of a host. Raises RewardError where one is private and not allowed, and _Again."""
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise _Again(f"cannot be found: {_told(error)}") from None
-        addresses = [str(place[0]) for *_, place in found]
+            raise _Again(f"cannot be found: {_reason(error)}") from None
+        addresses = [str(place[0]) for *_, place in resolved]
         for address in addresses:
             if not self.allow_private and not is_public(address):
                 raise RewardError(
@@ -221,5 +221,5 @@ def _ending(wire: socket.socket, until_s: float) -> Iterator[None]:
             timer.join()
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

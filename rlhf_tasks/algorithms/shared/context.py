@@ -69,9 +69,9 @@ class CallContext:
         self.tally.append(figures)
         if self.part.number < self.part.of - 1:
             return None
-        found = list(self.tally)
+        of_all = list(self.tally)
         self.tally.clear()
-        return found
+        return of_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -450,15 +450,15 @@ def with_environment(calls: Sequence[ModelFunctionCall], skips: bool) -> list[Mo
     if not scoring:
         raise ConfigError("environment: no call of this algorithm gives scores. Leave it out.")
     keys = (ENVIRONMENT_REWARDS, ENVIRONMENT_FAULT) if skips else (ENVIRONMENT_REWARDS,)
-    found = []
+    result = []
     for call in calls:
         if call.name == "actor_generate":
             inputs, outputs = (*call.inputs, "columns"), (*call.outputs, *keys)
             call = call.model_copy(update={"inputs": inputs, "outputs": outputs})
         elif call.name in scoring:
             call = call.model_copy(update={"inputs": (*call.inputs, *keys)})
-        found.append(call)
-    return found
+        result.append(call)
+    return result
 
 
 DRAWN_BY = "drawn_by"
@@ -487,16 +487,16 @@ def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig
     if not config.learns_from_older:
         return list(calls)
     segment = config.sampling.segment_tokens
-    found = list[ModelFunctionCall]()
+    result = list[ModelFunctionCall]()
     proximal = (PROXIMAL,) if config.infers_proximal else ()
     for call in calls:
         if call.kind == "generate":
             drawn = (DRAWN_BY,) if call.name == "actor_generate" else ()
             changed = {"lead": config.staleness, "outputs": (*call.outputs, *drawn)}
-            found.append(call.model_copy(update=changed))
+            result.append(call.model_copy(update=changed))
         elif call.kind == "train_step" and call.role == "actor":
             if proximal:
-                found.append(
+                result.append(
                     ModelFunctionCall(
                         name="actor_inference",
                         role="actor",
@@ -508,10 +508,10 @@ def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig
                         remap={PROXIMAL: "logprobs"},
                     )
                 )
-            found.append(call.model_copy(update={"inputs": (*call.inputs, DRAWN_BY, *proximal)}))
+            result.append(call.model_copy(update={"inputs": (*call.inputs, DRAWN_BY, *proximal)}))
         else:
-            found.append(call)
-    return found if segment is None else in_segments(found, segment)
+            result.append(call)
+    return result if segment is None else in_segments(result, segment)
 
 
 def in_segments(calls: Sequence[ModelFunctionCall], segment_tokens: int) -> list[ModelFunctionCall]:
@@ -528,7 +528,7 @@ def in_segments(calls: Sequence[ModelFunctionCall], segment_tokens: int) -> list
             "prompts, but in segments they would end at different times. Leave it out, or choose an algorithm that "
             "generates once, such as grpo or ppo."
         )
-    found = list[ModelFunctionCall]()
+    result = list[ModelFunctionCall]()
     for call in calls:
         changed: dict[str, object] = {}
         if call.kind == "generate":
@@ -540,5 +540,5 @@ def in_segments(calls: Sequence[ModelFunctionCall], segment_tokens: int) -> list
         elif "columns" in call.inputs:
             inputs = (COLUMNS if key == "columns" else key for key in call.inputs)
             changed = {"inputs": (*inputs, NUMBER), "remap": {**call.remap, COLUMNS: "columns"}}
-        found.append(call.model_copy(update=changed))
-    return found
+        result.append(call.model_copy(update=changed))
+    return result

@@ -141,8 +141,8 @@ def _faults(batch: SampleBatch, judged: Judged, config: Scores, all_judged: bool
     if all_judged and config.on_reward_error == "skip" and _only_rewards_judge(config):
         faults = _unjudged(judged.values, len(batch)) | faults
     if config.environment is not None and ENVIRONMENT_FAULT in batch.data:
-        told = enumerate(batch[ENVIRONMENT_FAULT].texts())
-        faults |= {place: Fault(config.environment.name, reason) for place, reason in told if reason}
+        reasons = enumerate(batch[ENVIRONMENT_FAULT].texts())
+        faults |= {place: Fault(config.environment.name, reason) for place, reason in reasons if reason}
     return faults
 
 
@@ -429,6 +429,6 @@ def _logged(scored: Scored, place: int) -> dict[str, Any]:
     n = len(scored.answers)
     return {
         f"{reward}/{name}": value[place] if isinstance(value, list) and len(value) == n else value
-        for reward, told in scored.logged.items()
-        for name, value in told.items()
+        for reward, columns in scored.logged.items()
+        for name, value in columns.items()
     }

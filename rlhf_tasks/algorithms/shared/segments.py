@@ -58,13 +58,13 @@ def functions_of(
 ) -> dict[str, CallFunction]:
     """The functions of a graph's calls. With segments, generation is `draw_segments`."""
     known = {call.name: call for call in calls}
-    found = dict(functions)
+    result = dict(functions)
     for name, function in functions.items():
         if known[name].segment_tokens:
-            found[name] = draw_segments(known[name])
+            result[name] = draw_segments(known[name])
         elif NUMBER in known[name].inputs:
-            found[name] = under_their_numbers(function)
-    return found
+            result[name] = under_their_numbers(function)
+    return result
 
 
 def under_their_numbers(function: CallFunction) -> CallFunction:
@@ -136,7 +136,7 @@ def draw_segments(call: ModelFunctionCall) -> CallFunction:
             if int(sample[NUMBER]) // size in due
         }
         ends = {number: places[place] for number, place in sorted(delivered.items())}
-        told = _Figures(
+        figures = _Figures(
             delivered=len(ends),
             tokens=sum(int(sample["response_mask"].sum()) for sample in ends.values()),
             truncated=sum(int(sample["truncated"]) for sample in ends.values()),
@@ -148,7 +148,7 @@ def draw_segments(call: ModelFunctionCall) -> CallFunction:
         )
         for place in delivered.values():
             places[place] = _free(call, places[place][GROUPS_BEGUN])
-        metrics = _metrics(engine, told)
+        metrics = _metrics(engine, figures)
         return CallOutput(_batch(ends).to(engine.device) if ends else None, metrics, _batch(places))
 
     return function
@@ -292,14 +292,14 @@ class _Figures(NamedTuple):
     heads: float = 0
 
 
-def _metrics(engine: Engine, own: _Figures | None) -> dict[str, float]:
-    """The metrics of a call. Collective over the mesh. own: on a head"""
-    of_all = engine.sum_over_dp(torch.tensor(own or _Figures(), dtype=torch.float64))
-    told = _Figures(*of_all.tolist())
+def _metrics(engine: Engine, mine: _Figures | None) -> dict[str, float]:
+    """The metrics of a call. Collective over the mesh. mine: on a head"""
+    of_all = engine.sum_over_dp(torch.tensor(mine or _Figures(), dtype=torch.float64))
+    figures = _Figures(*of_all.tolist())
     return {
-        "completions/mean_length": told.tokens / told.delivered,
-        "completions/clipped_ratio": told.truncated / told.delivered,
-        "throughput/tokens_per_s": told.drawn * told.heads / told.seconds,
-        "segments/unfinished": told.unfinished,
-        "segments/waiting": told.waiting,
+        "completions/mean_length": figures.tokens / figures.delivered,
+        "completions/clipped_ratio": figures.truncated / figures.delivered,
+        "throughput/tokens_per_s": figures.drawn * figures.heads / figures.seconds,
+        "segments/unfinished": figures.unfinished,
+        "segments/waiting": figures.waiting,
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.forms import TRL, FoundReward, Parameters, TrainerState, load_reward
+from rlhf_tasks.user_code.forms import TRL, Parameters, Reward, TrainerState, load_reward
 from tests.judged import LABELLED, SUMS, VERL, answers
 
 REWARDS = Path(__file__).parents[2] / "second_user_rewards"
@@ -98,7 +98,7 @@ def test_some_answers_are_whole_answers():
     assert (len(some), some.prompt_texts) == (2, ["What is 9 - 8?", "What is 3 + 4?"])
 
 
-TOKENS = FoundReward("mine", "m:f", max, Parameters((), (), takes_any=True), TRL, {}, "", per="token")
+TOKENS = Reward("mine", "m:f", max, Parameters((), (), takes_any=True), TRL, {}, "", per="token")
 STEPS = replace(TOKENS, per="step")
 
 
@@ -128,7 +128,7 @@ def test_a_reward_per_token_gives_a_number_for_each_and_one_per_step_names_the_s
         (STEPS, [[0, "x"]], "returned 'x': not a number."),
     ],
 )
-def test_what_is_no_value_of_tokens_or_steps_is_named(reward: FoundReward, value: Any, sentence: str):
+def test_what_is_no_value_of_tokens_or_steps_is_named(reward: Reward, value: Any, sentence: str):
     with pytest.raises(RewardError) as caught:
         reward.value(value, 3)
     assert sentence in str(caught.value)
