@@ -128,7 +128,7 @@ def plan(
     mode
         How to find the plan.
     evaluate
-        A YAML file with a plan to price instead of a search: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
+        A YAML file with a plan to price instead of a search, with lines such as `actor_train: 0-3 d2 t2 m4`.
     time_limit
         Seconds that a search may take; default: planning.time_limit_s. Plans made by a rule get a second under any
         limit, since otherwise there may be no plan. The comparison takes extra time; --no-compare leaves it out.

@@ -211,7 +211,8 @@ async def _end(
     if (scores := summary.get("scores")) is not None:
         await view.api.show(lambda: artifacts.show_scores(scores))
     compared = summary["planned_and_measured"]
-    await view.api.show(lambda: artifacts.show_planned_and_measured(compared))
+    if compared["iterations"]:
+        await view.api.show(lambda: artifacts.show_planned_and_measured(compared))
     if missing := view.api.missing():
         view.say(
             f"Prefect does not show all of the run, which continued without the server for {missing['away_s']} s: "
@@ -225,7 +226,8 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
     """Export the trained model and write `summary.json`."""
     metrics, lineage = read_jsonl(folder / METRICS), read_jsonl(folder / LINEAGE)
     summary = run_figures(replanning.plans, lineage)
-    last, rows = rows_by_plan(replanning.plans, lineage)[-1]
+    parts = rows_by_plan(replanning.plans, lineage)
+    last, rows = parts[-1] if parts else (replanning.present, [])
     expected = replanning.expected[last.iteration]
     summary["planned_and_measured"] = planned_and_measured(last.plan, expected, rows)
     keep_drift(last.plan, expected, summary["planned_and_measured"])

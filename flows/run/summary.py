@@ -75,17 +75,17 @@ def run_figures(plans: Sequence[RunPlan], lineage: Sequence[JournalRow]) -> dict
     count = sum(len({row["iteration"] for row in rows}) for _, rows in parts)
     wall_s = sum(running_s(spans_of(p.plan, rows)) for p, rows in parts)
     idle = _added(_idle(p.plan, rows) for p, rows in parts)
-    last, last_rows = parts[-1]
+    last, last_rows = parts[-1] if parts else (plans[-1], [])
     return {
         "iterations": len({row["iteration"] for row in lineage}),
         "seconds": round(wall_s, 3),
-        "seconds_per_iteration": round(wall_s / count, 4),
+        "seconds_per_iteration": round(wall_s / max(count, 1), 4),
         "plan_changes": [planned.iteration for planned in plans[1:]],
         "calls": _calls(last.plan, last_rows),
         "bytes_reallocated": sum(_bytes_sent(p.plan, rows, "reallocate") for p, rows in parts),
         "bytes_redistributed": sum(_bytes_sent(p.plan, rows, "transfer") for p, rows in parts),
-        "orchestration_overhead_s": round(sum(idle.values()) / len(idle) / count, 5),
-        "orchestration_overhead_worst_rank_s": round(max(idle.values()) / count, 5),
+        "orchestration_overhead_s": round(sum(idle.values()) / max(len(idle) * count, 1), 5),
+        "orchestration_overhead_worst_rank_s": round(max(idle.values(), default=0.0) / max(count, 1), 5),
         "overlaps_s": _rounded(_added(_overlaps(p.plan, rows) for p, rows in parts)),
     }
 
@@ -107,10 +107,10 @@ def rows_by_plan(
 ) -> list[tuple[RunPlan, list[JournalRow]]]:
     """The rows of the iterations that went by each plan. Plans that no iteration went by are left out, and iterations
     of a plan that its user has removed."""
-    nodes: dict[int, set[str]] = defaultdict(set)
+    ran: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for row in lineage:
-        nodes[row["iteration"]].add(row["node"])
-    gone_by = {iteration: _plan_of(plans, iteration, names) for iteration, names in nodes.items()}
+        ran[row["iteration"]].update((row["node"], int(rank)) for rank in row["clocks"])
+    gone_by = {iteration: _plan_of(plans, iteration, nodes) for iteration, nodes in ran.items()}
     parts: dict[int, tuple[RunPlan, list[JournalRow]]] = {}
     for row in lineage:
         if (planned := gone_by[row["iteration"]]) is not None:
@@ -118,14 +118,14 @@ def rows_by_plan(
     return [parts[iteration] for iteration in sorted(parts)]
 
 
-def _plan_of(plans: Sequence[RunPlan], iteration: int, nodes: AbstractSet[str]) -> RunPlan | None:
+def _plan_of(plans: Sequence[RunPlan], iteration: int, ran: AbstractSet[tuple[str, int]]) -> RunPlan | None:
     """The plan that an iteration went by, which has its nodes; None if it is not there any more.
 
     A run that lost the commit of a change repeats iterations before the change by the newest plan.
     """
     logged = plan_at(plans, iteration)
     for planned in (logged, *(plan for plan in plans if plan.iteration > iteration)):
-        if nodes <= {node.name for node in planned.plan.nodes}:
+        if ran <= {(node.name, rank) for node in planned.plan.nodes for rank in node.devices}:
             return planned
     return None
 
@@ -262,6 +262,9 @@ def planned_and_measured(
     does not count. An evaluation counts in the iterations that have one; without any it is left out. `iteration` is
     one without an evaluation, if there is such. Rounds after the first are left out.
     """
+    if not lineage:  # no iteration went by the plan
+        none: dict[str, Any] = {"drifted": [], "calls": {}, "call_memory_bytes": {}, "peak_memory_bytes": {}}
+        return {"source": expected.source, "note": expected.note, "iterations": 0, "iteration": {}, **none}
     spans: dict[tuple[str, int], float] = {}
     peaks: dict[str, int] = defaultdict(int)
     held: dict[str, int] = defaultdict(int)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,13 @@ class Attempts:
             while (result := await self._attempt(cluster, rebuilds)).order is Order.RENEW:
                 rebuilds = result.rebuilds
                 await self._change_plan()
+                if self._orders.wanted in (
+                    Order.RELEASE,
+                    Order.LEAVE,
+                    Order.CANCEL,
+                ):  # it came after the attempt
+                    self._orders.hold(result.committed_step)
+                    return replace(result, order=self._orders.wanted)
         return result
 
     async def _change_plan(self) -> None:
@@ -190,10 +197,10 @@ class Attempts:
 
     def _hear(self, event: Any) -> None:
         """Show an event of the controller, and judge the plan by it."""
-        self._view.on_event(event)
         self._replanning.on_event(event)
         if self._replanning.better is not None:
             self._orders.renew()
+        self._view.on_event(event)
 
 
 class Restarts:

@@ -24,7 +24,7 @@ from rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
 from rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
 from rlhf_tasks.config.settings import Settings
 from rlhf_tasks.spec import CallAssignment
-from rlhf_tasks.system.reading import ConfigError, reading, shown
+from rlhf_tasks.system.reading import ConfigError, one_line, reading, shown
 
 ASSIGNMENTS: TypeAdapter[ManualAssignments] = TypeAdapter(ManualAssignments)
 SEARCHED = ("auto", "adaptive")
@@ -116,7 +116,7 @@ def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignm
         try:
             assignments[call] = ByHand.parse(text).assignment(devices_per_host)
         except ValueError as error:
-            raise ConfigError(f"{path}: {call}: {error}") from None
+            raise ConfigError(f"{path}: {call}: {one_line(str(error), most=2000)}") from None
     return assignments
 
 

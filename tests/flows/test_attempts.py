@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import signal
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -102,6 +102,26 @@ def test_one_loss_too_many_ends_the_run_with_its_cause(attempts, endings):
     with pytest.raises(RunFailed, match=r"it is gone \(after max_restarts=2 restarts without a commit"):
         asyncio.run(run.run(0))
     assert endings.rebuilds == [0, 1, 2]
+
+
+def test_an_order_that_comes_while_the_plan_changes_ends_the_run_before_another_attempt(
+    attempts, monkeypatch
+):
+    orders, begun = Orders(attempts.told.append), []
+
+    async def attempt(self, cluster, rebuilds):
+        begun.append(rebuilds)
+        orders.renew()
+        orders.give(
+            Order.CANCEL, "a worker ends it"
+        )  # the attempt is held for its commit and closes its view
+        return TrainingResult(3, (), Order.RENEW)
+
+    monkeypatch.setattr(Attempts, "_attempt", attempt)
+    monkeypatch.setattr(training, "cluster_of", lambda *_: nullcontext())
+    assert asyncio.run(attempts.make({"devices_per_host": 2}, orders).run(0)) is Order.CANCEL
+    assert len(begun) == 1
+    assert orders.held == 3
 
 
 def test_processes_that_end_without_a_commit_count_until_somebody_else_goes_on(tmp_path):

@@ -166,7 +166,10 @@ def share_batch(batch: SampleBatch | None, placement: Placement, groups: Process
     if group is None:
         assert batch is not None
         return batch
-    parts = [] if batch is None else [_described(batch), pack([p.values for p in batch.data.values()])]
+    parts: list[Tensor] = []
+    if batch is not None:
+        values = [packed.values.to(groups.device) for packed in batch.data.values()]
+        parts = [_described(batch), pack(values) if values else torch.empty(0, dtype=torch.uint8)]
     lengths = torch.tensor([part.numel() for part in parts] or [0, 0], device=groups.device)
     dist.broadcast(lengths, src=head, group=group)
     described, packed = lengths.tolist()

@@ -125,9 +125,7 @@ def test_workers_of_our_own_that_are_not_up_in_time_are_counted_and_ended(tmp_pa
     begin_to_load(2)  # the fork server lives as long as this process
     before = set(me.children(recursive=True))
     with (
-        pytest.raises(
-            ClusterError, match=r"\d of 3 workers .* came up within 0\.1 s\. Raise runtime\.patience"
-        ),
+        pytest.raises(ClusterError, match=r"\d of 3 workers .* came up within 0\.1 s\. Raise patience"),
         local_cluster(2, folder=tmp_path, deadline_s=0.1),
     ):
         pass

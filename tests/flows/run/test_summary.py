@@ -29,12 +29,14 @@ from tests.tiny_runs import ppo_config
 BY_ONE_PLAN = [RunPlan(iteration=0, plan=small_plan())]
 
 
-def iteration(number: int, start: float, attempt: int) -> list[dict]:
-    """Three seconds: generation, half a second in which both ranks idle, then both train."""
+def iteration(number: int, start: float, attempt: int, places: tuple[str, str] = ("0", "1")) -> list[dict]:
+    """Three seconds: generation, half a second in which both ranks idle, then both train. places: ranks that train
+    actor and critic"""
+    actor, critic = places
     clocks = {
         "generate": {"0": (start, start + 1), "1": (start, start + 1)},
-        "actor_train": {"0": (start + 1.5, start + 3)},
-        "critic_train": {"1": (start + 1.5, start + 3)},
+        "actor_train": {actor: (start + 1.5, start + 3)},
+        "critic_train": {critic: (start + 1.5, start + 3)},
     }
     return [
         {
@@ -70,7 +72,7 @@ def test_a_run_that_paused_has_the_figures_of_one_that_did_not():
 def test_a_run_that_changed_its_plan_is_the_sum_of_its_parts():
     """Iterations 0 and 1 by one plan, 2 by another, after a pause in which ranks loaded the commit."""
     rows = [*iteration(0, 0.0, 1), *iteration(1, 3.0, 1)]
-    later = [{**row, "generation": 1} for row in iteration(2, 60.0, 1)]
+    later = [{**row, "generation": 1} for row in iteration(2, 60.0, 1, places=("1", "0"))]
     changed = run_figures([*BY_ONE_PLAN, RunPlan(iteration=2, plan=swapped_plan())], [*rows, *later])
     assert changed["plan_changes"] == [2]
     assert (changed["iterations"], changed["seconds"]) == (3, 9.0)
@@ -90,6 +92,18 @@ def test_an_iteration_is_told_by_the_plan_that_has_its_nodes_or_not_at_all():
     assert (told["iterations"], told["seconds"]) == (2, 6.0)
     removed = run_figures([RunPlan(iteration=0, plan=other)], [*iteration(1, 0.0, 2), *of_other])
     assert (removed["iterations"], removed["seconds"], removed["seconds_per_iteration"]) == (2, 3.0, 3.0)
+
+
+def test_iterations_on_ranks_that_the_plan_lacks_are_left_out():
+    """A resumed run may have fewer ranks, and its plan the same nodes on them."""
+    nodes = (
+        call("generate", "policy", "generate", on(0)),
+        call("actor_train", "actor", "train_step", on(0), after=("generate",)),
+        call("critic_train", "critic", "train_step", on(0), after=("generate",)),
+    )
+    on_one = plan_of(nodes, {"actor": on(0), "critic": on(0)}, 1)
+    told = run_figures([RunPlan(iteration=0, plan=on_one)], [*iteration(0, 0.0, 1), *iteration(1, 3.0, 1)])
+    assert (told["seconds"], told["seconds_per_iteration"], told["calls"]) == (0, 0, {})
 
 
 def test_overlaps_are_the_common_seconds_of_the_ranks_clocks():

@@ -293,8 +293,9 @@ def _in_small_chunks(rank: int, world: int, strategy: ParallelStrategy, dtype: t
         (FEW_KV, ParallelStrategy(dp=3, tp=2), (0, 1, 2, 3, 4, 5)),
         (GROUPED, ParallelStrategy(dp=3, pp=2), (0, 1, 2, 3, 4, 5)),
         (GROUPED, ParallelStrategy(dp=3, pp=2), (4, 0, 3, 1, 5, 2)),
+        (GROUPED, ParallelStrategy(dp=3, tp=2), (4, 0, 3, 1, 5, 2)),
     ],
-    ids=["kv-heads", "one-kv-head", "tied-ends", "shuffled"],
+    ids=["kv-heads", "one-kv-head", "tied-ends", "shuffled", "shuffled-tp"],
 )
 def test_copies_of_a_row_never_differ_in_a_bit(ranks, shape: ModelShape, strategy, order) -> None:
     """Three summands, the fewest whose order shows, in buffers where copies lie at different places."""
