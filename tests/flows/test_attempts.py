@@ -115,7 +115,7 @@ def test_an_order_that_comes_while_the_plan_changes_ends_the_run_before_another_
         orders.give(
             Order.CANCEL, "a worker ends it"
         )  # the attempt is held for its commit and closes its view
-        return TrainingResult(3, (), Order.RENEW)
+        return TrainingResult(3, (), Order.RENEW if len(begun) == 1 else Order.CANCEL)
 
     monkeypatch.setattr(Attempts, "_attempt", attempt)
     monkeypatch.setattr(training, "cluster_of", lambda *_: nullcontext())
