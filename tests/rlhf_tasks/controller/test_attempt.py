@@ -5,14 +5,12 @@ import asyncio
 import json
 import threading
 import time
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
 from rlhf_tasks.controller.attempt import Attempt, Surroundings, group_timeout_s
-from rlhf_tasks.protocol import ledger
 from rlhf_tasks.protocol.messages import (
     Aborted,
     Committed,
@@ -312,8 +310,8 @@ class DeafLink(StayingLink):
 def test_a_rank_that_does_not_answer_is_replaced_at_once_and_the_others_are_not(tmp_path, monkeypatch):
     """Only then do those wake whom it blocks in a collective; after their grace they would be started anew too."""
 
-    patient = partial(Timeouts, reset_s=600.0)  # after which whoever has not reset is replaced
-    monkeypatch.setattr(ledger, "Timeouts", patient)
+    patient = Timeouts(reset_s=600.0)  # after which whoever has not reset is replaced
+    monkeypatch.setattr(Timeouts, "of", lambda patience: patient)
 
     async def run():
         rebuilding = await running(tmp_path, monkeypatch, DeafLink)
