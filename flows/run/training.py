@@ -160,11 +160,8 @@ class Attempts:
             while (result := await self._attempt(cluster, rebuilds)).order is Order.RENEW:
                 rebuilds = result.rebuilds
                 await self._change_plan()
-                if self._orders.wanted in (
-                    Order.RELEASE,
-                    Order.LEAVE,
-                    Order.CANCEL,
-                ):  # it came after the attempt
+                # The order came after the attempt had ended.
+                if self._orders.wanted in (Order.RELEASE, Order.LEAVE, Order.CANCEL):
                     self._orders.hold(result.committed_step)
                     return replace(result, order=self._orders.wanted)
         return result
@@ -363,10 +360,8 @@ class Training:
         liveness = asyncio.create_task(self._watch_controller(comm))
         try:
             step, order = await self._obey_and_follow(comm, writer)
-            if order not in (
-                Order.CANCEL,
-                Order.RENEW,
-            ):  # closing it has a shorter limit, and the devices wait
+            # Closing the view has a shorter limit; the devices wait meanwhile.
+            if order not in (Order.CANCEL, Order.RENEW):
                 await self._view.complete()
         except CommClosedError:
             what = "is gone"
@@ -422,10 +417,8 @@ class Training:
                 case Enterable() as place:
                     self._enter(place, writer)
                 case Held(step=step):
-                    if self._orders.wanted not in (
-                        Order.CONTINUE,
-                        Order.STOP,
-                    ):  # else it was taken back meanwhile
+                    # With CONTINUE or STOP, the order to hold was taken back meanwhile.
+                    if self._orders.wanted not in (Order.CONTINUE, Order.STOP):
                         self._orders.hold(step)
                 case Committed(iteration=iteration):
                     self._rebuilds = 0

@@ -69,32 +69,36 @@ def test_groups_over_two_ranks(ranks):
         assert all(f"rank {rank} has no group" in said for said in refused)
 
 
-def _worlds(rank: int, world: int, path: str) -> None:
-    with pytest.raises(RuntimeError, match="leave_world"):
+def _worlds(rank: int, world: int, path: str) -> tuple[str, int, int]:
+    with pytest.raises(RuntimeError) as refused:
         join_world(dist.HashStore(), 0, 1, 1.0, CPU)
     leave_world()
     join_world(dist.FileStore(path, world), rank, world, 240.0, CPU)
-    assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+    place = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # a peer that still connects would find us gone
     leave_world()
     leave_world()
+    return str(refused.value), *place
 
 
 @pytest.mark.dist
 def test_a_world_is_joined_after_the_last_one_was_left(ranks, tmp_path: Path):
-    ranks.run(2, _worlds, str(tmp_path / "store"))
+    for rank, (refused, *place) in enumerate(ranks.run(2, _worlds, str(tmp_path / "store"))):
+        assert "leave_world" in refused
+        assert place == [rank, 2]
 
 
-def _after_a_failure(rank: int, world: int, path: str) -> None:
+def _after_a_failure(rank: int, world: int, path: str) -> int:
     leave_world()
     if rank == 0:
         with pytest.raises(RuntimeError):
             join_world(dist.HashStore(), 0, 2, 0.5, CPU)  # nobody else comes
     join_world(dist.FileStore(path, world), rank, world, 30.0, CPU)
     dist.barrier()
+    return dist.get_world_size()
 
 
 @pytest.mark.dist
 def test_a_world_is_joined_after_a_join_that_failed(ranks, tmp_path: Path):
     """By one that has tried and one that has not: a lost rank's successor is a new process."""
-    ranks.run(2, _after_a_failure, str(tmp_path / "store"))
+    assert ranks.run(2, _after_a_failure, str(tmp_path / "store")) == [2, 2]
