@@ -16,7 +16,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from bench.harness import options
-from rlhf_tasks.system.failpoints import Point
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ["#", "fault", "expected", "tests", "seen"]

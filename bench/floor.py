@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from bench.vs_trl import PROMPT
-from flows.demo import byte_tokenizer
+from prefect_rlhf.flows.demo import byte_tokenizer
 
 Work = dict[str, Any]
 Marks = list[float]

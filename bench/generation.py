@@ -28,12 +28,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.harness import Spread, in_turn, options
 from bench.models import CPU, batch_of, build_engine, random_tokens, sizes
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.generate import slots
-from rlhf_tasks.parallel.generate.generation import generate
-from rlhf_tasks.parallel.generate.kv_cache import KVCache
-from rlhf_tasks.parallel.generate.sampling import Draw, SamplingParams, sample, uniform
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.generate import slots
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import KVCache
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import Draw, SamplingParams, sample, uniform
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 CONFIG = LlamaConfig(**sizes(256, 4, 4, 4, 1024, 4096))
 PROMPT = 32

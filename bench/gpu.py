@@ -26,9 +26,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from bench.gpu_checks import TINY, build_model, checks, drawn, plain_generation, plain_training
 from bench.harness import Spread, in_turn, options, seconds_of
 from bench.models import CPU, build_engine, random_tokens, sizes, training
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
-from rlhf_tasks.parallel.comm.host_memory import copier
-from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import copier
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
 
 CUDA = torch.device("cuda", 0)
 SIZES = {"tiny": TINY, "1b": sizes(2048, 16, 32, 8, 8192, 128256, head_dim=64)}

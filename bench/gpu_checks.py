@@ -31,16 +31,16 @@ from bench.models import (
     sizes,
     training,
 )
-from flows.cluster.this_machine import described_gpus
-from planner.pricing.devices import device_of
-from rlhf_tasks.parallel.batch.micro_batch import micro_batch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
-from rlhf_tasks.parallel.generate.generation import generate
-from rlhf_tasks.parallel.generate.sampling import SamplingParams, uniform
-from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.flows.cluster.this_machine import described_gpus
+from prefect_rlhf.planner.pricing.devices import device_of
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import micro_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, uniform
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 VOCAB, GROUP = 4096, 4
 TINY = sizes(256, 4, 8, 2, 768, VOCAB, head_dim=64)
@@ -331,7 +331,7 @@ def _way_checks(model: PreTrainedModel, groups: ProcessGroups) -> list[Check]:
         return before, torch.tensor(training(engine, rows, 1)())
 
     logps, report = step()
-    with patch("rlhf_tasks.parallel.batch.micro_batch.LEAST_SHARED", 10**9):
+    with patch("prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch.LEAST_SHARED", 10**9):
         repeated_logps, repeated = step()
     return [
         Check("prompts: log-probabilities, shared and repeated", difference(logps, repeated_logps), 1e-5),

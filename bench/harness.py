@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
-from rlhf_tasks.controller.controller import Rendezvous
-from rlhf_tasks.system.failpoints import VARIABLE
+from prefect_rlhf.rlhf_tasks.controller.controller import Rendezvous
+from prefect_rlhf.rlhf_tasks.system.failpoints import VARIABLE
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def command(*words: str, log: Path | None = None, failpoint: str = "") -> float:
     """
     began_s = time.perf_counter()
     ended = subprocess.run(
-        [sys.executable, "-m", "flows.cli", *words],
+        [sys.executable, "-m", "prefect_rlhf.flows.cli", *words],
         env={**os.environ, VARIABLE: failpoint},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -33,12 +33,12 @@ from distributed import Client
 from prefect import flow
 
 from bench.harness import options, write
-from flows.demo import write_jsonl
-from flows.pipeline import Demo, demo_at, make_models, measure
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.user_code.rewards import read_samples
+from prefect_rlhf.flows.demo import write_jsonl
+from prefect_rlhf.flows.pipeline import Demo, demo_at, make_models, measure
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 
 SAMPLES_PER_PROMPT = 2
 TWICE = {"num_iterations": 2}

@@ -18,19 +18,19 @@ from transformers import LlamaConfig
 
 from bench.harness import Store, on_ranks, options
 from bench.models import CPU, OPTIMIZER, random_tokens, sizes, training
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import preset
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world
-from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import initialise
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
-from rlhf_tasks.system.rank_process import give_back, peak_bytes, process_bytes, reset_peak
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import initialise
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.system.rank_process import give_back, peak_bytes, process_bytes, reset_peak
 
 SEQUENCES, TOKENS, STEPS = 16, 128, 2
 SMOLLM2 = sizes(576, 30, 9, 3, 1536, 49152)  # nine heads, so that tp is 1, 3 or 9

@@ -9,18 +9,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from flows.demo import byte_tokenizer
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.comm.host_memory import Copier
-from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import stored_rows
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.flows.demo import byte_tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Copier
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import stored_rows
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-4

@@ -28,19 +28,19 @@ from distributed import Client
 from prefect import flow
 
 from bench.harness import Spread, options, write
-from flows.cluster.cluster import DaskCluster, Member, local_cluster
-from flows.cluster.server import own_server
-from flows.run.training import run_training
-from flows.view.clocks import Span, idle_while_ready_s, predecessors_of
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.controller.attempt import Attempt
-from rlhf_tasks.protocol.messages import Committed, RunSpec
-from rlhf_tasks.rehearsal.rehearsal import Rehearsal, carried_out
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.flows.cluster.cluster import DaskCluster, Member, local_cluster
+from prefect_rlhf.flows.cluster.server import own_server
+from prefect_rlhf.flows.run.training import run_training
+from prefect_rlhf.flows.view.clocks import Span, idle_while_ready_s, predecessors_of
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config, manual_assignments
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.controller.attempt import Attempt
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, RunSpec
+from prefect_rlhf.rlhf_tasks.rehearsal.rehearsal import Rehearsal, carried_out
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.rlhf_tasks.protocol.plans import ppo_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import quick
 from tests.rlhf_tasks.settings import STARTUP_S, limits
@@ -70,7 +70,7 @@ def demo_plan() -> ExecutionPlan:
             "batch_size": 256,
             "total_iterations": 1,
             "cluster": {"devices_per_host": RANKS},
-            "plan": str(files("deployments") / "demo_plan.yaml"),
+            "plan": str(files("prefect_rlhf.deployments") / "demo_plan.yaml"),
         }
     )
     assignments = manual_assignments(config)

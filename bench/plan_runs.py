@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from bench.harness import Store
-from rlhf_tasks.profiling.measure import ProfileExecutor
-from rlhf_tasks.profiling.measurements import Measurements, ProfileSpec
-from rlhf_tasks.protocol.messages import GenerationSpec
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.plan_nodes import NodeExecutor
-from rlhf_tasks.spec import ExecutionPlan
-from rlhf_tasks.system.rank_process import give_back
+from prefect_rlhf.rlhf_tasks.profiling.measure import ProfileExecutor
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Measurements, ProfileSpec
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.system.rank_process import give_back
 from tests.rlhf_tasks.settings import DEADLINES
 
 GROUP_TIMEOUT_S = 600.0

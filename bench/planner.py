@@ -23,16 +23,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.harness import options, write
-from planner.plan.build import PlanError
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import preset
-from planner.pricing.problem import Problem
-from planner.search.search import SearchResult, find_plan
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.planner.plan.build import PlanError
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.search import SearchResult, find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.planner.replay import replay
 
 SHAPES = {

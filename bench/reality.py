@@ -31,20 +31,20 @@ from bench.harness import on_ranks, options, write
 from bench.models import write_model
 from bench.plan_runs import PlanRun, measure_pieces, run_plan
 from bench.reality_report import COMPARED, FIGURES, Figures, Outcome, PassTime, Setting, cost_model, report
-from flows.demo import MODEL, write_jsonl
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster, meshes
-from planner.pricing.figures import MeasuredProfile
-from planner.pricing.problem import Problem
-from planner.search.search import find_plan
-from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.profiling.measurements import Grid, ProfileSpec, pieces_of, profile_plan
-from rlhf_tasks.spec import CallAssignment
+from prefect_rlhf.flows.demo import MODEL, write_jsonl
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster, meshes
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Grid, ProfileSpec, pieces_of, profile_plan
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment
 
 WARM_UP = 2
 MICRO_BATCHES = (1, 2, 4)

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import TypeAdapter
 
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.analytic import recalibrated
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import preset
-from planner.pricing.figures import MeasuredProfile
-from planner.pricing.plans import price_plan
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.analytic import recalibrated
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 
 COMPARED = ("heuristic", "search")
 TARGETS = {"worst": 0.28, "median": 0.10, "spearman": 0.8, "memory": 0.20}

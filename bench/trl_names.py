@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from pydantic.fields import FieldInfo
 
 from bench.harness import options
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.config.models import LoraConfig, OptimizerConfig
-from rlhf_tasks.config.responses import SamplingConfig
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.config.models import LoraConfig, OptimizerConfig
+from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 
 ROOT = Path(__file__).parents[1]
 KEPT, DOCS, READER = (

@@ -52,7 +52,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from bench.harness import cpu_s, in_turn, options, write
 from bench.models import sizes, write_model
-from flows.demo import write_jsonl
+from prefect_rlhf.flows.demo import write_jsonl
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".cache" / "bench"

@@ -30,12 +30,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from bench.harness import command, options
 from bench.models import sizes, write_model
-from flows.demo import write_jsonl
-from rlhf_tasks.checkpoint.commits import step_folder
-from rlhf_tasks.checkpoint.journals import METRICS
-from rlhf_tasks.checkpoint.manifest import verify
-from rlhf_tasks.config.cluster import ByHand
-from rlhf_tasks.spec import CallNode, ExecutionPlan
+from prefect_rlhf.flows.demo import write_jsonl
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import METRICS
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import verify
+from prefect_rlhf.rlhf_tasks.config.cluster import ByHand
+from prefect_rlhf.rlhf_tasks.spec import CallNode, ExecutionPlan
 
 
 class Size(NamedTuple):

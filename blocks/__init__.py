@@ -3,8 +3,8 @@
 What a run does with them is in flows/.
 """
 
-from blocks.cluster import RlhfCluster
-from blocks.plan import StoredPlan
-from blocks.ppo import PPOConfiguration
+from prefect_rlhf.blocks.cluster import RlhfCluster
+from prefect_rlhf.blocks.plan import StoredPlan
+from prefect_rlhf.blocks.ppo import PPOConfiguration
 
 __all__ = ["PPOConfiguration", "RlhfCluster", "StoredPlan"]

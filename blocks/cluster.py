@@ -5,9 +5,9 @@ from typing import Any, Literal
 from prefect.blocks.core import Block
 from pydantic import Field, field_validator
 
-from rlhf_tasks.config.cluster import ClusterConfig
-from rlhf_tasks.config.settings import auto_or_a_number
-from rlhf_tasks.parallel.layout.topology import MAX_DEVICES
+from prefect_rlhf.rlhf_tasks.config.cluster import ClusterConfig
+from prefect_rlhf.rlhf_tasks.config.settings import auto_or_a_number
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import MAX_DEVICES
 
 
 class RlhfCluster(Block):
@@ -17,7 +17,7 @@ class RlhfCluster(Block):
         Load a cluster and use it in a configuration:
 
         ```python
-        from blocks.cluster import RlhfCluster
+        from prefect_rlhf.blocks.cluster import RlhfCluster
 
         cluster = RlhfCluster.load("BLOCK_NAME")
         config = config.model_copy(update={"cluster": cluster.to_config()})

@@ -3,7 +3,7 @@
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from rlhf_tasks.config.cluster import ManualAssignments
+from prefect_rlhf.rlhf_tasks.config.cluster import ManualAssignments
 
 
 class StoredPlan(Block):
@@ -13,7 +13,7 @@ class StoredPlan(Block):
         Load a plan and run a configuration under it:
 
         ```python
-        from blocks.plan import StoredPlan
+        from prefect_rlhf.blocks.plan import StoredPlan
 
         found = StoredPlan.load("BLOCK_NAME")
         config = config.model_copy(update={"plan": found.assignments})

@@ -3,7 +3,7 @@
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 
 
 class PPOConfiguration(Block):
@@ -13,8 +13,8 @@ class PPOConfiguration(Block):
         Load a stored configuration and run it:
 
         ```python
-        from blocks.ppo import PPOConfiguration
-        from flows.ppo import rlhf_ppo
+        from prefect_rlhf.blocks.ppo import PPOConfiguration
+        from prefect_rlhf.flows.ppo import rlhf_ppo
 
         stored = PPOConfiguration.load("BLOCK_NAME")
         rlhf_ppo(stored.config)

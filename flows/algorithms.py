@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from prefect import Flow, flow
 from prefect.states import State
 
-from flows.run.runs import carry_out, flow_run_name
-from flows.view.forms import Form
-from rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.flows.run.runs import carry_out, flow_run_name
+from prefect_rlhf.flows.view.forms import Form
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 
 _DOCUMENTATION = """{}
 

@@ -6,13 +6,12 @@ import select
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 from cyclopts import App, CycloptsError
 from rich.markup import escape
 
-from flows.view.terminal import Console
+from prefect_rlhf.flows.view.terminal import Console
 
 app = App(
     name="prefect-rlhf",
@@ -49,12 +48,11 @@ def _about(name: str, module: str) -> str:
 
 for group, commands in ((app, COMMANDS), (config_app, CONFIG_COMMANDS)):
     for name, module in commands.items():
-        group.command(f"flows.commands.{module}:{name}", name=name, help=_about(name, module))
+        group.command(f"prefect_rlhf.flows.commands.{module}:{name}", name=name, help=_about(name, module))
 app.command(config_app)
 
 USER_ERROR = 2  # exit status after a mistake of the user
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-OUR_PACKAGES = ("flows", "rlhf_tasks", "planner", "blocks", "deployments")
 INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 UNREAD = 141  # 128 + SIGPIPE
 
@@ -74,7 +72,6 @@ def main() -> None:
     # The terminal shows our own lines; Prefect's logs are in the UI. Workers inherit this.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("DO_NOT_TRACK", "1")
-    _refuse_shadowing()
     sys.exit(run_command(sys.argv[1:]))
 
 
@@ -96,8 +93,8 @@ def run_command(arguments: list[str]) -> int:
     A user's mistake is a `ConfigError` or one of its subclasses, or an OSError, which names a path of the user's. Any
     other error, such as a library's ValueError, is ours and keeps its traceback.
     """
-    from rlhf_tasks.algorithms.configurations import ConfigError
-    from rlhf_tasks.system.reading import refused_by_system
+    from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+    from prefect_rlhf.rlhf_tasks.system.reading import refused_by_system
 
     try:
         app(arguments, exit_on_error=False, result_action="return_value")
@@ -126,18 +123,6 @@ def _is_unread() -> bool:
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # Python writes what is left when it ends
     return gone
-
-
-def _refuse_shadowing() -> None:
-    """Exit if a user's package hides one of ours: our import names are top-level, and the first on the path wins."""
-    ours = Path(__file__).parents[1]
-    for package in OUR_PACKAGES:
-        spec = find_spec(package)
-        if spec is None or spec.origin is None or Path(spec.origin).parents[1] != ours:
-            theirs = "nowhere" if spec is None or spec.origin is None else Path(spec.origin).parent
-            message = f"{package} would be imported from {theirs}, which hides prefect-rlhf's own package in {ours}."
-            print(f"error: {message} Rename that folder, or take it off PYTHONPATH.", file=sys.stderr)
-            sys.exit(USER_ERROR)
 
 
 if __name__ == "__main__":

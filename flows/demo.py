@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 DATA = "data"
 """The folder of these sets in a demo's folder."""

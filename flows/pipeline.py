@@ -21,11 +21,11 @@ from prefect import Flow, flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from flows.cluster.cluster import DaskCluster, local_cluster
-from flows.cluster.forks import begin_to_load, refuse_unguarded_script
-from flows.cluster.server import prefect_server
-from flows.cluster.shutdown import ending_in_time
-from flows.demo import (
+from prefect_rlhf.flows.cluster.cluster import DaskCluster, local_cluster
+from prefect_rlhf.flows.cluster.forks import begin_to_load, refuse_unguarded_script
+from prefect_rlhf.flows.cluster.server import prefect_server
+from prefect_rlhf.flows.cluster.shutdown import ending_in_time
+from prefect_rlhf.flows.demo import (
     CALIBRATION,
     DATA,
     PAIRS,
@@ -38,15 +38,15 @@ from flows.demo import (
     write_demo_data,
     write_jsonl,
 )
-from flows.run.orders import cancelled_by_signals
-from flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run
-from flows.run.run_identity import CheckedStages, check_stages, prepare_stage, summary_of
-from flows.run.runs import run_stage
-from flows.run.training import cluster_of
-from flows.view.artifacts import Link, show_result
-from flows.view.prefect_api import PrefectApi
-from flows.view.terminal import entering, shown_metrics, tell
-from rlhf_tasks.algorithms.configurations import (
+from prefect_rlhf.flows.run.orders import cancelled_by_signals
+from prefect_rlhf.flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run
+from prefect_rlhf.flows.run.run_identity import CheckedStages, check_stages, prepare_stage, summary_of
+from prefect_rlhf.flows.run.runs import run_stage
+from prefect_rlhf.flows.run.training import cluster_of
+from prefect_rlhf.flows.view.artifacts import Link, show_result
+from prefect_rlhf.flows.view.prefect_api import PrefectApi
+from prefect_rlhf.flows.view.terminal import entering, shown_metrics, tell
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     ConfigError,
     PipelineConfig,
     RunConfig,
@@ -56,11 +56,11 @@ from rlhf_tasks.algorithms.configurations import (
     resolve_paths,
     stages_of,
 )
-from rlhf_tasks.algorithms.rollout import RolloutConfig
-from rlhf_tasks.config.cluster import STARTUP_S
-from rlhf_tasks.system.durable import replace_file
-from rlhf_tasks.system.reading import read_json, reading
-from rlhf_tasks.user_code.rewards import read_samples
+from prefect_rlhf.rlhf_tasks.algorithms.rollout import RolloutConfig
+from prefect_rlhf.rlhf_tasks.config.cluster import STARTUP_S
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
+from prefect_rlhf.rlhf_tasks.system.reading import read_json, reading
+from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 
 EVALUATIONS = ("evaluate",)  # types of stages whose mean reward is a pipeline's result
 REACHED = 2  # metrics of a stage that are shown
@@ -247,7 +247,7 @@ class Demo:
     def config(self, stage: str, name: str, **changes: Any) -> RunConfig:
         """A stage's configuration from `deployments/demo/STAGE.yaml`, for a run called `name`."""
         document = yaml.safe_load(
-            (files("deployments") / "demo" / f"{stage}.yaml").read_text(encoding="utf-8")
+            (files("prefect_rlhf.deployments") / "demo" / f"{stage}.yaml").read_text(encoding="utf-8")
         )
         document |= {"name": name, "seed": self.seed, "output_dir": "stages", **changes}
         document["cluster"] = {**document["cluster"], "address": self.scheduler}
@@ -263,7 +263,7 @@ class Demo:
 
     def stages(self) -> dict[str, RunConfig]:
         """The configurations of all stages, by name, from `deployments/demo/pipeline.yaml`."""
-        with as_file(files("deployments") / "demo") as folder:
+        with as_file(files("prefect_rlhf.deployments") / "demo") as folder:
             pipeline = load_pipeline(folder / "pipeline.yaml")
         cluster = pipeline.cluster.model_copy(update={"address": self.scheduler})
         place = {"seed": self.seed, "output_dir": str(self.folder), "cluster": cluster}
@@ -315,7 +315,7 @@ async def make_models(demo: Demo) -> RunConfig:
             await asyncio.to_thread(_write_pairs, demo, stages[name])
     mean, std = score_statistics(_samples(demo, "calibration", CALIBRATION))
     policy = stages["ppo"].model_dump()
-    plan = str(files("deployments") / "demo_plan.yaml")
+    plan = str(files("prefect_rlhf.deployments") / "demo_plan.yaml")
     scoring = {**policy["reward_model"], "mean": mean, "std": std}
     return make_config({**policy, "plan": plan, "reward_model": scoring})
 

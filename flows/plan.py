@@ -12,12 +12,12 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from blocks.plan import StoredPlan
-from flows.cluster.forks import refuse_unguarded_script
-from flows.cluster.server import prefect_server
-from flows.cluster.shutdown import ending_in_time
-from flows.run.orders import cancelled_by_signals
-from flows.run.planning import (
+from prefect_rlhf.blocks.plan import StoredPlan
+from prefect_rlhf.flows.cluster.forks import refuse_unguarded_script
+from prefect_rlhf.flows.cluster.server import prefect_server
+from prefect_rlhf.flows.cluster.shutdown import ending_in_time
+from prefect_rlhf.flows.run.orders import cancelled_by_signals
+from prefect_rlhf.flows.run.planning import (
     compare,
     decided,
     grid_of,
@@ -31,17 +31,17 @@ from flows.run.planning import (
     rank_counts,
     typed,
 )
-from flows.run.training import cluster_of, run_training
-from flows.view import artifacts
-from flows.view.forms import Form
-from planner.pricing.figures import MeasuredProfile, store
-from planner.report import extrapolation, plan_document, rejected_alternatives, result_document
-from planner.search.search import SearchResult, find_plan
-from rlhf_tasks.algorithms.configurations import OfAnyAlgorithm, RunConfig, resolve_paths
-from rlhf_tasks.config.settings import MOST_SECONDS
-from rlhf_tasks.profiling.measurements import Measurements, ProfileSpec, pieces_of, profile_plan
-from rlhf_tasks.protocol.messages import Committed, RunSpec
-from rlhf_tasks.spec import NodeResult
+from prefect_rlhf.flows.run.training import cluster_of, run_training
+from prefect_rlhf.flows.view import artifacts
+from prefect_rlhf.flows.view.forms import Form
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile, store
+from prefect_rlhf.planner.report import extrapolation, plan_document, rejected_alternatives, result_document
+from prefect_rlhf.planner.search.search import SearchResult, find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import OfAnyAlgorithm, RunConfig, resolve_paths
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_SECONDS
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Measurements, ProfileSpec, pieces_of, profile_plan
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, RunSpec
+from prefect_rlhf.rlhf_tasks.spec import NodeResult
 
 PIECE_DEADLINE_S = 900.0  # of one model under one tp degree
 
@@ -165,8 +165,8 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
             run_folder=str(folder),
             iterations=1,
             limits=config.limits.model_copy(update=limits),
-            executor="rlhf_tasks.profiling.measure:make_executor",
-            snapshots="rlhf_tasks.profiling.measurements:NoSnapshots",
+            executor="prefect_rlhf.rlhf_tasks.profiling.measure:make_executor",
+            snapshots="prefect_rlhf.rlhf_tasks.profiling.measurements:NoSnapshots",
         )
         await run_training(run, cluster, on_event=on_event)
     shared = [m for node, piece in pieces.items() if piece.folder == "" for m in _measured(results[node])]

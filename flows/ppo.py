@@ -6,11 +6,11 @@ from typing import Annotated, Any
 from prefect import flow
 from prefect.states import State
 
-from flows.pipeline import demo_at, make_models
-from flows.run.orders import cancelled_by_signals
-from flows.run.runs import carry_out, flow_run_name
-from flows.view.forms import Form
-from rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.flows.pipeline import demo_at, make_models
+from prefect_rlhf.flows.run.orders import cancelled_by_signals
+from prefect_rlhf.flows.run.runs import carry_out, flow_run_name
+from prefect_rlhf.flows.view.forms import Form
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 
 RUNS = Path("runs")  # in the folder that the flow runs in
 

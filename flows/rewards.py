@@ -14,20 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.algorithms.examples import first_example
-from rlhf_tasks.config.base import Judges, RunConfig, Scores
-from rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
-from rlhf_tasks.data.rows import prompt_example
-from rlhf_tasks.data.tokenizer import Observations, Tokenizer
-from rlhf_tasks.system.reading import FUNCTIONS, module_file, names_bound, parsed
-from rlhf_tasks.user_code import builtin_environments, builtin_rewards
-from rlhf_tasks.user_code.child import secret_named
-from rlhf_tasks.user_code.environments import EnvironmentProcess, observed
-from rlhf_tasks.user_code.episodes import Answer, Episode, shown
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.forms import BUILTIN, Answers, Parameters, total
-from rlhf_tasks.user_code.rewards import RewardProcess
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.algorithms.examples import first_example
+from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
+from prefect_rlhf.rlhf_tasks.data.rows import prompt_example
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
+from prefect_rlhf.rlhf_tasks.system.reading import FUNCTIONS, module_file, names_bound, parsed
+from prefect_rlhf.rlhf_tasks.user_code import builtin_environments, builtin_rewards
+from prefect_rlhf.rlhf_tasks.user_code.child import secret_named
+from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess, observed
+from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, shown
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.forms import BUILTIN, Answers, Parameters, total
+from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 
 _SECRETS = (
     "key",

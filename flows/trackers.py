@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from rlhf_tasks.checkpoint.journals import METRICS, is_row
-from rlhf_tasks.config.base import RunConfig, TrackerName
-from rlhf_tasks.config.settings import public_document
-from rlhf_tasks.system.child_pipes import ChildOutput, Requests
-from rlhf_tasks.system.child_processes import kept_call, users_environment
-from rlhf_tasks.system.durable import replace_file
-from rlhf_tasks.system.reading import ConfigError, one_line, read_json, reading
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import METRICS, is_row
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrackerName
+from prefect_rlhf.rlhf_tasks.config.settings import public_document
+from prefect_rlhf.rlhf_tasks.system.child_pipes import ChildOutput, Requests
+from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call, users_environment
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, read_json, reading
 
 ANSWER_S = 120.0  # that a tracker may take for its rows; its server may be slow
 AGAIN_S = 60.0  # after a failure; twice as long after each further one
@@ -133,7 +133,7 @@ class _Tracker:
             place.mkdir(exist_ok=True)
             with ChildOutput(f"the process of {self._name}", place / f"{self._name}.log") as output:
                 self._process = await asyncio.create_subprocess_exec(
-                    *kept_call("flows.trackers:serve"),
+                    *kept_call("prefect_rlhf.flows.trackers:serve"),
                     stdin=PIPE,
                     stdout=PIPE,
                     stderr=output,

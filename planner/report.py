@@ -11,22 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from planner.plan.workload import Workload, fullest_share
-from planner.pricing.calls import CostModel
-from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.devices import described
-from planner.pricing.figures import Factor, MeasuredProfile
-from planner.pricing.plans import PlanPrice, price_plan, shortfall
-from planner.pricing.problem import Problem
-from planner.search.annealing import neighbours, polishing, start_state
-from planner.search.bounds.cycles import call_cycles
-from planner.search.compiled.tables import Tables, assignments_of, nearest_choice
-from planner.search.search import ROUNDING, SearchResult
-from planner.text import format_devices
-from rlhf_tasks.config.cluster import ByHand
-from rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, slots_of
-from rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
-from rlhf_tasks.spec import (
+from prefect_rlhf.planner.plan.workload import Workload, fullest_share
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.planner.pricing.devices import described
+from prefect_rlhf.planner.pricing.figures import Factor, MeasuredProfile
+from prefect_rlhf.planner.pricing.plans import PlanPrice, price_plan, shortfall
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.annealing import neighbours, polishing, start_state
+from prefect_rlhf.planner.search.bounds.cycles import call_cycles
+from prefect_rlhf.planner.search.compiled.tables import Tables, assignments_of, nearest_choice
+from prefect_rlhf.planner.search.search import ROUNDING, SearchResult
+from prefect_rlhf.planner.text import format_devices
+from prefect_rlhf.rlhf_tasks.config.cluster import ByHand
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, slots_of
+from prefect_rlhf.rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
+from prefect_rlhf.rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
     ExecutionPlan,

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.plan.graph import DataflowGraph
-from planner.pricing.plans import PlanPrice
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.spec import (
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.pricing.plans import PlanPrice
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
     FetchNode,
@@ -16,7 +16,7 @@ from rlhf_tasks.spec import (
     SyncNode,
     TransferNode,
 )
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 
 def algorithm_graph(name: str) -> DataflowGraph:

@@ -21,22 +21,34 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
-from rlhf_tasks.parallel.comm.reallocation import reallocate, union_set
-from rlhf_tasks.parallel.generate.generation import generate
-from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.layout.shape import ParameterSpec
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import ADAPTER, WRAPPED, adapter_of, base_of, read_shape
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import load, load_config, stored_rows
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.system.child_processes import die_with_parent
-from rlhf_tasks.system.rank_process import OutOfMemory, told_when_out
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
+    ProcessGroups,
+    all_reduce,
+    device_sets,
+    join_world,
+    leave_world,
+)
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import reallocate, union_set
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ParameterSpec
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
+    ADAPTER,
+    WRAPPED,
+    adapter_of,
+    base_of,
+    read_shape,
+)
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import load, load_config, stored_rows
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.system.child_processes import die_with_parent
+from prefect_rlhf.rlhf_tasks.system.rank_process import OutOfMemory, told_when_out
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 LOGITS, GRADIENTS, GREEDY = "logits.safetensors", "gradients.safetensors", "greedy.safetensors"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
 CallKind = Literal["generate", "inference", "train_step"]
 

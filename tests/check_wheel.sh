@@ -21,18 +21,18 @@ from pathlib import Path
 
 from prefect.blocks.core import Block
 
-import flows
-from flows.demo import write_jsonl, write_model_folder
+import prefect_rlhf
+from prefect_rlhf.flows.demo import write_jsonl, write_model_folder
 
-root = Path(flows.__file__).parents[1]
+root = Path(prefect_rlhf.__file__).parent
 assert root.is_relative_to(Path.cwd().resolve()), f"the checkout's own package was used: {root}"
 assert json.loads(Path("schema.json").read_text())["title"] == "PPOConfig"
 here = {str(path.relative_to(root / "deployments")) for path in (root / "deployments").rglob("*.yaml")}
 assert {"prefect.yaml", "demo_plan.yaml", "demo/ppo.yaml", "examples/ppo.yaml"} <= here, here
-assert (files("deployments") / "demo" / "sft.yaml").is_file()
-assert not (root / "tests").exists() and not (root / "bench").exists(), "the wheel holds tests or benches"
+assert (files("prefect_rlhf.deployments") / "demo" / "sft.yaml").is_file()
+assert not (root.parent / "tests").exists() and not (root.parent / "bench").exists(), "the wheel holds tests or benches"
 found = Block.get_block_class_from_key("rlhf-cluster").__module__
-assert found == "blocks.cluster", f"Prefect's collections give {found}"
+assert found == "prefect_rlhf.blocks.cluster", f"Prefect's collections give {found}"
 write_model_folder(Path("base"))
 write_jsonl(Path("rows.jsonl"), [{"prompt": f"{i}>", "completion": str(i)} for i in range(8)])
 PYTHON

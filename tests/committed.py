@@ -4,8 +4,8 @@ import json
 
 from safetensors import safe_open
 
-from rlhf_tasks.checkpoint.commits import step_folder
-from rlhf_tasks.checkpoint.manifest import verify
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import verify
 
 
 def state_at(folder, step):

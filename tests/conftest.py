@@ -203,7 +203,9 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A Prefect server."""
-    from flows.cluster.server import own_server  # here, since it takes seconds and most tests do without
+    from prefect_rlhf.flows.cluster.server import (
+        own_server,  # here, since it takes seconds and most tests do without
+    )
 
     with own_server(tmp_path_factory.mktemp("server")) as server:
         yield server
@@ -212,7 +214,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def started_cluster(prefect: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The cluster when it was started."""
-    from flows.cluster.cluster import local_cluster
+    from prefect_rlhf.flows.cluster.cluster import local_cluster
     from tests.rlhf_tasks.settings import STARTUP_S
 
     folder = tmp_path_factory.mktemp("dask")
@@ -225,7 +227,7 @@ def cluster(started_cluster: Any) -> Any:
     """`SIZE` ranks and a controller that report to `prefect`. A process that a test kills comes back elsewhere."""
     from distributed import Client
 
-    from flows.cluster.cluster import form_cluster
+    from prefect_rlhf.flows.cluster.cluster import form_cluster
     from tests.rlhf_tasks.settings import STARTUP_S
 
     with Client(started_cluster.scheduler_address, set_as_default=False) as client:

@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from rlhf_tasks.checkpoint.manifest import CheckpointError
-from rlhf_tasks.system.reading import ConfigError, printable
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, printable
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "600"))
 """Of each fuzzer in the slow suite."""

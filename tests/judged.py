@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rlhf_tasks.user_code.forms import Answers
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers
 
 
 def answers(*rows: dict[str, Any], completions: list[str]) -> Answers:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import rlhf_tasks.algorithms.ppo.functions
-import rlhf_tasks.rank.plan_nodes  # noqa: F401
+import prefect_rlhf.rlhf_tasks.algorithms.ppo.functions
+import prefect_rlhf.rlhf_tasks.rank.plan_nodes  # noqa: F401
 import tests.tiny_models  # noqa: F401
 from tests import rendezvous
 

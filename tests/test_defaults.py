@@ -5,14 +5,14 @@ from inspect import Parameter, signature
 
 import pytest
 
-from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
-from planner.plan.workload import Workload
-from planner.search.search import find_plan
-from rlhf_tasks.config.cluster import Limits
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
-from rlhf_tasks.protocol.ledger import Ledger
-from rlhf_tasks.protocol.messages import RunSpec
-from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
+from prefect_rlhf.flows.cluster.cluster import form_cluster, found_cluster, local_cluster
+from prefect_rlhf.planner.plan.workload import Workload
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.config.cluster import Limits
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.rlhf_tasks.protocol.ledger import Ledger
+from prefect_rlhf.rlhf_tasks.protocol.messages import RunSpec
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 
 
 @pytest.mark.parametrize(

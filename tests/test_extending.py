@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.parallel.layout.families import FAMILIES
-from rlhf_tasks.user_code.environments import EnvironmentProcess
-from rlhf_tasks.user_code.episodes import Answer, Episode
-from rlhf_tasks.user_code.forms import Answers, TrainerState, load_reward
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
+from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
+from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, TrainerState, load_reward
 from tests.committed import assert_same_run, generations_of
 from tests.flows.marked_command import MarkedCommand
 from tests.tiny_runs import write_model, write_prompts
@@ -88,7 +88,7 @@ def user(tmp_path_factory):
 def command(installed, user, *arguments):
     """`prefect-rlhf ARGUMENTS` in the user's folder, to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "flows.cli", *arguments],
+        [sys.executable, "-m", "prefect_rlhf.flows.cli", *arguments],
         cwd=user,
         env={**os.environ, **installed},
         capture_output=True,

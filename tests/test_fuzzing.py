@@ -14,24 +14,31 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import strategies as st
 
-from planner.pricing.device_classes import read_cluster
-from rlhf_tasks.algorithms.configurations import (
+from prefect_rlhf.planner.pricing.device_classes import read_cluster
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     load_config,
     make_config,
     manual_assignments,
     read_assignments,
 )
-from rlhf_tasks.algorithms.examples import read_examples
-from rlhf_tasks.checkpoint.changes import CHANGES, log_change, logged_changes, read_plan
-from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
-from rlhf_tasks.checkpoint.manifest import CHECKSUM, MANIFEST, Manifest, RoleRecord, StoredFile, read_manifest
-from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data.chat_template import ChatTemplate, Source
-from rlhf_tasks.data.dataset import data_set
-from rlhf_tasks.data.rows import completion_example, pair_example, prompt_example
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
-from rlhf_tasks.parallel.layout.weight_files import INDEX, read_shape, weight_files
+from prefect_rlhf.rlhf_tasks.algorithms.examples import read_examples
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import CHANGES, log_change, logged_changes, read_plan
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    Manifest,
+    RoleRecord,
+    StoredFile,
+    read_manifest,
+)
+from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.data.chat_template import ChatTemplate, Source
+from prefect_rlhf.rlhf_tasks.data.dataset import data_set
+from prefect_rlhf.rlhf_tasks.data.rows import completion_example, pair_example, prompt_example
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import INDEX, read_shape, weight_files
 from tests.flows.checked_files import LLAMA, model_folder
 from tests.fuzzing import as_json, changed, damaged, fuzz, fuzz_long, survives
 from tests.rlhf_tasks.algorithms.test_configurations import ppo

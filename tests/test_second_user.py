@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows.run.prepare import prepare
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from tests.tiny_runs import byte_tokenizer
 
 

@@ -8,9 +8,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 
 EOS = "<eos>"
 SIZES = {

@@ -1,6 +1,6 @@
 """A guessing game to learn in several turns: a tiny Llama with random weights, and players who begin games.
 
-    python -m deployments.examples.guessing runs/guessing [--seed N]
+    python -m prefect_rlhf.deployments.examples.guessing runs/guessing [--seed N]
     prefect-rlhf run grpo --config deployments/examples/guessing-grpo.yaml
 
 The model reads a player's name, guesses a number from 1 to 3, reads a hint ("higher" or "lower"), and has one guess
@@ -17,7 +17,7 @@ from string import ascii_lowercase, digits
 import cyclopts
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from flows.demo import write_jsonl
+from prefect_rlhf.flows.demo import write_jsonl
 
 NUMBERS = 3
 PLAYERS = {"train": 400, "test": 300}

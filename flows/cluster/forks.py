@@ -21,14 +21,14 @@ from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
-from flows.cluster.shutdown import deaf_to_ctrl_c
-from flows.cluster.this_machine import allow_open_files, gpus_here, threads_environment
-from rlhf_tasks.config.cluster import ClusterConfig
-from rlhf_tasks.system.child_processes import end_with_starter
-from rlhf_tasks.system.reading import ConfigError, parsed
+from prefect_rlhf.flows.cluster.shutdown import deaf_to_ctrl_c
+from prefect_rlhf.flows.cluster.this_machine import allow_open_files, gpus_here, threads_environment
+from prefect_rlhf.rlhf_tasks.config.cluster import ClusterConfig
+from prefect_rlhf.rlhf_tasks.system.child_processes import end_with_starter
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, parsed
 
 logger = logging.getLogger(__name__)
-LOADED = "rlhf_tasks.controller.fork_server"
+LOADED = "prefect_rlhf.rlhf_tasks.controller.fork_server"
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
 GUARDS = ("__name__", "parent_process", "current_process")
 """Names by which a script asks whether it is run or imported by a worker process."""

@@ -35,12 +35,12 @@ from prefect.settings import (
 )
 from prefect.utilities.asyncutils import run_coro_as_sync
 
-from flows.cluster.shutdown import leave_if_cancelled
-from flows.view.prefect_api import NO_LOGIN
-from flows.view.terminal import entering
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.system.child_processes import python_call
-from rlhf_tasks.system.reading import one_line
+from prefect_rlhf.flows.cluster.shutdown import leave_if_cancelled
+from prefect_rlhf.flows.view.prefect_api import NO_LOGIN
+from prefect_rlhf.flows.view.terminal import entering
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.system.child_processes import python_call
+from prefect_rlhf.rlhf_tasks.system.reading import one_line
 
 START_DEADLINE_S = 300.0  # 4 s on two quiet cores, 10-17 the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
@@ -226,7 +226,7 @@ class OwnServer:
     def _spawn(self, port: int) -> subprocess.Popen[bytes]:
         with open(self._home / "server.log", "ab") as log:
             return subprocess.Popen(
-                python_call("flows.cluster.server_process:main", str(self._home), str(port)),
+                python_call("prefect_rlhf.flows.cluster.server_process:main", str(self._home), str(port)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -21,7 +21,7 @@ from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from rlhf_tasks.system.child_processes import wake_after_parent
+from prefect_rlhf.rlhf_tasks.system.child_processes import wake_after_parent
 
 LOCKED_S = 10.0  # to wait for the database's lock: only this server writes to it, so a longer lock is a fault
 

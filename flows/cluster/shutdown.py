@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from rlhf_tasks.system.child_processes import python_call, track_resources
+from prefect_rlhf.rlhf_tasks.system.child_processes import python_call, track_resources
 
 T = TypeVar("T")
 

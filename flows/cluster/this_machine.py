@@ -13,9 +13,9 @@ from itertools import takewhile
 from math import inf
 from pathlib import Path
 
-from flows.cluster import cuda_driver
-from planner.pricing.devices import DeviceProfile, Gpu, device_of, preset
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.flows.cluster import cuda_driver
+from prefect_rlhf.planner.pricing.devices import DeviceProfile, Gpu, device_of, preset
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 DEVICES = Path("/dev")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")

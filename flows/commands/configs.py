@@ -9,15 +9,21 @@ import yaml
 from cyclopts import Parameter
 from rich.markup import escape
 
-from flows.commands.options import show_warnings
-from flows.rewards import try_environment, try_rewards
-from flows.run.examination import Patient, default_strategies, examined, keep_verdict, strategy_of
-from flows.run.prepare import prepare
-from flows.run.run_folder import open_run
-from flows.run.run_identity import check_stages
-from flows.view.terminal import Console
-from planner.text import plan_table
-from rlhf_tasks.algorithms.configurations import (
+from prefect_rlhf.flows.commands.options import show_warnings
+from prefect_rlhf.flows.rewards import try_environment, try_rewards
+from prefect_rlhf.flows.run.examination import (
+    Patient,
+    default_strategies,
+    examined,
+    keep_verdict,
+    strategy_of,
+)
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.run_folder import open_run
+from prefect_rlhf.flows.run.run_identity import check_stages
+from prefect_rlhf.flows.view.terminal import Console
+from prefect_rlhf.planner.text import plan_table
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     PIPELINE,
     ConfigError,
     PipelineConfig,
@@ -26,10 +32,10 @@ from rlhf_tasks.algorithms.configurations import (
     load_pipeline,
     stages_of,
 )
-from rlhf_tasks.algorithms.held_out import evaluation_of
-from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.system.reading import printable
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.system.reading import printable
 
 console = Console(highlight=False, soft_wrap=True)
 

@@ -12,24 +12,29 @@ from typing import Any
 from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from rich.markup import escape
 
-from flows.cluster.server import ServerError, prefect_server, refuse_dead_server
-from flows.cluster.shutdown import TERMINATED, Terminated, Watch, ending_in_time, terminable
-from flows.pipeline import pipeline_as_flow, rlhf_pipeline
-from flows.plan import rlhf_profile
-from flows.run.orders import Interrupted
-from flows.run.planning import profile_folder
-from flows.run.prepare import Prepared
-from flows.run.run_folder import SUMMARY, full_disk
-from flows.run.run_identity import CheckedStages
-from flows.run.runs import run_as_flow
-from flows.run.summary import in_short
-from flows.run.training import RunFailed
-from flows.view.prefect_api import is_prefects, what_is_wrong
-from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
-from planner.pricing.figures import read_profiles, write_profiles
-from rlhf_tasks.algorithms.configurations import ConfigError, PipelineConfig, RunConfig, folder_of
-from rlhf_tasks.system.durable import replace_file
-from rlhf_tasks.system.reading import printable
+from prefect_rlhf.flows.cluster.server import ServerError, prefect_server, refuse_dead_server
+from prefect_rlhf.flows.cluster.shutdown import TERMINATED, Terminated, Watch, ending_in_time, terminable
+from prefect_rlhf.flows.pipeline import pipeline_as_flow, rlhf_pipeline
+from prefect_rlhf.flows.plan import rlhf_profile
+from prefect_rlhf.flows.run.orders import Interrupted
+from prefect_rlhf.flows.run.planning import profile_folder
+from prefect_rlhf.flows.run.prepare import Prepared
+from prefect_rlhf.flows.run.run_folder import SUMMARY, full_disk
+from prefect_rlhf.flows.run.run_identity import CheckedStages
+from prefect_rlhf.flows.run.runs import run_as_flow
+from prefect_rlhf.flows.run.summary import in_short
+from prefect_rlhf.flows.run.training import RunFailed
+from prefect_rlhf.flows.view.prefect_api import is_prefects, what_is_wrong
+from prefect_rlhf.flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
+from prefect_rlhf.planner.pricing.figures import read_profiles, write_profiles
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
+    ConfigError,
+    PipelineConfig,
+    RunConfig,
+    folder_of,
+)
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
+from prefect_rlhf.rlhf_tasks.system.reading import printable
 
 TRACEBACK = "error.log"  # in the run folder
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from flows.view.terminal import Console
-from rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.flows.view.terminal import Console
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 
 LARGEST_SEED = 2**63 - 1  # as in the configuration
 

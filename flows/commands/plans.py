@@ -18,8 +18,8 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from flows.cluster.shutdown import run_in_thread
-from flows.commands.options import (
+from prefect_rlhf.flows.cluster.shutdown import run_in_thread
+from prefect_rlhf.flows.commands.options import (
     check_range,
     check_writable,
     show_warnings,
@@ -28,7 +28,7 @@ from flows.commands.options import (
     whole_seed,
     write_output,
 )
-from flows.run.planning import (
+from prefect_rlhf.flows.run.planning import (
     Ranks,
     compare,
     computed_profiles,
@@ -41,14 +41,14 @@ from flows.run.planning import (
     problem_of,
     rank_choices,
 )
-from flows.run.run_folder import refuse_unwritable
-from flows.view.terminal import Console, tell
-from planner.plan.build import PlanError
-from planner.pricing.calls import CostModel
-from planner.pricing.figures import write_profiles
-from planner.pricing.plans import PlanPrice, shortfall
-from planner.pricing.problem import Deadline, Problem
-from planner.report import (
+from prefect_rlhf.flows.run.run_folder import refuse_unwritable
+from prefect_rlhf.flows.view.terminal import Console, tell
+from prefect_rlhf.planner.plan.build import PlanError
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.figures import write_profiles
+from prefect_rlhf.planner.pricing.plans import PlanPrice, shortfall
+from prefect_rlhf.planner.pricing.problem import Deadline, Problem
+from prefect_rlhf.planner.report import (
     ALTERNATIVES,
     Alternative,
     alternative_rows,
@@ -65,12 +65,23 @@ from planner.report import (
     result_document,
     told_limits,
 )
-from planner.search.baselines import heuristic_plan, priced_plan
-from planner.search.search import SearchResult, find_plan
-from planner.text import algorithm_graph, dataflow_mermaid, dataflow_table, draw_bars, steady_bars
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, load_config, read_assignments
-from rlhf_tasks.config.settings import MOST_SECONDS
-from rlhf_tasks.spec import CallNode, ExecutionPlan
+from prefect_rlhf.planner.search.baselines import heuristic_plan, priced_plan
+from prefect_rlhf.planner.search.search import SearchResult, find_plan
+from prefect_rlhf.planner.text import (
+    algorithm_graph,
+    dataflow_mermaid,
+    dataflow_table,
+    draw_bars,
+    steady_bars,
+)
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
+    ConfigError,
+    RunConfig,
+    load_config,
+    read_assignments,
+)
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_SECONDS
+from prefect_rlhf.rlhf_tasks.spec import CallNode, ExecutionPlan
 
 COMPUTED = "computed-profiles.json"  # in the output folder, outside its folder of measured profiles
 COMPILING = "the first time, compilation adds about a minute"
@@ -374,7 +385,7 @@ def profile(
     show_warnings(problem_of(decided(settings), hardware).warnings)
     measured_folders(settings)
     # Prefect takes seconds to import, so a faulty configuration is refused before that.
-    from flows.commands.local_run import profile_here
+    from prefect_rlhf.flows.commands.local_run import profile_here
 
     profile_here(settings, out)
 

@@ -14,24 +14,45 @@ from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Column, Table
 
-from flows.cluster.this_machine import cores_here
-from flows.commands.options import check_range, check_writable, show_warnings, whole_seed, write_output
-from flows.run.planning import Ranks, fastest, hardware_of, problem_of, rank_choices, typed, users_seconds
-from flows.run.prepare import make_plan
-from flows.view.terminal import Console
-from planner.plan.workload import EvaluationWork
-from planner.pricing.calls import CostModel
-from planner.pricing.device_classes import Hardware
-from planner.pricing.plans import COPIES, PlanPrice, loaded_bytes, price_plan, saved_bytes
-from planner.pricing.problem import Problem
-from rlhf_tasks.algorithms.configurations import ConfigError, load_config
-from rlhf_tasks.config.base import RunConfig, TrainingConfig
-from rlhf_tasks.protocol.messages import RunSpec
-from rlhf_tasks.rehearsal import rehearsal
-from rlhf_tasks.rehearsal.assumptions import Costs, InjectedFault, Machines, Noise, read_faults, scheduled
-from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, Rehearsed
-from rlhf_tasks.rehearsal.story import NEAR, OWN, RUNNING, CommitMade, Story
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.flows.cluster.this_machine import cores_here
+from prefect_rlhf.flows.commands.options import (
+    check_range,
+    check_writable,
+    show_warnings,
+    whole_seed,
+    write_output,
+)
+from prefect_rlhf.flows.run.planning import (
+    Ranks,
+    fastest,
+    hardware_of,
+    problem_of,
+    rank_choices,
+    typed,
+    users_seconds,
+)
+from prefect_rlhf.flows.run.prepare import make_plan
+from prefect_rlhf.flows.view.terminal import Console
+from prefect_rlhf.planner.plan.workload import EvaluationWork
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.device_classes import Hardware
+from prefect_rlhf.planner.pricing.plans import COPIES, PlanPrice, loaded_bytes, price_plan, saved_bytes
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, load_config
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
+from prefect_rlhf.rlhf_tasks.protocol.messages import RunSpec
+from prefect_rlhf.rlhf_tasks.rehearsal import rehearsal
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (
+    Costs,
+    InjectedFault,
+    Machines,
+    Noise,
+    read_faults,
+    scheduled,
+)
+from prefect_rlhf.rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, Rehearsed
+from prefect_rlhf.rlhf_tasks.rehearsal.story import NEAR, OWN, RUNNING, CommitMade, Story
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 
 MOST_HOURS = 24.0 * 366
 DISKS = (1e6, 1e13)  # bytes per second, from a slow network to more than any host has

@@ -10,13 +10,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from flows.cluster.forks import begin_to_load_for
-from flows.commands.options import show_warnings, whole_seed
-from flows.demo import DATA, refuse_without_task
-from flows.rewards import refuse_blocks_without_server
-from flows.run import run_identity
-from flows.run.prepare import prepare
-from flows.run.run_folder import (
+from prefect_rlhf.flows.cluster.forks import begin_to_load_for
+from prefect_rlhf.flows.commands.options import show_warnings, whole_seed
+from prefect_rlhf.flows.demo import DATA, refuse_without_task
+from prefect_rlhf.flows.rewards import refuse_blocks_without_server
+from prefect_rlhf.flows.run import run_identity
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.run_folder import (
     CONFIG,
     existing_run_folder,
     leave_order,
@@ -27,9 +27,9 @@ from flows.run.run_folder import (
     run_folder_of,
     taken,
 )
-from flows.run.run_identity import check_stages
-from flows.view.terminal import phase, tell
-from rlhf_tasks.algorithms.configurations import (
+from prefect_rlhf.flows.run.run_identity import check_stages
+from prefect_rlhf.flows.view.terminal import phase, tell
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     PIPELINE,
     ConfigError,
     PipelineConfig,
@@ -40,8 +40,8 @@ from rlhf_tasks.algorithms.configurations import (
     override,
     stages_of,
 )
-from rlhf_tasks.algorithms.registry import algorithm as registered
-from rlhf_tasks.checkpoint.commits import commit_to_export
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm as registered
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export
 
 
 def run(
@@ -122,8 +122,8 @@ def _run_in(
     # Prefect takes seconds to import, so a faulty configuration is refused before that. The run folder is made after
     # it, when Ctrl-C already says how to resume.
     with phase("Prefect"):
-        from flows.cluster.server import refuse_dead_server
-        from flows.commands.local_run import run_here
+        from prefect_rlhf.flows.cluster.server import refuse_dead_server
+        from prefect_rlhf.flows.commands.local_run import run_here
 
     refuse_blocks_without_server(settings)
     refuse_dead_server()
@@ -153,8 +153,8 @@ def _run_pipeline(settings: PipelineConfig, file: Path) -> None:
         checked = check_stages(configs)
     show_warnings(checked.warnings)
     with phase("Prefect"):
-        from flows.cluster.server import refuse_dead_server
-        from flows.commands.local_run import pipeline_here
+        from prefect_rlhf.flows.cluster.server import refuse_dead_server
+        from prefect_rlhf.flows.commands.local_run import pipeline_here
     for stage in configs.values():
         refuse_blocks_without_server(stage)
     refuse_dead_server()
@@ -179,7 +179,7 @@ def demo(
     refuse_without_task(folder / DATA)
     refuse_unwritable(folder, "--folder")
     with phase("Prefect"):
-        from flows.commands.local_run import demo_here
+        from prefect_rlhf.flows.commands.local_run import demo_here
 
     demo_here(folder, number)
 
@@ -201,7 +201,7 @@ def ui(run: Path, /) -> None:
     if not (run / "prefect").is_dir():
         raise ConfigError(f"{run} has no Prefect server of its own: the run reported to PREFECT_API_URL.")
     refuse_foreign(run)
-    from flows.cluster.server import own_server  # Prefect takes seconds to import
+    from prefect_rlhf.flows.cluster.server import own_server  # Prefect takes seconds to import
 
     with own_server(run) as server:
         tell(f"{server.ui_line}   (Ctrl-C ends it)")
@@ -240,7 +240,7 @@ def export(
         tell(f"refused: {error}")
     if commit is None:
         raise ConfigError(f"{run} has no commit that can be used.")
-    from rlhf_tasks.rank.export import export_commit  # torch takes seconds to import
+    from prefect_rlhf.rlhf_tasks.rank.export import export_commit  # torch takes seconds to import
 
     chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
     export_commit(commit.folder, config, chosen, folder, merged or None)

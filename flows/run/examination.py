@@ -14,18 +14,24 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from flows.cluster.this_machine import memory_bytes
-from flows.run.planning import ITEMSIZES
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.parallel.layout.families import FAMILIES
-from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import VERDICT, base_of, check_weights, config_digest, read_shape
-from rlhf_tasks.system.reading import read_json, shown
+from prefect_rlhf.flows.cluster.this_machine import memory_bytes
+from prefect_rlhf.flows.run.planning import ITEMSIZES
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
+    VERDICT,
+    base_of,
+    check_weights,
+    config_digest,
+    read_shape,
+)
+from prefect_rlhf.rlhf_tasks.system.reading import read_json, shown
 
 if TYPE_CHECKING:
-    from rlhf_tasks.doctor import Finding
+    from prefect_rlhf.rlhf_tasks.doctor import Finding
 
 LENGTHS = (5, 13, 1, 8)  # tokens of the sequences, which are of random tokens
 NEW_TOKENS = 12
@@ -112,9 +118,9 @@ def examined(patient: Patient, strategies: Sequence[ParallelStrategy]) -> "list[
     import torch  # takes seconds, so a faulty command is refused before
     from transformers.utils.logging import disable_progress_bar
 
-    from rlhf_tasks.doctor import Case, examine, run_ranks, worst, write_answers
-    from rlhf_tasks.parallel.model.stage import check_model
-    from rlhf_tasks.parallel.model.weights import load_config
+    from prefect_rlhf.rlhf_tasks.doctor import Case, examine, run_ranks, worst, write_answers
+    from prefect_rlhf.rlhf_tasks.parallel.model.stage import check_model
+    from prefect_rlhf.rlhf_tasks.parallel.model.weights import load_config
 
     try:
         check_model(load_config(patient.folder))

@@ -29,9 +29,9 @@ from prefect.exceptions import Abort, Pause, PrefectException, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Paused, Running, Suspended
 
-from flows.cluster.shutdown import signal_received
-from flows.run.run_folder import take_order
-from flows.view.prefect_api import PrefectApi
+from prefect_rlhf.flows.cluster.shutdown import signal_received
+from prefect_rlhf.flows.run.run_folder import take_order
+from prefect_rlhf.flows.view.prefect_api import PrefectApi
 
 LOOK_EVERY_S = 0.5  # for a file in the run folder
 ASK_EVERY_S = 3.0  # the Prefect server, for states

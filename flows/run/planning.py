@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flows.cluster.this_machine import (
+from prefect_rlhf.flows.cluster.this_machine import (
     CPU_SLOT,
     cores_here,
     device_here,
@@ -20,14 +20,20 @@ from flows.cluster.this_machine import (
     ranks_here,
     threads_of_ranks,
 )
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
-from planner.pricing.analytic import computed_profile, recalibrated
-from planner.pricing.calls import CostModel
-from planner.pricing.device_classes import DeviceClasses, Hardware, cluster_of, named_hardware, read_cluster
-from planner.pricing.devices import DeviceProfile, estimated
-from planner.pricing.figures import (
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.analytic import computed_profile, recalibrated
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.device_classes import (
+    DeviceClasses,
+    Hardware,
+    cluster_of,
+    named_hardware,
+    read_cluster,
+)
+from prefect_rlhf.planner.pricing.devices import DeviceProfile, estimated
+from prefect_rlhf.planner.pricing.figures import (
     FiguresError,
     MeasuredProfile,
     ProfileError,
@@ -37,25 +43,30 @@ from planner.pricing.figures import (
     read_kept,
     read_profiles,
 )
-from planner.pricing.plans import price_plan
-from planner.pricing.problem import Problem
-from planner.search.search import SearchResult, find_plan
-from rlhf_tasks.algorithms.configurations import MADE_PLANS, SEARCHED, ConfigError
-from rlhf_tasks.algorithms.examples import learns_from_pairs, shared_tokens
-from rlhf_tasks.algorithms.examples import prompt_tokens as tokens_of_prompts
-from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, rows_at_once, section_of
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
-from rlhf_tasks.config.files import how_to_download
-from rlhf_tasks.config.models import Role
-from rlhf_tasks.config.reference import MovesReference
-from rlhf_tasks.data.dataset import data_set
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.profiling.measurements import Grid
-from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan, ModelFunctionCall
-from rlhf_tasks.user_code.environments import longest_play_s
-from rlhf_tasks.user_code.rewards import longest_s
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.search import SearchResult, find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import MADE_PLANS, SEARCHED, ConfigError
+from prefect_rlhf.rlhf_tasks.algorithms.examples import learns_from_pairs, shared_tokens
+from prefect_rlhf.rlhf_tasks.algorithms.examples import prompt_tokens as tokens_of_prompts
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
+    completions_of,
+    evaluation_of,
+    rows_at_once,
+    section_of,
+)
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.files import how_to_download
+from prefect_rlhf.rlhf_tasks.config.models import Role
+from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
+from prefect_rlhf.rlhf_tasks.data.dataset import data_set
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Grid
+from prefect_rlhf.rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.user_code.environments import longest_play_s
+from prefect_rlhf.rlhf_tasks.user_code.rewards import longest_s
 
 COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
 """The modes of the planner that find a plan by themselves."""

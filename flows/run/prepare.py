@@ -4,37 +4,45 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.cluster.shutdown import run_in_thread
-from flows.cluster.this_machine import cores_here, gpus_here
-from flows.rewards import check_environment, check_rewards, literal_secrets
-from flows.run.examination import refuse_unexamined
-from flows.run.planning import ITEMSIZES, fastest, hardware_of, on_ranks, rank_choices, shapes_of, typed
-from flows.run.run_folder import NO_DISK, DiskNeed, disk_need, refuse_full_disk
-from flows.trackers import refuse_missing
-from planner.plan.build import PlanError, build_plan
-from planner.pricing.plans import plan_memory, shortfall
-from planner.pricing.problem import Problem
-from planner.report import extrapolation
-from planner.search.balance import balanced
-from planner.search.baselines import check_strategies, heuristic_plan
-from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import SEARCHED, ConfigError, manual_assignments
-from rlhf_tasks.algorithms.examples import endless, prepared_rows
-from rlhf_tasks.algorithms.held_out import (
+from prefect_rlhf.flows.cluster.shutdown import run_in_thread
+from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
+from prefect_rlhf.flows.rewards import check_environment, check_rewards, literal_secrets
+from prefect_rlhf.flows.run.examination import refuse_unexamined
+from prefect_rlhf.flows.run.planning import (
+    ITEMSIZES,
+    fastest,
+    hardware_of,
+    on_ranks,
+    rank_choices,
+    shapes_of,
+    typed,
+)
+from prefect_rlhf.flows.run.run_folder import NO_DISK, DiskNeed, disk_need, refuse_full_disk
+from prefect_rlhf.flows.trackers import refuse_missing
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.pricing.plans import plan_memory, shortfall
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.report import extrapolation
+from prefect_rlhf.planner.search.balance import balanced
+from prefect_rlhf.planner.search.baselines import check_strategies, heuristic_plan
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import SEARCHED, ConfigError, manual_assignments
+from prefect_rlhf.rlhf_tasks.algorithms.examples import endless, prepared_rows
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
     HELD_OUT,
     evaluation_of,
     held_out_sets,
     shared_prompts,
 )
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
-from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
-from rlhf_tasks.data.dataset import data_set
-from rlhf_tasks.data.token_file import SKIPPED, TokenFile
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
-from rlhf_tasks.parallel.layout.weight_files import adapter_of, beside_weights, check_weights
-from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.data.dataset import data_set
+from prefect_rlhf.rlhf_tasks.data.token_file import SKIPPED, TokenFile
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import adapter_of, beside_weights, check_weights
+from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
 PLAN_REMEDY = "Remove it, and the run is planned again."
 

@@ -17,26 +17,26 @@ from uuid import UUID
 
 from prefect.logging import get_run_logger
 
-from flows.run.prepare import Prepared
-from flows.run.summary import read_jsonl
-from flows.trackers import Trackers
-from flows.view import artifacts
-from flows.view.clocks import spans_of
-from flows.view.prefect_api import Away, CommitEvents, PrefectApi
-from flows.view.terminal import RunProgress, tell
-from rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
-from rlhf_tasks.checkpoint.commits import newest_step
-from rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
-from rlhf_tasks.config.base import OnePass
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.flows.run.prepare import Prepared
+from prefect_rlhf.flows.run.summary import read_jsonl
+from prefect_rlhf.flows.trackers import Trackers
+from prefect_rlhf.flows.view import artifacts
+from prefect_rlhf.flows.view.clocks import spans_of
+from prefect_rlhf.flows.view.prefect_api import Away, CommitEvents, PrefectApi
+from prefect_rlhf.flows.view.terminal import RunProgress, tell
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
+from prefect_rlhf.rlhf_tasks.config.base import OnePass
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Aborted,
     Committed,
     Enterable,
     Faulted,
     IterationRan,
 )
-from rlhf_tasks.spec import ExecutionPlan
-from rlhf_tasks.user_code.rewards import SAMPLES
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES
 
 DRAWN_S = 40.0  # for a picture that is drawn first, on a core that others use too
 REFRESH_S = 20.0  # least time between two drawings of curves and timeline

@@ -13,19 +13,19 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.run.planning import hardware_of, on_ranks, problem_of
-from flows.run.prepare import Prepared
-from flows.run.run_folder import existing_run_folder
-from flows.run.summary import ENOUGH, Planned, keep_drift, planned, planned_and_measured
-from planner.pricing.plans import price_plan
-from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.checkpoint.changes import PLAN, RunPlan, log_change, logged_changes, read_plan
-from rlhf_tasks.checkpoint.journals import lineage_lines
-from rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan
-from rlhf_tasks.spec import ExecutionPlan, Frozen
-from rlhf_tasks.system.child_processes import die_with_parent, python_call
-from rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.flows.run.planning import hardware_of, on_ranks, problem_of
+from prefect_rlhf.flows.run.prepare import Prepared
+from prefect_rlhf.flows.run.run_folder import existing_run_folder
+from prefect_rlhf.flows.run.summary import ENOUGH, Planned, keep_drift, planned, planned_and_measured
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, log_change, logged_changes, read_plan
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import lineage_lines
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, Frozen
+from prefect_rlhf.rlhf_tasks.system.child_processes import die_with_parent, python_call
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 
 GAIN = 0.1  # of an iteration's predicted time: less is within what predictions are off by
 STARTING_S = (

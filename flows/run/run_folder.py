@@ -41,13 +41,18 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
-from rlhf_tasks.checkpoint.commits import ATTEMPTS, step_folders
-from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.parallel.layout.shape import ModelShape, parameters, trained_parameters
-from rlhf_tasks.protocol.commit import MOST_UNWRITTEN
-from rlhf_tasks.system.durable import existing, replace_file
-from rlhf_tasks.system.reading import read_json
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
+    ConfigError,
+    RunConfig,
+    make_config,
+    resolve_paths,
+)
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import ATTEMPTS, step_folders
+from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters, trained_parameters
+from prefect_rlhf.rlhf_tasks.protocol.commit import MOST_UNWRITTEN
+from prefect_rlhf.rlhf_tasks.system.durable import existing, replace_file
+from prefect_rlhf.rlhf_tasks.system.reading import read_json
 
 CONFIG = "config.json"
 FORMAT, NUMBER, OLDER = "format", 3, {"1": "as of commit 747d428a", "2": "as of commit cafffedf"}

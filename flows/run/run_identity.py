@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from flows.run.planning import rank_counts
-from flows.run.prepare import Prepared, check_without_models, prepare
-from flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
-from rlhf_tasks.algorithms.held_out import section_of
-from rlhf_tasks.checkpoint.changes import (
+from prefect_rlhf.flows.run.planning import rank_counts
+from prefect_rlhf.flows.run.prepare import Prepared, check_without_models, prepare
+from prefect_rlhf.flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import section_of
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import (
     Accepted,
     has_samples_in_flight,
     keep_first_plan,
@@ -31,8 +31,8 @@ from rlhf_tasks.checkpoint.changes import (
     samples_count,
     write_accepted,
 )
-from rlhf_tasks.checkpoint.commits import lost_commits, newest_step, step_folder, steps_of
-from rlhf_tasks.checkpoint.journals import (
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import lost_commits, newest_step, step_folder, steps_of
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
     Journal,
@@ -41,11 +41,11 @@ from rlhf_tasks.checkpoint.journals import (
     committed_lines,
     is_row,
 )
-from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from rlhf_tasks.data.token_file import TokenFile
-from rlhf_tasks.parallel.layout.weight_files import base_of, is_model_folder, read_shape
-from rlhf_tasks.system.durable import replace_file, sync, write_file
-from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, read_json, reading
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from prefect_rlhf.rlhf_tasks.data.token_file import TokenFile
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of, is_model_folder, read_shape
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file, sync, write_file
+from prefect_rlhf.rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, read_json, reading
 
 DATA, HELD_OUT_DATA, MODELS = "data.sha256", "held-out.sha256", "models.json"
 FREE = (

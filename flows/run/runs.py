@@ -23,17 +23,31 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, State
 
-from flows.cluster.forks import begin_to_load_for, in_fork, refuse_unguarded_script
-from flows.cluster.server import prefect_server
-from flows.cluster.shutdown import ending_in_time, patient
-from flows.rewards import secret_blocks
-from flows.run.orders import ENDINGS, Order, Orders, cancelled_by_signals, leave_to_prefect, watched_orders
-from flows.run.prepare import Prepared, prepare
-from flows.run.progress import RunView
-from flows.run.replanning import Replanning
-from flows.run.run_folder import SUMMARY, full_disk, open_run, remember_folder, run_folder_of, taken
-from flows.run.run_identity import begun_folder, keep_identity, refuse_changes
-from flows.run.summary import (
+from prefect_rlhf.flows.cluster.forks import begin_to_load_for, in_fork, refuse_unguarded_script
+from prefect_rlhf.flows.cluster.server import prefect_server
+from prefect_rlhf.flows.cluster.shutdown import ending_in_time, patient
+from prefect_rlhf.flows.rewards import secret_blocks
+from prefect_rlhf.flows.run.orders import (
+    ENDINGS,
+    Order,
+    Orders,
+    cancelled_by_signals,
+    leave_to_prefect,
+    watched_orders,
+)
+from prefect_rlhf.flows.run.prepare import Prepared, prepare
+from prefect_rlhf.flows.run.progress import RunView
+from prefect_rlhf.flows.run.replanning import Replanning
+from prefect_rlhf.flows.run.run_folder import (
+    SUMMARY,
+    full_disk,
+    open_run,
+    remember_folder,
+    run_folder_of,
+    taken,
+)
+from prefect_rlhf.flows.run.run_identity import begun_folder, keep_identity, refuse_changes
+from prefect_rlhf.flows.run.summary import (
     keep_drift,
     metrics_of_step,
     model_card,
@@ -43,19 +57,19 @@ from flows.run.summary import (
     rows_by_plan,
     run_figures,
 )
-from flows.run.training import Attempts, Restarts, RunFailed
-from flows.view import artifacts
-from flows.view.prefect_api import PrefectApi
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
-from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
-from rlhf_tasks.config.base import OnePass
-from rlhf_tasks.system.durable import replace_file
-from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.reading import read_json
-from rlhf_tasks.user_code.rewards import mean_scores
+from prefect_rlhf.flows.run.training import Attempts, Restarts, RunFailed
+from prefect_rlhf.flows.view import artifacts
+from prefect_rlhf.flows.view.prefect_api import PrefectApi
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
+from prefect_rlhf.rlhf_tasks.config.base import OnePass
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.system.reading import read_json
+from prefect_rlhf.rlhf_tasks.user_code.rewards import mean_scores
 
-EXPORT = "rlhf_tasks.rank.export:export_written"
+EXPORT = "prefect_rlhf.rlhf_tasks.rank.export:export_written"
 NOTICED_S = 5.0  # within this the run has heard of an order in Prefect
 # That a cancelled run has to reach its next commit and end; else it ends at its last one.
 NEXT_COMMIT_S = 18.0

@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from flows.run.planning import figures_of
-from flows.run.prepare import Prepared
-from flows.view.clocks import (
+from prefect_rlhf.flows.run.planning import figures_of
+from prefect_rlhf.flows.run.prepare import Prepared
+from prefect_rlhf.flows.view.clocks import (
     generation_of,
     idle_while_ready_s,
     overlapping_s,
@@ -27,18 +27,18 @@ from flows.view.clocks import (
     running_s,
     spans_of,
 )
-from planner.plan.steady_state import steady_state
-from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.figures import RanCall, drifted, keep_figures
-from planner.pricing.plans import PlanPrice, price_plan
-from planner.pricing.problem import Problem
-from planner.report import figures_source, not_measured
-from planner.text import plan_table
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.checkpoint.changes import RunPlan, plan_at
-from rlhf_tasks.config.settings import public_document
-from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
-from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
+from prefect_rlhf.planner.plan.steady_state import steady_state
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.planner.pricing.figures import RanCall, drifted, keep_figures
+from prefect_rlhf.planner.pricing.plans import PlanPrice, price_plan
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.report import figures_source, not_measured
+from prefect_rlhf.planner.text import plan_table
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan, plan_at
+from prefect_rlhf.rlhf_tasks.config.settings import public_document
+from prefect_rlhf.rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
+from prefect_rlhf.rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
 
 PACKAGES = ("prefect-rlhf", "torch", "transformers", "prefect", "distributed")
 ENOUGH = 3

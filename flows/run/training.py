@@ -20,21 +20,21 @@ from distributed.comm import CommClosedError
 from distributed.core import connect, rpc
 from prefect.exceptions import Abort
 
-from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
-from flows.cluster.this_machine import gpus_here
-from flows.run.orders import ENDINGS, Order, Orders
-from flows.run.planning import hardware_of, users_seconds
-from flows.run.prepare import Prepared
-from flows.run.progress import RunView
-from flows.run.replanning import Replanning
-from flows.run.run_folder import ATTEMPTS
-from flows.view.iterations import IterationView
-from flows.view.prefect_api import PrefectApi
-from flows.view.terminal import entering
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.algorithms.held_out import HELD_OUT
-from rlhf_tasks.checkpoint.commits import newest_step
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
+from prefect_rlhf.flows.cluster.this_machine import gpus_here
+from prefect_rlhf.flows.run.orders import ENDINGS, Order, Orders
+from prefect_rlhf.flows.run.planning import hardware_of, users_seconds
+from prefect_rlhf.flows.run.prepare import Prepared
+from prefect_rlhf.flows.run.progress import RunView
+from prefect_rlhf.flows.run.replanning import Replanning
+from prefect_rlhf.flows.run.run_folder import ATTEMPTS
+from prefect_rlhf.flows.view.iterations import IterationView
+from prefect_rlhf.flows.view.prefect_api import PrefectApi
+from prefect_rlhf.flows.view.terminal import entering
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import HELD_OUT
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     EVENT,
     Aborted,
     Committed,
@@ -53,10 +53,10 @@ from rlhf_tasks.protocol.messages import (
     RunSpec,
     StopAfter,
 )
-from rlhf_tasks.rank.host import Writer
-from rlhf_tasks.system.durable import replace_file
-from rlhf_tasks.system.failpoints import Point, at, reach
-from rlhf_tasks.system.reading import read_json, reading
+from prefect_rlhf.rlhf_tasks.rank.host import Writer
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, at, reach
+from prefect_rlhf.rlhf_tasks.system.reading import read_json, reading
 
 logger = logging.getLogger(__name__)
 RESTARTS = "restarts.json"

@@ -20,10 +20,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.runtime import flow_run
 
-from flows.view.clocks import Span
-from flows.view.pictures import curves, drawn_metrics, plan_graph, timeline
-from planner.pricing.calls import CostModel
-from planner.report import (
+from prefect_rlhf.flows.view.clocks import Span
+from prefect_rlhf.flows.view.pictures import curves, drawn_metrics, plan_graph, timeline
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.report import (
     ALTERNATIVES,
     Alternative,
     alternative_rows,
@@ -34,9 +34,9 @@ from planner.report import (
     reserve_sentences,
     told_limits,
 )
-from planner.search.search import SearchResult
-from planner.text import format_devices, node_detail, node_devices, short_names, steady_bars
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.planner.search.search import SearchResult
+from prefect_rlhf.planner.text import format_devices, node_detail, node_devices, short_names, steady_bars
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 
 SECONDS = "s per iteration"
 BAR = 20  # characters of a progress bar

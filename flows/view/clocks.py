@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 
 # A span or a predecessor is named by iteration and node.
 Key = tuple[int, str]

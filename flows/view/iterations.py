@@ -36,9 +36,9 @@ from prefect.client.schemas.objects import StateType
 from prefect.events import Event, RelatedResource, Resource
 from prefect.runtime import flow_run
 
-from flows.view.prefect_api import Away, PrefectApi, Refused, prompt_client
-from planner.text import short_names
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.flows.view.prefect_api import Away, PrefectApi, Refused, prompt_client
+from prefect_rlhf.planner.text import short_names
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Aborted,
     IterationRan,
     NodeBegun,
@@ -46,7 +46,7 @@ from rlhf_tasks.protocol.messages import (
     NotEntered,
     RunSpec,
 )
-from rlhf_tasks.spec import ExecutionPlan, PlanNode
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, PlanNode
 
 logger = logging.getLogger(__name__)
 VIEW_LAG_S = 10.0  # iterations that have waited for longer are merged

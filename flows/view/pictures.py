@@ -18,9 +18,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
-from flows.view.clocks import Span
-from planner.text import node_devices, short_names
-from rlhf_tasks.spec import CallNode, ExecutionPlan, PlanNode
+from prefect_rlhf.flows.view.clocks import Span
+from prefect_rlhf.planner.text import node_devices, short_names
+from prefect_rlhf.rlhf_tasks.spec import CallNode, ExecutionPlan, PlanNode
 
 WIDTH_IN = 7.2
 DPI = 160

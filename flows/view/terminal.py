@@ -25,7 +25,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from rlhf_tasks.system.reading import printable
+from prefect_rlhf.rlhf_tasks.system.reading import printable
 
 T = TypeVar("T")
 

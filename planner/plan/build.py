@@ -9,15 +9,22 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from planner.plan.graph import FETCH, DataflowGraph, blocks_of, groups_of
-from planner.plan.mesh import Cluster, DeviceMesh, MeshError
-from planner.plan.order import OrderRule, call_orders, fastest_order, levels, node_order, with_trailing
-from planner.plan.steady_state import copy_of, with_copies, work_of
-from planner.plan.template import PlanTemplate, Slot, plan_template
-from planner.plan.workload import fullest_share
-from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.parallel.layout.transfers import Balance
-from rlhf_tasks.spec import (
+from prefect_rlhf.planner.plan.graph import FETCH, DataflowGraph, blocks_of, groups_of
+from prefect_rlhf.planner.plan.mesh import Cluster, DeviceMesh, MeshError
+from prefect_rlhf.planner.plan.order import (
+    OrderRule,
+    call_orders,
+    fastest_order,
+    levels,
+    node_order,
+    with_trailing,
+)
+from prefect_rlhf.planner.plan.steady_state import copy_of, with_copies, work_of
+from prefect_rlhf.planner.plan.template import PlanTemplate, Slot, plan_template
+from prefect_rlhf.planner.plan.workload import fullest_share
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import Balance
+from prefect_rlhf.rlhf_tasks.spec import (
     NODE_KINDS,
     CallAssignment,
     CallNode,
@@ -35,7 +42,7 @@ from rlhf_tasks.spec import (
     TransferNode,
     side_of,
 )
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 
 @dataclass(frozen=True)

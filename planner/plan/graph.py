@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias, cast
 
 import networkx as nx
 
-from rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 
 FETCH = "fetch"
 INSERTED = ("transfer_", "reallocate_", "release_", "onload_", "offload_", "sync_", "save_", "evaluate_")

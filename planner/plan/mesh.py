@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlhf_tasks.parallel.layout.topology import check_count
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import check_count
 
 
 class MeshError(ValueError):

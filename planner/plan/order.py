@@ -26,9 +26,9 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan.graph import DataflowGraph
-from planner.plan.steady_state import Work, execution_edges, max_cycle_ratio
-from planner.plan.template import PlanTemplate, Slot, SlotKind
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.steady_state import Work, execution_edges, max_cycle_ratio
+from prefect_rlhf.planner.plan.template import PlanTemplate, Slot, SlotKind
 
 Ints = NDArray[np.int64]
 

@@ -13,7 +13,7 @@ of seconds over sum of delays of any cycle.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan
+from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan
 
 _ROUNDING = 1e-12  # relative: smaller gains in Howard's algorithm are rounding errors
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple
 
-from planner.plan.graph import FETCH, DataflowGraph
-from rlhf_tasks.spec import IN_FLIGHT, WHOLE, ModelFunctionCall, Part
+from prefect_rlhf.planner.plan.graph import FETCH, DataflowGraph
+from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT, WHOLE, ModelFunctionCall, Part
 
 SlotKind = Literal[
     "fetch",

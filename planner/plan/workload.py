@@ -8,8 +8,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
-from rlhf_tasks.spec import Frozen, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.spec import Frozen, ModelFunctionCall
 
 PARTS = 32
 """The most points of a distribution of lengths that is made from data."""

@@ -16,13 +16,13 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from planner.plan.mesh import Cluster
-from planner.pricing.devices import DeviceLink, DeviceProfile, described
-from planner.pricing.figures import MeasuredProfile
-from planner.pricing.rooflines import ROUTING, Roofline, sizes
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape
-from rlhf_tasks.parallel.layout.work import layer_flops
-from rlhf_tasks.profiling.measurements import MOST_S, Exchange, Grid, Pass, Timed, TimedExchange
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.devices import DeviceLink, DeviceProfile, described
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile
+from prefect_rlhf.planner.pricing.rooflines import ROUTING, Roofline, sizes
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import layer_flops
+from prefect_rlhf.rlhf_tasks.profiling.measurements import MOST_S, Exchange, Grid, Pass, Timed, TimedExchange
 
 HEADS: tuple[Head, ...] = ("lm", "scalar")
 AMONG_ALL: tuple[Exchange, ...] = ("all_reduce", "all_gather", "reduce_scatter", "share")

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from planner.plan.workload import Lengths, Workload, fullest_share
-from planner.pricing.figures import Factor
-from planner.pricing.rooflines import GRADIENT_BYTES, Sizes, Timing, stage_kinds
-from planner.pricing.segments import drawn
-from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from rlhf_tasks.parallel.layout.work import (
+from prefect_rlhf.planner.plan.workload import Lengths, Workload, fullest_share
+from prefect_rlhf.planner.pricing.figures import Factor
+from prefect_rlhf.planner.pricing.rooflines import GRADIENT_BYTES, Sizes, Timing, stage_kinds
+from prefect_rlhf.planner.pricing.segments import drawn
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
     LEAST_SHARED,
     LOGITS_AT_ONCE,
     PREFILL_TOKENS,
@@ -31,9 +31,9 @@ from rlhf_tasks.parallel.layout.work import (
     rows_at_once,
     slots_of,
 )
-from rlhf_tasks.parallel.train.state_layout import BUCKET
-from rlhf_tasks.profiling.measurements import Exchange, Pass
-from rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import BUCKET
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Exchange, Pass
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 
 REWORK = 0.1
 """Share of a layer's forward pass that its backward pass repeats under selective recomputation: norms, activations

@@ -8,10 +8,10 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.analytic import with_measured_moves
-from planner.pricing.call_formulas import (
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.analytic import with_measured_moves
+from prefect_rlhf.planner.pricing.call_formulas import (
     CallCost,
     Crossings,
     OnMesh,
@@ -20,9 +20,9 @@ from planner.pricing.call_formulas import (
     train,
     unreduced,
 )
-from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.devices import DeviceProfile
-from planner.pricing.figures import (
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.planner.pricing.devices import DeviceProfile
+from prefect_rlhf.planner.pricing.figures import (
     Factor,
     MeasuredProfile,
     ProfileError,
@@ -31,11 +31,11 @@ from planner.pricing.figures import (
     factor_elsewhere,
     factor_of,
 )
-from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Sizes, Slowest, Timing, sizes
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.train.state_layout import CHUNK
-from rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
+from prefect_rlhf.planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Sizes, Slowest, Timing, sizes
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import CHUNK
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
 
 MASTER_BYTES = 4  # per parameter: master weight in float32 (optimizer.py)
 OPTIMIZER_BYTES = 3 * MASTER_BYTES  # per parameter: master weight and two moments

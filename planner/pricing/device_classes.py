@@ -20,14 +20,14 @@ from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
-from planner.plan.mesh import Cluster, MeshError
-from planner.pricing.devices import PRESETS, DeviceProfile, preset
-from planner.pricing.resharding import Wires
-from rlhf_tasks.algorithms.configurations import FIGURES
-from rlhf_tasks.config.files import faults_of, read_yaml
-from rlhf_tasks.parallel.layout.topology import MAX_DEVICES
-from rlhf_tasks.spec import Frozen
-from rlhf_tasks.system.reading import ConfigError, shown
+from prefect_rlhf.planner.plan.mesh import Cluster, MeshError
+from prefect_rlhf.planner.pricing.devices import PRESETS, DeviceProfile, preset
+from prefect_rlhf.planner.pricing.resharding import Wires
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import FIGURES
+from prefect_rlhf.rlhf_tasks.config.files import faults_of, read_yaml
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import MAX_DEVICES
+from prefect_rlhf.rlhf_tasks.spec import Frozen
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
 
 
 class DeviceClassError(ValueError):

@@ -13,9 +13,9 @@ from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field
 
-from rlhf_tasks.profiling.measurements import MOST_BYTES, MOST_S
-from rlhf_tasks.spec import Frozen
-from rlhf_tasks.system.reading import shown
+from prefect_rlhf.rlhf_tasks.profiling.measurements import MOST_BYTES, MOST_S
+from prefect_rlhf.rlhf_tasks.spec import Frozen
+from prefect_rlhf.rlhf_tasks.system.reading import shown
 
 
 class Gpu(NamedTuple):

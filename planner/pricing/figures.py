@@ -30,12 +30,12 @@ from uuid import uuid4
 
 from pydantic import Field, TypeAdapter, model_validator
 
-from planner.plan.mesh import Cluster
-from planner.plan.workload import RoleModel, Workload
-from planner.pricing.device_classes import DeviceClasses
-from rlhf_tasks.config.files import read_document
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape
-from rlhf_tasks.profiling.measurements import (
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import RoleModel, Workload
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.rlhf_tasks.config.files import read_document
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from prefect_rlhf.rlhf_tasks.profiling.measurements import (
     LEAST_S,
     MOST_BYTES,
     MOST_S,
@@ -46,7 +46,7 @@ from rlhf_tasks.profiling.measurements import (
     Timed,
     TimedExchange,
 )
-from rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall
 
 
 class ProfileError(ValueError):

@@ -29,14 +29,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import add, sub
 from typing import Any, NamedTuple
 
-from planner.plan.graph import blocks_of, groups_of
-from planner.plan.mesh import Cluster, DeviceMesh, meshes
-from planner.plan.workload import least_share
-from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.plans import active_part, copied_bytes, kept_samples_bytes, remedy
-from planner.pricing.problem import NO_DEADLINE, Deadline, OptionsTakeTooLongError, Problem, ProblemError
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+from prefect_rlhf.planner.plan.graph import blocks_of, groups_of
+from prefect_rlhf.planner.plan.mesh import Cluster, DeviceMesh, meshes
+from prefect_rlhf.planner.plan.workload import least_share
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.planner.pricing.plans import active_part, copied_bytes, kept_samples_bytes, remedy
+from prefect_rlhf.planner.pricing.problem import (
+    NO_DEADLINE,
+    Deadline,
+    OptionsTakeTooLongError,
+    Problem,
+    ProblemError,
+)
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 
 GENERATION_CUTS = (1, 2, 4, 8, 16)
 """Micro-batches of a generation: its cache takes down to a sixteenth of what all sequences at once need."""

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.plan.steady_state import SteadyState, steady_state
-from planner.plan.workload import Workload, fullest_share, key_bytes
-from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
-from planner.pricing.resharding import Heads, HeldModel, reallocation, redistribution
-from rlhf_tasks.parallel.layout.topology import Coordinate, ParallelStrategy, Placement
-from rlhf_tasks.protocol.commit import MOST_UNWRITTEN
-from rlhf_tasks.spec import (
+from prefect_rlhf.planner.plan.steady_state import SteadyState, steady_state
+from prefect_rlhf.planner.plan.workload import Workload, fullest_share, key_bytes
+from prefect_rlhf.planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
+from prefect_rlhf.planner.pricing.resharding import Heads, HeldModel, reallocation, redistribution
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate, ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.protocol.commit import MOST_UNWRITTEN
+from prefect_rlhf.rlhf_tasks.spec import (
     CallNode,
     EvaluateNode,
     ExecutionPlan,

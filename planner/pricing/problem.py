@@ -6,10 +6,10 @@ from math import inf
 from time import monotonic
 from typing import NamedTuple
 
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.pricing.calls import CostModel
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 
 def never() -> bool:

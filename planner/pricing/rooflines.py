@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from planner.pricing.devices import DeviceProfile
-from rlhf_tasks.parallel.layout.shape import POSITIONS, Head, Lora, ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout, split
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.work import head_flops, layer_flops
-from rlhf_tasks.profiling.measurements import Exchange, Pass
+from prefect_rlhf.planner.pricing.devices import DeviceProfile
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import POSITIONS, Head, Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout, split
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import head_flops, layer_flops
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Exchange, Pass
 
 
 @dataclass(frozen=True)

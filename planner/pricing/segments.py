@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlhf_tasks.parallel.layout.work import runs_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import runs_of
 
 MOST_GROUPS = 128  # of a batch that is simulated; a larger one is given the shares of one of this size
 ITERATIONS, WARM_UP = 128, 28

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.bounds.cycles import Cycles
-from planner.search.compiled.arrays import Arrays
-from planner.search.compiled.compile import Floats, Ints, compiled, inner
-from planner.search.compiled.evaluator import value
-from planner.search.compiled.tables import Tables
-from rlhf_tasks.system.counter_random import stream, stream_key
+from prefect_rlhf.planner.search.bounds.cycles import Cycles
+from prefect_rlhf.planner.search.compiled.arrays import Arrays
+from prefect_rlhf.planner.search.compiled.compile import Floats, Ints, compiled, inner
+from prefect_rlhf.planner.search.compiled.evaluator import value
+from prefect_rlhf.planner.search.compiled.tables import Tables
+from prefect_rlhf.rlhf_tasks.system.counter_random import stream, stream_key
 
 STEPS = (5_000, 5_000, 10_000, 10_000, 20_000)
 """Proposals of each round; the last number holds for all later rounds. Short first rounds find plans early."""

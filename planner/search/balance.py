@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan.steady_state import steady_state
-from planner.plan.workload import Lengths
-from planner.pricing.plans import shortfall
-from planner.pricing.problem import NO_DEADLINE, Deadline, Problem
-from planner.search.baselines import Priced, priced_plan
-from planner.search.compiled.tables import assignments_of
-from rlhf_tasks.parallel.layout.transfers import partition
-from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+from prefect_rlhf.planner.plan.steady_state import steady_state
+from prefect_rlhf.planner.plan.workload import Lengths
+from prefect_rlhf.planner.pricing.plans import shortfall
+from prefect_rlhf.planner.pricing.problem import NO_DEADLINE, Deadline, Problem
+from prefect_rlhf.planner.search.baselines import Priced, priced_plan
+from prefect_rlhf.planner.search.compiled.tables import assignments_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import partition
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 
 DRAWS, MOST_DRAWN = 32, 1 << 15
 """Batches that are drawn at most, and sequences of all of them together."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
-from planner.plan.build import PlanError, build_plan
-from planner.plan.graph import DataflowGraph, blocks_of, groups_of
-from planner.plan.mesh import Cluster, meshes_from_start
-from planner.plan.workload import fullest_share, least_share
-from planner.pricing.calls import CostModel
-from planner.pricing.plans import (
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph, blocks_of, groups_of
+from prefect_rlhf.planner.plan.mesh import Cluster, meshes_from_start
+from prefect_rlhf.planner.plan.workload import fullest_share, least_share
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.plans import (
     MemoryPeak,
     PlanPrice,
     plan_memory,
@@ -27,10 +27,10 @@ from planner.pricing.plans import (
     scarcest_device,
     shortfall,
 )
-from planner.pricing.problem import NO_DEADLINE, Deadline
-from planner.search.compiled.tables import Tables, Value
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import (
+from prefect_rlhf.planner.pricing.problem import NO_DEADLINE, Deadline
+from prefect_rlhf.planner.search.compiled.tables import Tables, Value
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
     ExecutionPlan,

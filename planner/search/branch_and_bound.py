@@ -26,15 +26,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.order import MOST_ORDERS, has_more_orders
-from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
-from planner.pricing.problem import Deadline, Problem
-from planner.search.annealing import Neighbours, PricedChoice, annealing, better, metropolis, polishing
-from planner.search.bounds.cycles import Cycles, allowance
-from planner.search.bounds.period_bound import SLACK, Cover, covering, covers, exceeds_period
-from planner.search.bounds.relaxation import (
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.order import MOST_ORDERS, has_more_orders
+from prefect_rlhf.planner.pricing.options import ALL_CUTS, cut_points, few_hosts
+from prefect_rlhf.planner.pricing.problem import Deadline, Problem
+from prefect_rlhf.planner.search.annealing import (
+    Neighbours,
+    PricedChoice,
+    annealing,
+    better,
+    metropolis,
+    polishing,
+)
+from prefect_rlhf.planner.search.bounds.cycles import Cycles, allowance
+from prefect_rlhf.planner.search.bounds.period_bound import SLACK, Cover, covering, covers, exceeds_period
+from prefect_rlhf.planner.search.bounds.relaxation import (
     MEET,
     OPEN,
     UNKNOWN,
@@ -48,9 +55,9 @@ from planner.search.bounds.relaxation import (
     relaxation,
     seconds_of,
 )
-from planner.search.compiled.compile import Floats, Ints, compiled, inner
-from planner.search.compiled.evaluator import priced
-from planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.search.compiled.compile import Floats, Ints, compiled, inner
+from prefect_rlhf.planner.search.compiled.evaluator import priced
+from prefect_rlhf.planner.search.compiled.tables import Tables
 
 DONE, FOUND, PAUSED = range(3)
 NODES = 1_000  # tree nodes visited before the clock is read for the first time

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from planner.plan.build import PlanError
-from planner.pricing.plans import PlanPrice, price_plan
-from planner.pricing.problem import NO_DEADLINE, Deadline, OptionsTakeTooLongError, Problem, never
-from planner.search.annealing import (
+from prefect_rlhf.planner.plan.build import PlanError
+from prefect_rlhf.planner.pricing.plans import PlanPrice, price_plan
+from prefect_rlhf.planner.pricing.problem import (
+    NO_DEADLINE,
+    Deadline,
+    OptionsTakeTooLongError,
+    Problem,
+    never,
+)
+from prefect_rlhf.planner.search.annealing import (
     PricedChoice,
     anneal,
     annealing,
@@ -24,8 +30,8 @@ from planner.search.annealing import (
     start_state,
     uniforms,
 )
-from planner.search.balance import balanced
-from planner.search.baselines import (
+from prefect_rlhf.planner.search.balance import balanced
+from prefect_rlhf.planner.search.baselines import (
     Priced,
     disjoint_choice,
     heuristic_plan,
@@ -33,8 +39,8 @@ from planner.search.baselines import (
     side_by_side,
     symmetric_plan,
 )
-from planner.search.bounds.cycles import call_cycles
-from planner.search.branch_and_bound import (
+from prefect_rlhf.planner.search.bounds.cycles import call_cycles
+from prefect_rlhf.planner.search.branch_and_bound import (
     begin_search,
     bounds_by_groups,
     branching,
@@ -42,8 +48,14 @@ from planner.search.branch_and_bound import (
     proof_class,
     search_tree,
 )
-from planner.search.compiled.tables import Tables, assignments_of, counterparts, nearest_choice, uncollected
-from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+from prefect_rlhf.planner.search.compiled.tables import (
+    Tables,
+    assignments_of,
+    counterparts,
+    nearest_choice,
+    uncollected,
+)
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a smaller gap counts as zero
 BOUNDING = (

@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema
 
-from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from rlhf_tasks.config.base import RunConfig, TrainingConfig
-from rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
-from rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
-from rlhf_tasks.config.settings import Settings
-from rlhf_tasks.spec import CallAssignment
-from rlhf_tasks.system.reading import ConfigError, one_line, reading, shown
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
+from prefect_rlhf.rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
+from prefect_rlhf.rlhf_tasks.config.settings import Settings
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, reading, shown
 
 ASSIGNMENTS: TypeAdapter[ManualAssignments] = TypeAdapter(ManualAssignments)
 SEARCHED = ("auto", "adaptive")

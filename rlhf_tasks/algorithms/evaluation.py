@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.evaluate import EvaluateConfig
-from rlhf_tasks.algorithms.functions import fetch
-from rlhf_tasks.algorithms.held_out import (
+from prefect_rlhf.rlhf_tasks.algorithms.evaluate import EvaluateConfig
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
     COMPLETIONS,
     HELD_OUT,
     completions_of,
@@ -16,20 +16,20 @@ from rlhf_tasks.algorithms.held_out import (
     held_out_sets,
     rows_at_once,
 )
-from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.generation import draw, sampling_params
-from rlhf_tasks.algorithms.shared.scores import refuse_all_skipped, score, write_skipped
-from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.data.token_file import TokenFile
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.redistribution import share_batch
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.layout.transfers import shares
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.spec import DataSide
-from rlhf_tasks.user_code.environments import EnvironmentProcess
-from rlhf_tasks.user_code.rewards import Fault, RewardProcess
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import draw, sampling_params
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import refuse_all_skipped, score, write_skipped
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.data.token_file import TokenFile
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import shares
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.spec import DataSide
+from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
+from prefect_rlhf.rlhf_tasks.user_code.rewards import Fault, RewardProcess
 
 PURPOSE = "evaluation"
 """Purpose of the random numbers of sampled answers; those of training samples have another purpose."""

@@ -10,16 +10,16 @@ from itertools import chain, islice, repeat, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rlhf_tasks.algorithms.registry import Algorithm, algorithm
-from rlhf_tasks.config.base import RunConfig, Samples
-from rlhf_tasks.data import chat_template, dataset, rows, tokenizer
-from rlhf_tasks.data.chat_template import Conversation
-from rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_set, refuse
-from rlhf_tasks.data.rows import Reader, Reading, messages, tools_of
-from rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
-from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
-from rlhf_tasks.parallel.layout.weight_files import own_or_base, read_shape
-from rlhf_tasks.system.reading import shown
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm, algorithm
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples
+from prefect_rlhf.rlhf_tasks.data import chat_template, dataset, rows, tokenizer
+from prefect_rlhf.rlhf_tasks.data.chat_template import Conversation
+from prefect_rlhf.rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_set, refuse
+from prefect_rlhf.rlhf_tasks.data.rows import Reader, Reading, messages, tools_of
+from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import own_or_base, read_shape
+from prefect_rlhf.rlhf_tasks.system.reading import shown
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256

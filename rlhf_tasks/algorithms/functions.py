@@ -6,13 +6,13 @@ from importlib import import_module
 import numpy as np
 import torch
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.context import CallFunction
-from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.data.rows import DatasetValue
-from rlhf_tasks.data.token_file import StoredNumbers, TokenFile
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.user_code.errors import UserCodeError
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallFunction
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.data.rows import DatasetValue
+from prefect_rlhf.rlhf_tasks.data.token_file import StoredNumbers, TokenFile
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.user_code.errors import UserCodeError
 
 
 def load_functions(algorithm: Algorithm, calls: Iterable[str]) -> dict[str, CallFunction]:

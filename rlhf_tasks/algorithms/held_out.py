@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from rlhf_tasks.algorithms.evaluate import AnsweringConfig, EvaluateConfig
-from rlhf_tasks.algorithms.sft import SFTConfig
-from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
-from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.config.models import ActorOnly, RolloutModels
-from rlhf_tasks.config.responses import EvaluationConfig, RewardConfig
-from rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
+from prefect_rlhf.rlhf_tasks.algorithms.evaluate import AnsweringConfig, EvaluateConfig
+from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.config.models import ActorOnly, RolloutModels
+from prefect_rlhf.rlhf_tasks.config.responses import EvaluationConfig, RewardConfig
+from prefect_rlhf.rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
 
 MOST_AT_ONCE = 64  # answers to held-out rows
 HELD_OUT, COMPLETIONS = "held-out.arrow", "held-out-completions.arrow"

@@ -1,6 +1,6 @@
 """Further names of our algorithms, with other defaults: each record below is an algorithm of its name."""
 
-from rlhf_tasks.algorithms.grpo import ALGORITHM as GRPO
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import ALGORITHM as GRPO
 
 cispo = GRPO.preset(
     "cispo",

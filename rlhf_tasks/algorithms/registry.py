@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import create_model
 
-from rlhf_tasks import algorithms
-from rlhf_tasks.algorithms.shared.configs import PolicyConfig
-from rlhf_tasks.algorithms.shared.graphs import STAYS, from_older_versions, with_environment
-from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.responses import SamplingConfig
-from rlhf_tasks.data.rows import DatasetValue, Reader
-from rlhf_tasks.spec import ModelFunctionCall
-from rlhf_tasks.system.reading import (
+from prefect_rlhf.rlhf_tasks import algorithms
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import STAYS, from_older_versions, with_environment
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
+from prefect_rlhf.rlhf_tasks.data.rows import DatasetValue, Reader
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.system.reading import (
     ConfigError,
     module_file,
     names_bound,
@@ -35,7 +35,7 @@ from rlhf_tasks.system.reading import (
 GROUP = "prefect_rlhf.algorithms"
 OURS = "prefect-rlhf"
 NO_ALGORITHM = "shared"  # the only folder beside this file that is none
-PRESETS = "rlhf_tasks.algorithms.presets"
+PRESETS = "prefect_rlhf.rlhf_tasks.algorithms.presets"
 FIRST = ("ppo", "grpo", "sft")  # lists and forms begin with these
 
 
@@ -163,7 +163,7 @@ class Algorithm:
                 f"{_whose(self.name, self.package)} has the call {missing[0]!r} in its graph but no function of that "
                 f"name in {module}. Fix or uninstall that package."
             )
-        ours = names_imported(body, "rlhf_tasks")
+        ours = names_imported(body, "prefect_rlhf")
         own = [call for call in calls if call.segment_tokens and call.name not in ours]
         if own and self.package != OURS:
             raise ConfigError(

@@ -20,12 +20,12 @@ from typing import Any
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from rlhf_tasks.checkpoint.journals import JournalMarks
-from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest
-from rlhf_tasks.config.files import first_fault, read_document
-from rlhf_tasks.spec import ExecutionPlan, Frozen
-from rlhf_tasks.system.durable import append_lines, replace_file, sync, write_file
-from rlhf_tasks.system.reading import ConfigError, reading, shown
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import JournalMarks
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest
+from prefect_rlhf.rlhf_tasks.config.files import first_fault, read_document
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, Frozen
+from prefect_rlhf.rlhf_tasks.system.durable import append_lines, replace_file, sync, write_file
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, reading, shown
 
 PLAN = "plan.json"
 CHANGES = "plans.jsonl"

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rlhf_tasks.checkpoint.changes import last_accepted, plan_digest
-from rlhf_tasks.checkpoint.journals import (
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import last_accepted, plan_digest
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
     LINEAGE,
@@ -32,7 +32,7 @@ from rlhf_tasks.checkpoint.journals import (
     lineage_lines,
     reported,
 )
-from rlhf_tasks.checkpoint.manifest import (
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
     CheckpointError,
@@ -42,10 +42,10 @@ from rlhf_tasks.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.protocol.messages import WriteCommit
-from rlhf_tasks.system.durable import ByteCount, explained, refuse_full, sync, write_file
-from rlhf_tasks.system.failpoints import Point, at, reach
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.protocol.messages import WriteCommit
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount, explained, refuse_full, sync, write_file
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, at, reach
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8})")

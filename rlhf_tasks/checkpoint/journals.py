@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from rlhf_tasks.spec import Frozen, NodeResult
-from rlhf_tasks.system.durable import CHUNK_BYTES, append_lines, no_link
+from prefect_rlhf.rlhf_tasks.spec import Frozen, NodeResult
+from prefect_rlhf.rlhf_tasks.system.durable import CHUNK_BYTES, append_lines, no_link
 
 METRICS = "metrics.jsonl"
 LINEAGE = "lineage.jsonl"

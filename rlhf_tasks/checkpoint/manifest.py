@@ -8,15 +8,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from rlhf_tasks.checkpoint.journals import JournalMarks
-from rlhf_tasks.config.files import first_fault
-from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.spec import Frozen
-from rlhf_tasks.system.durable import CHUNK_BYTES, no_link, sync, write_file
-from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.reading import reading, shown
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import JournalMarks
+from prefect_rlhf.rlhf_tasks.config.files import first_fault
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.spec import Frozen
+from prefect_rlhf.rlhf_tasks.system.durable import CHUNK_BYTES, no_link, sync, write_file
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.system.reading import reading, shown
 
 SCHEMA = 2
 MANIFEST = "manifest.json"

@@ -19,9 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rlhf_tasks.checkpoint.changes import samples_count
-from rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
-from rlhf_tasks.checkpoint.manifest import (
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import samples_count
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     PartReport,
@@ -29,12 +29,12 @@ from rlhf_tasks.checkpoint.manifest import (
     StoredFile,
     read_manifest,
 )
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.comm.host_memory import host_copies
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
-from rlhf_tasks.parallel.train.state_files import (
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import host_copies
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
+from prefect_rlhf.rlhf_tasks.parallel.train.state_files import (
     Written,
     pieces_of,
     read_shards,
@@ -42,9 +42,9 @@ from rlhf_tasks.parallel.train.state_files import (
     write_checked,
     write_shards,
 )
-from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
-from rlhf_tasks.system.durable import ByteCount, NotWritable, explained, refuse_full, sync
-from rlhf_tasks.system.failpoints import Point, at, reach
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount, NotWritable, explained, refuse_full, sync
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, at, reach
 
 _VALUES, _LENGTHS, _IDS = "values", "lengths", "ids"
 _METRICS = "metrics"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic_core import CoreSchema
 
-from rlhf_tasks.config.cluster import (
+from prefect_rlhf.rlhf_tasks.config.cluster import (
     STARTUP_S,
     ClusterConfig,
     Limits,
@@ -23,16 +23,16 @@ from rlhf_tasks.config.cluster import (
     most_lost_s,
     refuse_unfit,
 )
-from rlhf_tasks.config.data import DataConfig, RunRows
-from rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
-from rlhf_tasks.config.responses import (
+from prefect_rlhf.rlhf_tasks.config.data import DataConfig, RunRows
+from prefect_rlhf.rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
+from prefect_rlhf.rlhf_tasks.config.responses import (
     EnvironmentConfig,
     EvaluationConfig,
     RewardConfig,
     RewardModelScore,
     SamplingConfig,
 )
-from rlhf_tasks.config.settings import (
+from prefect_rlhf.rlhf_tasks.config.settings import (
     MOST_ITERATIONS,
     MOST_SECONDS,
     MOST_SEQS,
@@ -40,7 +40,7 @@ from rlhf_tasks.config.settings import (
     Pair,
     Settings,
 )
-from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Groups = Mapping[str, tuple[str, ...]]

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_tasks.config.settings import (
+from prefect_rlhf.rlhf_tasks.config.settings import (
     MOST_ITERATIONS,
     MOST_SECONDS,
     MOST_SEQS,
@@ -23,9 +23,14 @@ from rlhf_tasks.config.settings import (
     auto_or_a_number,
     form,
 )
-from rlhf_tasks.parallel.layout.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
-from rlhf_tasks.spec import CallAssignment
-from rlhf_tasks.system.reading import shown
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import (
+    MAX_DEVICES,
+    ParallelStrategy,
+    Placement,
+    check_count,
+)
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment
+from prefect_rlhf.rlhf_tasks.system.reading import shown
 
 
 class ClusterConfig(Settings):

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from rlhf_tasks.config.settings import MOST_TOKENS, Settings
-from rlhf_tasks.system.reading import shown
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_TOKENS, Settings
+from prefect_rlhf.rlhf_tasks.system.reading import shown
 
 
 class RunRows(Protocol):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, reading, shown
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, reading, shown
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 
-from rlhf_tasks.config.settings import MOST_ITERATIONS, Settings, form
-from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
-from rlhf_tasks.parallel.layout.weight_files import MOST_RANK
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, Settings, form
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import MOST_RANK
 
 
 def _content_of_a_config(value: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rlhf_tasks.config.base import Groups, TrainingConfig
-from rlhf_tasks.config.settings import MOST_ITERATIONS, Pair
+from prefect_rlhf.rlhf_tasks.config.base import Groups, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, Pair
 
 
 class MovesReference(TrainingConfig):

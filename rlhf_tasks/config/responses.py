@@ -12,8 +12,8 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SEQS, MOST_TOKENS, Settings
-from rlhf_tasks.system.reading import shown
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SEQS, MOST_TOKENS, Settings
+from prefect_rlhf.rlhf_tasks.system.reading import shown
 
 MOST_STOPS = 32  # strings, and ids, that end a response
 MOST_STOP_BYTES = 256  # of all stop strings: the table that finds them has a row for each

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from rlhf_tasks.spec import Frozen
-from rlhf_tasks.system.reading import shown
+from prefect_rlhf.rlhf_tasks.spec import Frozen
+from prefect_rlhf.rlhf_tasks.system.reading import shown
 
 # Upper bounds that no real run reaches. Larger numbers are typing errors, and some would fill the memory with lists.
 MOST_SEQS = 2**20  # of a batch

@@ -20,11 +20,11 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from rlhf_tasks.checkpoint.journals import MetricsLines
-from rlhf_tasks.protocol.account import State
-from rlhf_tasks.protocol.commit import Snapshots
-from rlhf_tasks.protocol.ledger import Ledger, Phase
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import MetricsLines
+from prefect_rlhf.rlhf_tasks.protocol.account import State
+from prefect_rlhf.rlhf_tasks.protocol.commit import Snapshots
+from prefect_rlhf.rlhf_tasks.protocol.ledger import Ledger, Phase
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     HOST,
     SETUP,
     Deliver,
@@ -51,11 +51,18 @@ from rlhf_tasks.protocol.messages import (
     Told,
     WriteCommit,
 )
-from rlhf_tasks.protocol.progress import Timeouts
-from rlhf_tasks.protocol.sequencer import Deadlines
-from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, SaveNode, SaveSamplesNode
-from rlhf_tasks.system.durable import NotWritable
-from rlhf_tasks.system.failpoints import Point, at, reach
+from prefect_rlhf.rlhf_tasks.protocol.progress import Timeouts
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Deadlines
+from prefect_rlhf.rlhf_tasks.spec import (
+    IN_FLIGHT,
+    ExecutionPlan,
+    NodeFailure,
+    NodeKey,
+    SaveNode,
+    SaveSamplesNode,
+)
+from prefect_rlhf.rlhf_tasks.system.durable import NotWritable
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, at, reach
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.2

@@ -22,10 +22,10 @@ from distributed.core import Status, connect
 from pydantic import BaseModel
 from torch.distributed import TCPStore
 
-from rlhf_tasks.checkpoint.manifest import CheckpointError
-from rlhf_tasks.controller.attempt import Attempt, Surroundings
-from rlhf_tasks.protocol.commit import Snapshots
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError
+from prefect_rlhf.rlhf_tasks.controller.attempt import Attempt, Surroundings
+from prefect_rlhf.rlhf_tasks.protocol.commit import Snapshots
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     FLOW_MESSAGE,
     NEWS,
     Enter,
@@ -35,7 +35,7 @@ from rlhf_tasks.protocol.messages import (
     RunSpec,
     StopAfter,
 )
-from rlhf_tasks.rank.host import Writer
+from prefect_rlhf.rlhf_tasks.rank.host import Writer
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler

@@ -8,14 +8,14 @@ import os
 import signal
 from importlib import import_module
 
-from rlhf_tasks.system.child_processes import die_with_parent, wake_after_parent
+from prefect_rlhf.rlhf_tasks.system.child_processes import die_with_parent, wake_after_parent
 
 LOADED = (
-    "rlhf_tasks.rank.host",
-    "rlhf_tasks.controller.controller",
-    "rlhf_tasks.rank.host",
-    "rlhf_tasks.rank.plan_nodes",
-    "rlhf_tasks.rank.export",
+    "prefect_rlhf.rlhf_tasks.rank.host",
+    "prefect_rlhf.rlhf_tasks.controller.controller",
+    "prefect_rlhf.rlhf_tasks.rank.host",
+    "prefect_rlhf.rlhf_tasks.rank.plan_nodes",
+    "prefect_rlhf.rlhf_tasks.rank.export",
 )
 
 

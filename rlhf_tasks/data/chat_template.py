@@ -29,9 +29,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlhf_tasks.system.child_pipes import Lines
-from rlhf_tasks.system.child_processes import python_call, wake_after_parent
-from rlhf_tasks.system.reading import ConfigError, reading
+from prefect_rlhf.rlhf_tasks.system.child_pipes import Lines
+from prefect_rlhf.rlhf_tasks.system.child_processes import python_call, wake_after_parent
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, reading
 
 Message = Mapping[str, Any]
 Conversation = tuple[Sequence[Message], bool] | tuple[Sequence[Message], bool, Sequence[Any]]

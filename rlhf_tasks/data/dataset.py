@@ -24,9 +24,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import pyarrow
 import pyarrow.parquet
 
-from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.config.files import how_to_download
-from rlhf_tasks.system.reading import DataError, one_line, reading, shown
+from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.config.files import how_to_download
+from prefect_rlhf.rlhf_tasks.system.reading import DataError, one_line, reading, shown
 
 MOST_LINE_BYTES = 16 << 20  # of a row: no model reads as long a text
 FREE_BYTES, MOST_GROWTH = 64 << 20, 100

@@ -12,12 +12,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from rlhf_tasks.system.reading import DataError, one_line, shown
+from prefect_rlhf.rlhf_tasks.system.reading import DataError, one_line, shown
 
 if TYPE_CHECKING:
-    from rlhf_tasks.data.chat_template import Conversation
-    from rlhf_tasks.data.dataset import Row
-    from rlhf_tasks.data.tokenizer import Tokenizer
+    from prefect_rlhf.rlhf_tasks.data.chat_template import Conversation
+    from prefect_rlhf.rlhf_tasks.data.dataset import Row
+    from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
 SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}

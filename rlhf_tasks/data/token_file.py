@@ -28,11 +28,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rlhf_tasks.data.dataset import step_between
-from rlhf_tasks.data.rows import DatasetValue
-from rlhf_tasks.system.counter_random import permutation
-from rlhf_tasks.system.durable import replace_file, sync
-from rlhf_tasks.system.reading import DataError, one_line, reading
+from prefect_rlhf.rlhf_tasks.data.dataset import step_between
+from prefect_rlhf.rlhf_tasks.data.rows import DatasetValue
+from prefect_rlhf.rlhf_tasks.system.counter_random import permutation
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file, sync
+from prefect_rlhf.rlhf_tasks.system.reading import DataError, one_line, reading
 
 StoredNumbers = NDArray[Any]
 

@@ -24,10 +24,17 @@ from typing import Any
 
 import tokenizers
 
-from rlhf_tasks.data.chat_template import KEPT, ChatTemplate, Conversation, Source, TokenizerError, limit
-from rlhf_tasks.parallel.layout.weight_files import own_or_base
-from rlhf_tasks.system.child_processes import die_with_parent, python_call
-from rlhf_tasks.system.reading import read_bytes, read_json, reading, sentence_of, shown
+from prefect_rlhf.rlhf_tasks.data.chat_template import (
+    KEPT,
+    ChatTemplate,
+    Conversation,
+    Source,
+    TokenizerError,
+    limit,
+)
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import own_or_base
+from prefect_rlhf.rlhf_tasks.system.child_processes import die_with_parent, python_call
+from prefect_rlhf.rlhf_tasks.system.reading import read_bytes, read_json, reading, sentence_of, shown
 
 MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
 CPU_S, CPU_S_PER_BYTE = 6.0, 1e-6

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
-from rlhf_tasks.config.models import OptimizerConfig
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.redistribution import redistribute, share_batch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import (
+from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import redistribute, share_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
     Blank,
     ProcessGroups,
     all_reduce,
@@ -37,19 +37,19 @@ from rlhf_tasks.parallel.comm.groups import (
     join_world,
     leave_world,
 )
-from rlhf_tasks.parallel.comm.reallocation import reallocate
-from rlhf_tasks.parallel.generate.generation import Segments, generate
-from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import initialise, load_config
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms
-from rlhf_tasks.parallel.train.gradients import reduce_scatter
-from rlhf_tasks.parallel.train.optimizer import all_gather
-from rlhf_tasks.profiling.measurements import (
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import reallocate
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments, generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import initialise, load_config
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from prefect_rlhf.rlhf_tasks.parallel.train.gradients import reduce_scatter
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import all_gather
+from prefect_rlhf.rlhf_tasks.profiling.measurements import (
     LEAST_S,
     Exchange,
     Grid,
@@ -59,11 +59,11 @@ from rlhf_tasks.profiling.measurements import (
     Timed,
     TimedExchange,
 )
-from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
-from rlhf_tasks.rank.role_engines import DTYPES, optimizer_settings
-from rlhf_tasks.spec import DataSide, NodeRequest, NodeResult, PlanNode
-from rlhf_tasks.system.durable import ByteCount
-from rlhf_tasks.system.rank_process import give_back, process_bytes, take_stated_threads
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from prefect_rlhf.rlhf_tasks.rank.role_engines import DTYPES, optimizer_settings
+from prefect_rlhf.rlhf_tasks.spec import DataSide, NodeRequest, NodeResult, PlanNode
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.system.rank_process import give_back, process_bytes, take_stated_threads
 
 Clock = Callable[[], float]
 Measurable = Callable[[], object]

@@ -4,10 +4,17 @@ other, but the nodes of its plan measure. Torch-free."""
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.protocol.messages import RunSpec
-from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, Frozen, ModelFunctionCall, RolePlacements
-from rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.protocol.messages import RunSpec
+from prefect_rlhf.rlhf_tasks.spec import (
+    CallAssignment,
+    CallNode,
+    ExecutionPlan,
+    Frozen,
+    ModelFunctionCall,
+    RolePlacements,
+)
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
 
 Pass = Literal["forward", "backward", "prefill", "decode"]
 """A pass of a layer or of the model's ends: inference's forward pass; the additional time of a training step; the

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from rlhf_tasks.protocol.commit import Cadence, CommitOrder, SnapshotSchedule
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.protocol.commit import Cadence, CommitOrder, SnapshotSchedule
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     SETUP,
     Aborted,
     Cause,
@@ -19,7 +19,7 @@ from rlhf_tasks.protocol.messages import (
     Send,
     WriteCommit,
 )
-from rlhf_tasks.protocol.progress import (
+from prefect_rlhf.rlhf_tasks.protocol.progress import (
     Headway,
     IterationProgress,
     NodeProgress,
@@ -29,8 +29,8 @@ from rlhf_tasks.protocol.progress import (
     PartsInWriting,
     Timeouts,
 )
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.spec import NodeKey, NodeResult
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeResult
 
 DISK = -1
 """The controller's disk, as a source of bytes; others are ranks."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, Protocol
 
-from rlhf_tasks.protocol.messages import SETUP, WriteCommit
-from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.system.durable import ByteCount
-from rlhf_tasks.system.invariants import require
+from prefect_rlhf.rlhf_tasks.protocol.messages import SETUP, WriteCommit
+from prefect_rlhf.rlhf_tasks.spec import NodeResult
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.system.invariants import require
 
 
 @dataclass(frozen=True, slots=True)

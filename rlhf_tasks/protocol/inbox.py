@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     RESET,
     RESTORE,
     SETUP,
@@ -24,7 +24,7 @@ from rlhf_tasks.protocol.messages import (
     Run,
     Told,
 )
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
+from prefect_rlhf.rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
 
 
 class InboxPhase(Enum):

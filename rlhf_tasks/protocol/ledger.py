@@ -22,10 +22,10 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from rlhf_tasks.config.cluster import Limits
-from rlhf_tasks.protocol.account import Account, State
-from rlhf_tasks.protocol.commit import Cadence, SnapshotSchedule
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.config.cluster import Limits
+from prefect_rlhf.rlhf_tasks.protocol.account import Account, State
+from prefect_rlhf.rlhf_tasks.protocol.commit import Cadence, SnapshotSchedule
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     SETUP,
     Cause,
     Faulted,
@@ -36,9 +36,9 @@ from rlhf_tasks.protocol.messages import (
     NotEntered,
     Ready,
 )
-from rlhf_tasks.protocol.progress import Pace, Rebuild, Timeouts
-from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
-from rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, NodeResult
+from prefect_rlhf.rlhf_tasks.protocol.progress import Pace, Rebuild, Timeouts
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
+from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT, ExecutionPlan, NodeFailure, NodeKey, NodeResult
 
 ALONE = 1
 """IN_FLIGHT from a fault to the next commit. Otherwise an error that t + 1 repeats could abort t every time."""

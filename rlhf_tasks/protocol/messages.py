@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from rlhf_tasks.config.cluster import Limits
-from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
+from prefect_rlhf.rlhf_tasks.config.cluster import Limits
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
 
 HOST = "host"
 """Node name in the key of a failure that belongs to no node."""
@@ -84,8 +84,8 @@ class RunSpec(Frozen):
     run_folder: str
     iterations: int = Field(gt=0)
     limits: Limits
-    executor: str = "rlhf_tasks.rank.plan_nodes:make_executor"
-    snapshots: str = "rlhf_tasks.checkpoint.commits:run_snapshots"
+    executor: str = "prefect_rlhf.rlhf_tasks.rank.plan_nodes:make_executor"
+    snapshots: str = "prefect_rlhf.rlhf_tasks.checkpoint.commits:run_snapshots"
     predicted_s: dict[str, float] = Field(default_factory=dict)
     users_s: dict[str, float] = Field(default_factory=dict)
     peak_flops_per_s: float | None = Field(default=None, gt=0)

@@ -10,9 +10,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Self
 
-from rlhf_tasks.protocol.messages import Cause, LedgerInstruction, ResetRank, RestartRank, RestoreRank
-from rlhf_tasks.spec import NodeRequest, NodeResult
-from rlhf_tasks.system.invariants import InvariantError, require
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
+    Cause,
+    LedgerInstruction,
+    ResetRank,
+    RestartRank,
+    RestoreRank,
+)
+from prefect_rlhf.rlhf_tasks.spec import NodeRequest, NodeResult
+from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError, require
 
 INTERRUPT_GRACE_S = 5.0
 """If a rank's aborted job still runs after this, its process exits."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from rlhf_tasks.spec import (
+from prefect_rlhf.rlhf_tasks.spec import (
     CallNode,
     EvaluateNode,
     ExecutionPlan,
@@ -21,7 +21,7 @@ from rlhf_tasks.spec import (
     SaveNode,
     SyncNode,
 )
-from rlhf_tasks.system.invariants import require
+from prefect_rlhf.rlhf_tasks.system.invariants import require
 
 
 @dataclass(frozen=True)

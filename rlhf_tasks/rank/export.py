@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import RunConfig, make_config
-from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, RoleRecord, verify
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import adapter_of, weight_files
-from rlhf_tasks.parallel.model.weights import FolderWriter, opened, stored_rows
-from rlhf_tasks.parallel.train.optimizer import StateShard
-from rlhf_tasks.parallel.train.state_files import read_shards
-from rlhf_tasks.rank.role_engines import DTYPES
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig, make_config
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, RoleRecord, verify
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import adapter_of, weight_files
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import FolderWriter, opened, stored_rows
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import StateShard
+from prefect_rlhf.rlhf_tasks.parallel.train.state_files import read_shards
+from prefect_rlhf.rlhf_tasks.rank.role_engines import DTYPES
 
 _ALONE = Placement((0,), ParallelStrategy())
 

@@ -31,8 +31,8 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 from pydantic import BaseModel
 
-from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.protocol.inbox import Inbox
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     HOST,
     RANK_MESSAGE,
     SETUP,
@@ -50,21 +50,21 @@ from rlhf_tasks.protocol.messages import (
     SavedPart,
     Told,
 )
-from rlhf_tasks.protocol.progress import INTERRUPT_GRACE_S
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
-from rlhf_tasks.system.child_processes import end_with_starter
-from rlhf_tasks.system.durable import ByteCount
-from rlhf_tasks.system.failpoints import Point, at, reach
-from rlhf_tasks.system.reading import printable
-from rlhf_tasks.user_code.errors import UserCodeError
+from prefect_rlhf.rlhf_tasks.protocol.progress import INTERRUPT_GRACE_S
+from prefect_rlhf.rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
+from prefect_rlhf.rlhf_tasks.system.child_processes import end_with_starter
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, at, reach
+from prefect_rlhf.rlhf_tasks.system.reading import printable
+from prefect_rlhf.rlhf_tasks.user_code.errors import UserCodeError
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
 CONTROLLER_RESOURCE = "controller"
 RANK_RESOURCES = ("GPU", "slot")
 CLASSES = {
-    CONTROLLER_RESOURCE: "rlhf_tasks.controller.controller:Controller",
-    **dict.fromkeys(RANK_RESOURCES, "rlhf_tasks.rank.host:EngineHost"),
+    CONTROLLER_RESOURCE: "prefect_rlhf.rlhf_tasks.controller.controller:Controller",
+    **dict.fromkeys(RANK_RESOURCES, "prefect_rlhf.rlhf_tasks.rank.host:EngineHost"),
 }
 
 process: Any = None

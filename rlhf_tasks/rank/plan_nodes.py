@@ -10,28 +10,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.evaluation import Evaluation
-from rlhf_tasks.algorithms.functions import fetch, load_functions
-from rlhf_tasks.algorithms.held_out import evaluation_of, scoring_rewards_of
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.segments import functions_of
-from rlhf_tasks.checkpoint.journals import BEFORE
-from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from rlhf_tasks.config.base import RunConfig, TrainingConfig
-from rlhf_tasks.config.reference import MovesReference
-from rlhf_tasks.data.token_file import ROWS, TokenFile
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, share_batch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
-from rlhf_tasks.parallel.comm.reallocation import union_set
-from rlhf_tasks.parallel.layout.transfers import shares
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
-from rlhf_tasks.rank.role_engines import RoleEngines
-from rlhf_tasks.rank.samples import RankSamples
-from rlhf_tasks.spec import (
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.evaluation import Evaluation
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch, load_functions
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of, scoring_rewards_of
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import functions_of
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import BEFORE
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
+from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, share_batch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import union_set
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import shares
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
+from prefect_rlhf.rlhf_tasks.rank.samples import RankSamples
+from prefect_rlhf.rlhf_tasks.spec import (
     CallNode,
     EvaluateNode,
     ExecutionPlan,
@@ -48,18 +48,18 @@ from rlhf_tasks.spec import (
     SyncNode,
     TransferNode,
 )
-from rlhf_tasks.system.durable import ByteCount
-from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.invariants import InvariantError, require
-from rlhf_tasks.system.rank_process import (
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError, require
+from prefect_rlhf.rlhf_tasks.system.rank_process import (
     give_back,
     peak_bytes,
     reset_peak,
     take_stated_threads,
     told_when_out,
 )
-from rlhf_tasks.user_code.environments import EnvironmentProcess
-from rlhf_tasks.user_code.rewards import KEPT_VALUES, RewardProcess
+from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
+from prefect_rlhf.rlhf_tasks.user_code.rewards import KEPT_VALUES, RewardProcess
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "NodeExecutor":

@@ -6,24 +6,24 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.config.base import Samples, TrainingConfig
-from rlhf_tasks.config.models import OptimizerConfig, Role
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
-from rlhf_tasks.parallel.comm.reallocation import Reallocated, reallocate
-from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import initialise, load, load_config
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
-from rlhf_tasks.spec import ExecutionPlan, ReallocateNode, SyncNode
-from rlhf_tasks.system.durable import ByteCount
-from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.invariants import require
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
+from prefect_rlhf.rlhf_tasks.config.base import Samples, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig, Role
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import Reallocated, reallocate
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import initialise, load, load_config
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, ReallocateNode, SyncNode
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.system.invariants import require
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

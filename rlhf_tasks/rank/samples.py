@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.algorithms.shared.context import CallOutput
-from rlhf_tasks.algorithms.shared.segments import nothing_left
-from rlhf_tasks.checkpoint.snapshots import DrawnSamples
-from rlhf_tasks.parallel.batch.redistribution import redistribute, survey
-from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.layout.transfers import shares
-from rlhf_tasks.protocol.messages import GenerationSpec
-from rlhf_tasks.spec import CallNode, ExecutionPlan, NodeRequest, Part, PlanNode
-from rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import nothing_left
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import DrawnSamples
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import redistribute, survey
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import shares
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
+from prefect_rlhf.rlhf_tasks.spec import CallNode, ExecutionPlan, NodeRequest, Part, PlanNode
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
 
 
 class CallSamples:

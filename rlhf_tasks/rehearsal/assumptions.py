@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from rlhf_tasks.config.files import faults_of, read_yaml
-from rlhf_tasks.config.settings import MOST_SECONDS, Settings
-from rlhf_tasks.spec import EvaluateNode, ExecutionPlan, PlanNode, SyncNode
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.config.files import faults_of, read_yaml
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_SECONDS, Settings
+from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, ExecutionPlan, PlanNode, SyncNode
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 
 @dataclass(frozen=True)

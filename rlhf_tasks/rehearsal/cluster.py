@@ -5,12 +5,19 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from rlhf_tasks.protocol.progress import Pace, Timeouts
-from rlhf_tasks.rehearsal.assumptions import Costs, HostFault, Machines, Noise, RankFault, SlowFault
-from rlhf_tasks.rehearsal.ranks import Process, SimulatedLink, Waiting
-from rlhf_tasks.rehearsal.story import WaitLog
-from rlhf_tasks.rehearsal.time_and_disk import Disk, VirtualTime
-from rlhf_tasks.spec import (
+from prefect_rlhf.rlhf_tasks.protocol.progress import Pace, Timeouts
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (
+    Costs,
+    HostFault,
+    Machines,
+    Noise,
+    RankFault,
+    SlowFault,
+)
+from prefect_rlhf.rlhf_tasks.rehearsal.ranks import Process, SimulatedLink, Waiting
+from prefect_rlhf.rlhf_tasks.rehearsal.story import WaitLog
+from prefect_rlhf.rlhf_tasks.rehearsal.time_and_disk import Disk, VirtualTime
+from prefect_rlhf.rlhf_tasks.spec import (
     ExecutionPlan,
     NodeKey,
     NodeRequest,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.protocol.inbox import Inbox
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Clear,
     Deliver,
     Done,
@@ -22,11 +22,18 @@ from rlhf_tasks.protocol.messages import (
     SavedPart,
     Told,
 )
-from rlhf_tasks.protocol.progress import INTERRUPT_GRACE_S
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, SaveNode, SaveSamplesNode
+from prefect_rlhf.rlhf_tasks.protocol.progress import INTERRUPT_GRACE_S
+from prefect_rlhf.rlhf_tasks.spec import (
+    NodeFailure,
+    NodeKey,
+    NodeRequest,
+    NodeResult,
+    SaveNode,
+    SaveSamplesNode,
+)
 
 if TYPE_CHECKING:
-    from rlhf_tasks.rehearsal.cluster import Meeting, SimulatedCluster
+    from prefect_rlhf.rlhf_tasks.rehearsal.cluster import Meeting, SimulatedCluster
 
 LOOK_EVERY_S = 1.0  # how often a link looks for a process that is being started
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_tasks.controller import attempt as controller
-from rlhf_tasks.controller.attempt import Attempt, Surroundings
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.controller import attempt as controller
+from prefect_rlhf.rlhf_tasks.controller.attempt import Attempt, Surroundings
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Aborted,
     Cause,
     Committed,
@@ -22,12 +22,19 @@ from rlhf_tasks.protocol.messages import (
     IterationRan,
     RunSpec,
 )
-from rlhf_tasks.protocol.progress import Pace
-from rlhf_tasks.rehearsal.assumptions import ControllerFault, Costs, InjectedFault, Machines, Noise, SlowFault
-from rlhf_tasks.rehearsal.cluster import SimulatedCluster
-from rlhf_tasks.rehearsal.ranks import Process, SimulatedRankMissing
-from rlhf_tasks.rehearsal.story import OWN, Story, WaitLog, Window
-from rlhf_tasks.rehearsal.time_and_disk import CommitsOnDisk, SimulatedSnapshots, VirtualTime
+from prefect_rlhf.rlhf_tasks.protocol.progress import Pace
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (
+    ControllerFault,
+    Costs,
+    InjectedFault,
+    Machines,
+    Noise,
+    SlowFault,
+)
+from prefect_rlhf.rlhf_tasks.rehearsal.cluster import SimulatedCluster
+from prefect_rlhf.rlhf_tasks.rehearsal.ranks import Process, SimulatedRankMissing
+from prefect_rlhf.rlhf_tasks.rehearsal.story import OWN, Story, WaitLog, Window
+from prefect_rlhf.rlhf_tasks.rehearsal.time_and_disk import CommitsOnDisk, SimulatedSnapshots, VirtualTime
 
 REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
 FEWEST, MOST = 4, 40  # iterations of a window

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlhf_tasks.spec import IN_FLIGHT
+from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT
 
 RUNNING, WAITING = "running", "waiting for commits"
 STARTING = "starting"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
-from rlhf_tasks.checkpoint.manifest import READERS
-from rlhf_tasks.protocol.messages import WriteCommit
-from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import READERS
+from prefect_rlhf.rlhf_tasks.protocol.messages import WriteCommit
+from prefect_rlhf.rlhf_tasks.spec import NodeResult
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
 
 
 class NothingLeft(RuntimeError):

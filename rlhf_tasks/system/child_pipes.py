@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.system.durable import no_link
-from rlhf_tasks.system.reading import printable
+from prefect_rlhf.rlhf_tasks.system.durable import no_link
+from prefect_rlhf.rlhf_tasks.system.reading import printable
 
 LOOK_EVERY_S = 0.25
 

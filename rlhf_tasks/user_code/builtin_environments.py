@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf_tasks.user_code.builtin_rewards import number_in
+from prefect_rlhf.rlhf_tasks.user_code.builtin_rewards import number_in
 
 __all__ = ["Calculator", "GuessingGame"]
 

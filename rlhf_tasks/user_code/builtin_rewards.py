@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import regex
 
-from rlhf_tasks.user_code.errors import RewardError, shortened
-from rlhf_tasks.user_code.sandbox import SANDBOXES, ProgramLimits, refuse_sandbox, runs_through
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
+from prefect_rlhf.rlhf_tasks.user_code.sandbox import SANDBOXES, ProgramLimits, refuse_sandbox, runs_through
 
 __all__ = [
     "exact_match",

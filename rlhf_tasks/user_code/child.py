@@ -23,8 +23,14 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
-from rlhf_tasks.system.child_pipes import Requests
-from rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, raised, shortened, users_frames
+from prefect_rlhf.rlhf_tasks.system.child_pipes import Requests
+from prefect_rlhf.rlhf_tasks.user_code.errors import (
+    MOST_MESSAGE,
+    RewardError,
+    raised,
+    shortened,
+    users_frames,
+)
 
 STACK_SIGNAL = signal.SIGRTMAX  # makes this process dump its stack, whatever it is doing
 MARGIN_S = 0.5  # async code times out this much before the process does, so that the late call can be named

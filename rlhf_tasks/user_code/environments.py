@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.data.chat_template import TokenizerError
-from rlhf_tasks.data.tokenizer import Observations
-from rlhf_tasks.user_code.episodes import TIMEOUT_KEY, Answer, Episode, FailedAnswer
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.process import ENDING_S, MOST_LOST, Killed, Lost, Terms, UserProcess
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.data.chat_template import TokenizerError
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations
+from prefect_rlhf.rlhf_tasks.user_code.episodes import TIMEOUT_KEY, Answer, Episode, FailedAnswer
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, MOST_LOST, Killed, Lost, Terms, UserProcess
 
 MOST_KILLED = 2
 """As often as all its turns last, a batch may be played again where a lost process is not to be skipped: it is given
@@ -118,7 +118,7 @@ class _Part:
         of_user = environment.model_dump(include={"factory", "kwargs"})
         self.process = UserProcess(
             Terms(
-                kind="rlhf_tasks.user_code.episodes:Environments",
+                kind="prefect_rlhf.rlhf_tasks.user_code.episodes:Environments",
                 what=name,
                 who=lambda method: f"{name}: {method}",
                 begin={**of_user, "skips": self._skips, "blocks": blocks},

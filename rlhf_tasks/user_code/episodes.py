@@ -6,9 +6,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
-from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, raised, shortened, traced
-from rlhf_tasks.user_code.forms import as_float, module_at, unwrapped
+from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
+from prefect_rlhf.rlhf_tasks.user_code.errors import (
+    RewardError,
+    at_line,
+    late_message,
+    raised,
+    shortened,
+    traced,
+)
+from prefect_rlhf.rlhf_tasks.user_code.forms import as_float, module_at, unwrapped
 
 METHODS = ("reset", "step")
 TIMEOUT_KEY = "reward_timeout_s"

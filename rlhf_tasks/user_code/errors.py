@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rlhf_tasks.system.reading import printable
+from prefect_rlhf.rlhf_tasks.system.reading import printable
 
 MOST_MESSAGE = 400  # characters of what the user's code says
 _CALLERS = {

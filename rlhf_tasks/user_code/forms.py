@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_tasks.user_code.errors import RewardError, shortened
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
 
 RewardValue = float | list[float] | None
 """What a reward gives for an answer: a number, or one for each of its tokens (a reward per token or per step). None
@@ -422,7 +422,7 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = 
 def module_at(place: str, kind: str = "rewards") -> ModuleType:
     """A module by its name, or the one in a file, or the one of `kind` that is built in. Raises RewardError."""
     if place == BUILTIN:
-        return importlib.import_module(f"rlhf_tasks.user_code.builtin_{kind}")
+        return importlib.import_module(f"prefect_rlhf.rlhf_tasks.user_code.builtin_{kind}")
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
-from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, raised, traced
-from rlhf_tasks.user_code.forms import Answers, Reward, RewardValue, TrainerState, load_reward
-from rlhf_tasks.user_code.service import RequestError, Service
+from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, at_line, late_message, raised, traced
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Reward, RewardValue, TrainerState, load_reward
+from prefect_rlhf.rlhf_tasks.user_code.service import RequestError, Service
 
 TIMEOUT_KEY = "reward_timeout_s"
 MOST_KEPT = 1 << 20  # values in memory, about 200 bytes each; the oldest go first

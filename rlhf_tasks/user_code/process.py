@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
-from rlhf_tasks.system.child_pipes import LOOK_EVERY_S, ChildOutput, Lines
-from rlhf_tasks.system.child_processes import kept_call, users_environment
-from rlhf_tasks.user_code.child import STACK_SIGNAL
-from rlhf_tasks.user_code.errors import RewardError, at_line, late_message, traced, users_frames
+from prefect_rlhf.rlhf_tasks.system.child_pipes import LOOK_EVERY_S, ChildOutput, Lines
+from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call, users_environment
+from prefect_rlhf.rlhf_tasks.user_code.child import STACK_SIGNAL
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, at_line, late_message, traced, users_frames
 
 MOST_LOST = 4
 """As many answers or samples of a batch may each cost a process, where such are skipped."""
@@ -196,7 +196,7 @@ class _Running:
         self._output = ChildOutput(f"the process of {terms.what}")
         with self._output as output:
             self._keeper = subprocess.Popen(
-                kept_call("rlhf_tasks.user_code.child:serve", str(self._stacks), terms.kind),
+                kept_call("prefect_rlhf.rlhf_tasks.user_code.child:serve", str(self._stacks), terms.kind),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

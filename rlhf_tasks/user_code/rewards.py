@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.responses import RewardConfig
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.forms import Answers, Values
-from rlhf_tasks.user_code.judge import TIMEOUT_KEY
-from rlhf_tasks.user_code.process import ENDING_S, MOST_LOST, Killed, Lost, Terms, UserProcess
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.responses import RewardConfig
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Values
+from prefect_rlhf.rlhf_tasks.user_code.judge import TIMEOUT_KEY
+from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, MOST_LOST, Killed, Lost, Terms, UserProcess
 
 KEPT_VALUES = "reward-values"  # folder in a run folder, of values that rewards with `cache: true` have given
 SAMPLES = "samples"
@@ -160,7 +160,7 @@ def _reply(process: UserProcess, request: Mapping[str, Any], skips: bool) -> dic
 
 def _terms(config: Scores, begin: Mapping[str, Any]) -> Terms:
     return Terms(
-        kind="rlhf_tasks.user_code.judge:Judge",
+        kind="prefect_rlhf.rlhf_tasks.user_code.judge:Judge",
         what=f"the rewards {', '.join(repr(reward.name) for reward in config.scoring_rewards)}",
         who="reward {!r}".format,
         begin={

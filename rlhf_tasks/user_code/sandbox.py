@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-from rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 
 SANDBOXES = ("bwrap", "process")
 MOST_FILE_BYTES, MOST_FILES, MOST_PROCESSES = 1 << 20, 64, 64  # of a program

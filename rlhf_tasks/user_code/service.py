@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf_tasks.user_code.errors import RewardError, shortened
-from rlhf_tasks.user_code.forms import TRL, Parameters, Reward
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
+from prefect_rlhf.rlhf_tasks.user_code.forms import TRL, Parameters, Reward
 
 MOST_BYTES = 16 << 20  # of an answer
 RETRIES = 3  # of a request that cannot be sent, or whose service is busy

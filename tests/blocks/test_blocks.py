@@ -6,8 +6,8 @@ import sys
 import pytest
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 
-from blocks import PPOConfiguration, RlhfCluster, StoredPlan
-from rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.blocks import PPOConfiguration, RlhfCluster, StoredPlan
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 
 
 class _Standard(BlockStandardTestSuite):

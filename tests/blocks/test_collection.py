@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from blocks import PPOConfiguration, RlhfCluster, StoredPlan
+from prefect_rlhf.blocks import PPOConfiguration, RlhfCluster, StoredPlan
 
 ROOT = Path(__file__).parents[2]
 FIND = """
@@ -32,4 +32,8 @@ def test_prefect_finds_the_blocks_by_the_entry_point_of_the_project(tmp_path):
     found = subprocess.run(
         [sys.executable, "-c", FIND, *slugs], env=environment, capture_output=True, text=True, timeout=200
     )
-    assert found.stdout.split() == ["blocks.cluster", "blocks.ppo", "blocks.plan"], found.stderr
+    assert found.stdout.split() == [
+        "prefect_rlhf.blocks.cluster",
+        "prefect_rlhf.blocks.ppo",
+        "prefect_rlhf.blocks.plan",
+    ], found.stderr

@@ -17,7 +17,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import FlowRun, State
 
-from flows.cluster.server import own_server
+from prefect_rlhf.flows.cluster.server import own_server
 
 ROOT = Path(__file__).parents[2]
 PREFECT_FILE = ROOT / "deployments" / "prefect.yaml"

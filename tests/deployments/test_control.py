@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_tasks.checkpoint.commits import newest_step
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
 from tests.committed import assert_same_run, generations_of
 from tests.deployments.deployed import deployed, wait_for
 from tests.tiny_runs import TWO_RANKS, ppo_config

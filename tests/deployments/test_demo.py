@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flows.demo import (
+from prefect_rlhf.flows.demo import (
     MODEL,
     PAIRS,
     accuracy,
@@ -15,11 +15,11 @@ from flows.demo import (
     write_demo_data,
     write_jsonl,
 )
-from flows.pipeline import BEFORE_PPO, Demo
-from rlhf_tasks.algorithms.configurations import RunConfig, load_config
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.algorithms.rollout import RolloutConfig
-from rlhf_tasks.user_code.rewards import read_samples
+from prefect_rlhf.flows.pipeline import BEFORE_PPO, Demo
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig, load_config
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.rollout import RolloutConfig
+from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 
 FOLDER = Path(__file__).parents[2] / "deployments" / "demo"

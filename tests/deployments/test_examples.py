@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-import deployments
-from flows.commands.rehearsals import effective_share, rehearsable, rehearsed
-from flows.run.planning import hardware_of, problem_of
-from planner.pricing.device_classes import read_cluster
-from planner.pricing.plans import shortfall
-from planner.search.baselines import heuristic_plan
-from rlhf_tasks.algorithms.configurations import load_config, load_pipeline, stages_of
-from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from rlhf_tasks.config.base import Scores, TrainingConfig
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.rehearsal.assumptions import Machines
-from rlhf_tasks.spec import CallAssignment
+from prefect_rlhf import deployments
+from prefect_rlhf.flows.commands.rehearsals import effective_share, rehearsable, rehearsed
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of
+from prefect_rlhf.planner.pricing.device_classes import read_cluster
+from prefect_rlhf.planner.pricing.plans import shortfall
+from prefect_rlhf.planner.search.baselines import heuristic_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config, load_pipeline, stages_of
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.config.base import Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import Machines
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment
 
 EXAMPLES = Path(deployments.__file__).with_name("examples")
 LONGEST = ["sampling.max_completion_length=896", "batch_size=128"]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from deployments.examples import smollm2
-from flows.run.prepare import prepare
-from rlhf_tasks.algorithms.configurations import load_config
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.deployments.examples import smollm2
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 EXAMPLES = Path(smollm2.__file__).parent
 GGUF = pytest.mark.skipif(

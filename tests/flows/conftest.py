@@ -7,10 +7,10 @@ import pytest
 import yaml
 from distributed import Client
 
-from flows.cli import run_command
-from flows.run.summary import Planned
-from planner.plan.steady_state import SteadyState
-from planner.pricing.plans import MemoryPeak, PlanPrice
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.run.summary import Planned
+from prefect_rlhf.planner.plan.steady_state import SteadyState
+from prefect_rlhf.planner.pricing.plans import MemoryPeak, PlanPrice
 from tests.flows.checked_files import model_folder
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
 from tests.rlhf_tasks.plans import small_plan
@@ -34,8 +34,8 @@ def commanded(tmp_path_factory):
 def whole_view(monkeypatch):
     """Each iteration is shown by itself, and a run waits for that, on a starved machine too."""
     for constant in ("VIEW_LAG_S", "COMPLETE_S", "GIVE_UP_S", "RETIRE_S"):
-        monkeypatch.setattr(f"flows.view.iterations.{constant}", 300.0)
-    monkeypatch.setattr("flows.view.prefect_api.ANSWER_S", 60.0)
+        monkeypatch.setattr(f"prefect_rlhf.flows.view.iterations.{constant}", 300.0)
+    monkeypatch.setattr("prefect_rlhf.flows.view.prefect_api.ANSWER_S", 60.0)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def call(document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.fixture
 def run_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Run `plan` on a document; gives (status, standard output, standard error)."""
-    monkeypatch.setattr("flows.commands.plans.console.width", 140)
+    monkeypatch.setattr("prefect_rlhf.flows.commands.plans.console.width", 140)
 
     def run(document: dict[str, Any], *arguments: str) -> tuple[int, str, str]:
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))

@@ -6,7 +6,7 @@ from prefect.client.orchestration import get_client
 from prefect.events import ReceivedEvent
 from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFilter
 
-from flows.view.prefect_api import COMMITTED
+from prefect_rlhf.flows.view.prefect_api import COMMITTED
 
 
 def wait_events(run: str, count: int, seconds: float = 240.0) -> list[ReceivedEvent]:

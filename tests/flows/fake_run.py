@@ -6,11 +6,11 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.cluster.cluster import local_cluster
-from flows.cluster.server import prefect_server
-from flows.cluster.shutdown import ending_in_time
-from flows.run.training import run_training
-from rlhf_tasks.protocol.messages import Committed, RunSpec
+from prefect_rlhf.flows.cluster.cluster import local_cluster
+from prefect_rlhf.flows.cluster.server import prefect_server
+from prefect_rlhf.flows.cluster.shutdown import ending_in_time
+from prefect_rlhf.flows.run.training import run_training
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, RunSpec
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import STARTUP_S, limits
 

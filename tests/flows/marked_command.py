@@ -31,7 +31,7 @@ class MarkedCommand:
         ours = {"PYTHONPATH": str(ROOT), "MARK": self._mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [*inside, sys.executable, "-m", "flows.cli", *arguments],
+                [*inside, sys.executable, "-m", "prefect_rlhf.flows.cli", *arguments],
                 env={**inherited, **ours, **(environment or {})},
                 stdout=out,
                 stderr=out,

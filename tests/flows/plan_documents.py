@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from planner.plan.mesh import Cluster
-from planner.pricing.figures import MeasuredProfile
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.planner.sampled import as_measured
 
 LLAMA = {

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from prefect.flows import load_flow_from_entrypoint
 
-from flows.algorithms import flow_of, sft
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.flows.algorithms import flow_of, sft
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from tests.rlhf_tasks.algorithms.registered import FILES, install, installed
 
 FLOWS = Path(__file__).parents[2] / "flows" / "algorithms.py"

@@ -13,12 +13,12 @@ import pytest
 from distributed import Client, Scheduler
 from prefect import flow
 
-from flows.run import runs, training
-from flows.run.orders import Order, Orders
-from flows.run.prepare import Prepared
-from flows.run.replanning import Replanning
-from flows.run.runs import carry_out
-from flows.run.training import (
+from prefect_rlhf.flows.run import runs, training
+from prefect_rlhf.flows.run.orders import Order, Orders
+from prefect_rlhf.flows.run.prepare import Prepared
+from prefect_rlhf.flows.run.replanning import Replanning
+from prefect_rlhf.flows.run.runs import carry_out
+from prefect_rlhf.flows.run.training import (
     Attempts,
     ControllerLost,
     Restarts,
@@ -26,8 +26,8 @@ from flows.run.training import (
     TrainingResult,
     run_training,
 )
-from flows.view.prefect_api import PrefectApi
-from rlhf_tasks.protocol.messages import Committed
+from prefect_rlhf.flows.view.prefect_api import PrefectApi
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
 from tests.flows.run.test_orders import states_after
 from tests.flows.run.test_training import FAKES

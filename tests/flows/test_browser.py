@@ -20,11 +20,11 @@ import yaml
 from prefect import flow
 from prefect.client.orchestration import get_client
 
-from flows.ppo import rlhf_ppo
-from flows.view import artifacts
-from flows.view.clocks import spans_of
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.flows.ppo import rlhf_ppo
+from prefect_rlhf.flows.view import artifacts
+from prefect_rlhf.flows.view.clocks import spans_of
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.tiny_reward import length_reward
 
 if TYPE_CHECKING:

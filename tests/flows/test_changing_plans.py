@@ -7,21 +7,21 @@ import shutil
 import pytest
 import yaml
 
-from flows.ppo import rlhf_ppo
-from flows.run.planning import hardware_of, problem_of
-from flows.run.progress import RunView
-from flows.run.replanning import Proposal
-from flows.run.run_folder import new_run_folder
-from flows.run.summary import read_jsonl
-from planner.plan.build import build_plan
-from planner.plan.mesh import Cluster
-from planner.pricing.figures import read_figures
-from rlhf_tasks.checkpoint.changes import PLAN, logged_changes, plan_digest
-from rlhf_tasks.checkpoint.commits import step_folder
-from rlhf_tasks.checkpoint.manifest import read_manifest
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import CallAssignment
-from rlhf_tasks.system import failpoints
+from prefect_rlhf.flows.ppo import rlhf_ppo
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of
+from prefect_rlhf.flows.run.progress import RunView
+from prefect_rlhf.flows.run.replanning import Proposal
+from prefect_rlhf.flows.run.run_folder import new_run_folder
+from prefect_rlhf.flows.run.summary import read_jsonl
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.figures import read_figures
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, logged_changes, plan_digest
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import read_manifest
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment
+from prefect_rlhf.rlhf_tasks.system import failpoints
 from tests.ppo_calls import PPO_CALLS
 from tests.tiny_runs import ppo_config
 
@@ -66,7 +66,7 @@ class Runs:
             "total_iterations": ITERATIONS,
             "keep_last": 2 * ITERATIONS,
         }
-        monkeypatch.setattr("flows.run.replanning.propose_beside", self.propose)
+        monkeypatch.setattr("prefect_rlhf.flows.run.replanning.propose_beside", self.propose)
         monkeypatch.setattr(RunView, "_draw", nothing)  # takes seconds, in which these short runs end
 
     def plan(self, placed):

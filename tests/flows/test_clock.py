@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
 from tests.committed import assert_same_run, generations_of
 from tests.flows.marked_command import MarkedCommand
 from tests.flows.test_killed_run import begin, finish

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from flows.demo import (
+from prefect_rlhf.flows.demo import (
     SIZES,
     near_miss,
     preference_pairs,
@@ -15,8 +15,8 @@ from flows.demo import (
     write_demo_data,
     write_model_folder,
 )
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 
 
 @pytest.fixture(scope="module")

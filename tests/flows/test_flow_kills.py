@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rlhf_tasks.system.failpoints import FLOW, VARIABLE, Point
+from prefect_rlhf.rlhf_tasks.system.failpoints import FLOW, VARIABLE, Point
 from tests.committed import assert_same_run, generations_of
 from tests.flows.marked_command import MarkedCommand
 from tests.flows.test_killed_run import begin, finish

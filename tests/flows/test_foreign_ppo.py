@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from distributed import Client
 
-from flows.ppo import rlhf_ppo
+from prefect_rlhf.flows.ppo import rlhf_ppo
 from tests.committed import assert_same_run
 from tests.flows.dask_commands import LOOPBACK, RANK, dask_worker
 from tests.tiny_runs import TWO_RANKS, ppo_config

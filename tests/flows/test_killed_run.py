@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
 from tests.committed import assert_same_run, generations_of, last_step
 from tests.flows.cluster.test_server import names_of_runs
 from tests.flows.commands.test_folders import opened_ui

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from flows.ppo import rlhf_ppo
-from flows.run.summary import read_jsonl
-from flows.view import iterations as iteration_view
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.flows.ppo import rlhf_ppo
+from prefect_rlhf.flows.run.summary import read_jsonl
+from prefect_rlhf.flows.view import iterations as iteration_view
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.tiny_runs import TWO_RANKS, ppo_config
 
 pytestmark = [

@@ -8,12 +8,12 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from transformers import AutoModelForCausalLM
 
-from flows import pipeline
-from flows.pipeline import Demo, rlhf_pipeline, settle_seed
-from flows.ppo import rlhf_ppo
-from flows.run import prepare
-from rlhf_tasks.algorithms.configurations import ConfigError, make_pipeline
-from rlhf_tasks.data.token_file import new_token_file
+from prefect_rlhf.flows import pipeline
+from prefect_rlhf.flows.pipeline import Demo, rlhf_pipeline, settle_seed
+from prefect_rlhf.flows.ppo import rlhf_ppo
+from prefect_rlhf.flows.run import prepare
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_pipeline
+from prefect_rlhf.rlhf_tasks.data.token_file import new_token_file
 from tests.tiny_runs import write_model, write_prompts
 
 SEED = 3
@@ -150,7 +150,7 @@ def tokenised(monkeypatch):
         places.append(place.name)
         return new_token_file(place, *facts)
 
-    monkeypatch.setattr("rlhf_tasks.algorithms.examples.new_token_file", counted)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.algorithms.examples.new_token_file", counted)
     return places
 
 
@@ -209,7 +209,7 @@ def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypa
 
     made = {path: path.stat().st_mtime_ns for path in folder.glob("*/summary.json")}
     with monkeypatch.context() as nothing_starts:
-        nothing_starts.setattr("flows.pipeline.cluster_of", start)
+        nothing_starts.setattr("prefect_rlhf.flows.pipeline.cluster_of", start)
         again = run(document)
         assert preparations == ["sft", "evaluate"] * 2, "each is compared with what it was"
         assert {**again, "seconds": 0} == {**summary, "seconds": 0}

@@ -9,11 +9,11 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.exceptions import ParameterTypeError
 
-from blocks import StoredPlan
-from flows.plan import plan
-from planner.pricing.figures import write_profiles
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config, manual_assignments
-from rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.blocks import StoredPlan
+from prefect_rlhf.flows.plan import plan
+from prefect_rlhf.planner.pricing.figures import write_profiles
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config, manual_assignments
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from tests.flows.plan_documents import KEYS, measured, ppo
 from tests.markdown import plain, table_of
 from tests.ppo_calls import PPO_CALLS
@@ -70,7 +70,7 @@ def test_the_seed_is_the_one_that_was_given_or_else_the_configurations(planned, 
         seeds.append(seed)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("flows.plan.find_plan", find)
+    monkeypatch.setattr("prefect_rlhf.flows.plan.find_plan", find)
     for given in ({}, {"seed": 0}, {"seed": 7}):
         with pytest.raises(ConfigError, match="seen"):
             asyncio.run(plan(planned[2].model_copy(update={"seed": 5}), **given))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rlhf_tasks.system.counter_random import counter_bits
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from tests.committed import assert_same_run, last_step
 from tests.flows.marked_command import outcome
 from tests.rlhf_tasks.test_environments import PLAYED, grpo_config

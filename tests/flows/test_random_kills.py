@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.checkpoint.commits import newest_step
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
 from tests.committed import assert_same_run
 from tests.flows.marked_command import MarkedCommand
 from tests.flows.test_killed_run import begin, finish
@@ -23,7 +23,12 @@ ITERATIONS = 40
 KILLS = 5
 BETWEEN = (1, 5)  # commits from one kill to the next
 WITHIN_S = 1.5  # more or less an iteration
-KINDS = {"server_process": "server", "flows.cli": "flow", "forkserver": "worker", "reward": "helper"}
+KINDS = {
+    "server_process": "server",
+    "prefect_rlhf.flows.cli": "flow",
+    "forkserver": "worker",
+    "reward": "helper",
+}
 
 
 @pytest.fixture(scope="module")

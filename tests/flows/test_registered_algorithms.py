@@ -74,7 +74,7 @@ def test_a_faulty_one_is_refused_before_torch_or_prefect_are_loaded(document, tu
     place = tuned(**{"tuned/functions.py": "import torch"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
     code = (
-        "import sys; from flows.cli import run_command; status = run_command(sys.argv[1:]); "
+        "import sys; from prefect_rlhf.flows.cli import run_command; status = run_command(sys.argv[1:]); "
         "print(sorted({'torch', 'transformers', 'prefect', 'distributed'} & sys.modules.keys())); sys.exit(status)"
     )
     done = subprocess.run(

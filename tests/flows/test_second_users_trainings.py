@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.algorithms import flow_of
-from rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.flows.algorithms import flow_of
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from tests.committed import assert_same_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -21,7 +21,15 @@ def run(prefect, tmp_path):
         document = ppo_config(tmp_path, name="mine").model_dump(mode="json")
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
         environment = {**os.environ, **prefect.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "flows.cli", "run", "ppo", "--config", str(tmp_path / "run.yaml")]
+        command = [
+            sys.executable,
+            "-m",
+            "prefect_rlhf.flows.cli",
+            "run",
+            "ppo",
+            "--config",
+            str(tmp_path / "run.yaml"),
+        ]
         return subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True)
 
     return run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blocks import PPOConfiguration, RlhfCluster, StoredPlan
+from prefect_rlhf.blocks import PPOConfiguration, RlhfCluster, StoredPlan
 
 FIELDS = {
     "models": {"actor": "m"},

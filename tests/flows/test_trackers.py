@@ -13,11 +13,11 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from flows import trackers
-from flows.run.prepare import prepare
-from flows.trackers import PACKAGES, Trackers, refuse_missing
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.flows import trackers
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.trackers import PACKAGES, Trackers, refuse_missing
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.flows.tracked import in_event_files, in_mlflow, in_wandb, only_mlflow_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy

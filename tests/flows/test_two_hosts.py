@@ -10,8 +10,8 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-from flows.demo import MODEL, write_demo_data, write_model_folder
-from rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.flows.demo import MODEL, write_demo_data, write_model_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
 from tests.committed import assert_same_run, generations_of
 from tests.flows.cluster.test_tls import make_certificates
 from tests.flows.dask_commands import CONTROLLER, RANK, SAFE, dask_command

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from planner.plan.graph import DataflowGraph
-from planner.pricing.problem import Problem
-from rlhf_tasks.algorithms.shared.graphs import from_older_versions
-from rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import from_older_versions
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 
 SAMPLE_AND_LEARN = ("actor_generate", "reward_inference", "actor_train")
 

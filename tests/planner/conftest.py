@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import preset
-from planner.pricing.figures import MeasuredProfile
-from planner.pricing.problem import Problem
-from rlhf_tasks.algorithms.configurations import read_assignments
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import read_assignments
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ExecutionPlan
 from tests.planner.sampled import ALL_FOR_TENSORS, as_measured
 
 DEMO_PLAN = Path(__file__).parents[2] / "deployments/demo_plan.yaml"

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.plan.graph import DataflowGraph
-from planner.pricing.problem import Problem
-from planner.search.bounds.relaxation import OPEN, Relaxation, moves_s, relation
-from planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.bounds.relaxation import OPEN, Relaxation, moves_s, relation
+from prefect_rlhf.planner.search.compiled.tables import Tables
 
 OPTION, PLACEMENT, KIND, GROUP = range(4)
 """How many rungs above an option: what is known of a call."""

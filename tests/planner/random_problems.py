@@ -7,19 +7,19 @@ from types import SimpleNamespace
 import numba
 import numpy as np
 
-from planner.plan.build import PlanError
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import DeviceLink, preset
-from planner.pricing.problem import Problem, ProblemError
-from planner.search.compiled.evaluator import value
-from planner.search.compiled.tables import Tables
-from planner.search.search import find_plan
-from rlhf_tasks.algorithms.registry import algorithm, in_parts
-from rlhf_tasks.algorithms.shared.graphs import from_older_versions
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.planner.plan.build import PlanError
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import DeviceLink, preset
+from prefect_rlhf.planner.pricing.problem import Problem, ProblemError
+from prefect_rlhf.planner.search.compiled.evaluator import value
+from prefect_rlhf.planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, in_parts
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import from_older_versions
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 
 OTHERS = ("mcmc", "heuristic", "symmetric", "disjoint")
 MOST_CHOICES = 300_000  # a second or so of enumeration

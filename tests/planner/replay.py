@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 
 
 class Execution(NamedTuple):

@@ -1,11 +1,11 @@
 """Profiles that CPU slots would show to who measures them, were they as their figures say."""
 
-from planner.plan.mesh import Cluster
-from planner.pricing.analytic import computed_profile
-from planner.pricing.devices import preset
-from planner.pricing.figures import MeasuredProfile
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.profiling.measurements import Grid
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.analytic import computed_profile
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Grid
 
 ALL_FOR_TENSORS = {"context_bytes": 0, "communicator_bytes": 0, "fragmentation": 0.0}
 """Figures of a device that keeps nothing of its memory."""

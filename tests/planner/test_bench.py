@@ -3,7 +3,7 @@
 import pytest
 
 from bench.planner import measure
-from planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.mesh import Cluster
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 

@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.plan.build import build_plan
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.analytic import computed_profile
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import preset
-from planner.pricing.figures import ProfileTables, RanCall
-from planner.pricing.problem import Problem
-from planner.report import (
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.analytic import computed_profile
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.figures import ProfileTables, RanCall
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.report import (
     STRETCH,
     asked_of,
     extrapolation,
@@ -22,9 +22,9 @@ from planner.report import (
     proof_sentence,
     rejected_alternatives,
 )
-from planner.search.search import find_plan
-from rlhf_tasks.profiling.measurements import Grid
-from rlhf_tasks.spec import CallNode
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Grid
+from prefect_rlhf.rlhf_tasks.spec import CallNode
 
 
 def searched(time_s: float, lower_bound_s: float) -> SimpleNamespace:

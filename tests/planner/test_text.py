@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.plan.build import build_plan
-from planner.plan.mesh import Cluster
-from planner.pricing.plans import price_plan
-from planner.text import (
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.text import (
     Bar,
     DeviceLane,
     algorithm_graph,

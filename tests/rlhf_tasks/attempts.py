@@ -6,8 +6,8 @@ from pathlib import Path
 
 from distributed import Client
 
-from flows.cluster.cluster import found_cluster
-from rlhf_tasks.protocol.messages import Committed, Faulted, Finished
+from prefect_rlhf.flows.cluster.cluster import found_cluster
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, Faulted, Finished
 from tests.rlhf_tasks.fake_flow import follow, run_spec
 from tests.rlhf_tasks.settings import STARTUP_S
 
@@ -28,8 +28,8 @@ def spec_of_job(cluster, job, folder, iterations, **options):
         "config": job.config.model_dump(mode="json"),
         "iterations": iterations,
         "deadline_floor_s": 200.0,
-        "executor": "rlhf_tasks.rank.plan_nodes:make_executor",
-        "snapshots": "rlhf_tasks.checkpoint.commits:run_snapshots",
+        "executor": "prefect_rlhf.rlhf_tasks.rank.plan_nodes:make_executor",
+        "snapshots": "prefect_rlhf.rlhf_tasks.checkpoint.commits:run_snapshots",
         **options,
     }
     return run_spec(cluster, job.plan, folder, **options)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.demo import write_model_folder
-from rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.flows.demo import write_model_folder
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from distributed.core import connect, rpc
 
-from rlhf_tasks.protocol.messages import EVENT, Enter, Enterable, Finished, GaveUp, Held, Pause, RunSpec
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
+    EVENT,
+    Enter,
+    Enterable,
+    Finished,
+    GaveUp,
+    Held,
+    Pause,
+    RunSpec,
+)
 from tests.rlhf_tasks.settings import with_limits
 
 

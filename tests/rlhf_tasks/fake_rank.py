@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.protocol.messages import SavedPart
-from rlhf_tasks.spec import CallNode, NodeResult, SaveNode
-from rlhf_tasks.system.durable import ByteCount
-from rlhf_tasks.user_code.errors import UserCodeError
+from prefect_rlhf.rlhf_tasks.protocol.messages import SavedPart
+from prefect_rlhf.rlhf_tasks.spec import CallNode, NodeResult, SaveNode
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
+from prefect_rlhf.rlhf_tasks.user_code.errors import UserCodeError
 
 
 def wait_for(path):

@@ -12,9 +12,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
-from rlhf_tasks.rank.plan_nodes import make_executor as make_real_executor
-from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import make_executor as make_real_executor
+from prefect_rlhf.rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 NEVER_S = 600.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rlhf_tasks.parallel.comm.host_memory import Arrival, ThreadCopier
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Arrival, ThreadCopier
 
 
 class LazyCopier(ThreadCopier):

@@ -1,7 +1,7 @@
 """Hand-made execution plans for tests of the runtime."""
 
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import (
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
     ExecutionPlan,

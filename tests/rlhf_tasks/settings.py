@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rlhf_tasks.config.cluster import Limits
-from rlhf_tasks.protocol.sequencer import Deadlines
+from prefect_rlhf.rlhf_tasks.config.cluster import Limits
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Deadlines
 
 DEADLINES = Deadlines(factor=10.0, floor_s=60.0)
 STARTUP_S = 500.0  # that the workers of a busy machine may take

@@ -13,9 +13,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_tasks.doctor import TOLERANCES, Case, Finding, difference, examine, run_ranks, worst, write_answers
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.doctor import (
+    TOLERANCES,
+    Case,
+    Finding,
+    difference,
+    examine,
+    run_ranks,
+    worst,
+    write_answers,
+)
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.tiny_models import SIZES, tiny_config, tiny_model, tokens
 
 STRATEGIES = (ParallelStrategy(tp=2), ParallelStrategy(pp=2), ParallelStrategy(dp=2))
@@ -116,7 +125,7 @@ def test_results_come_in_rank_order_and_no_process_stays():
 
 @pytest.mark.whole
 def test_an_error_comes_with_its_rank_and_a_death_with_its_likely_cause(monkeypatch):
-    monkeypatch.setattr("rlhf_tasks.doctor.GRACE_S", 0.5)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.doctor.GRACE_S", 0.5)
     with pytest.raises(RuntimeError, match=r"rank [01] of 2: (?s:.*)TypeError"):
         run_ranks(2, _sum, ("a",), 100.0)
     with pytest.raises(ConfigError, match=r"rank 1 was ended, as the kernel does when memory runs out"):

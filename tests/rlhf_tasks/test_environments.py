@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.algorithms.functions import fetch
-from rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.system.counter_random import counter_bits
-from rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
+from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
 from tests.rlhf_tasks.test_parts import of_calls

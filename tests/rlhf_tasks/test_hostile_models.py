@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.parallel.layout.shape import ParameterSpec
-from rlhf_tasks.parallel.layout.weight_files import read_shape, weight_files
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ParameterSpec
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape, weight_files
 from tests.flows.checked_files import LLAMA
 from tests.rlhf_tasks.config.test_hostile_config import said
 

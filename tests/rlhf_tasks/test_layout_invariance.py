@@ -13,11 +13,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from flows.run.prepare import prepare
-from rlhf_tasks.protocol.messages import GenerationSpec
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.plan_nodes import NodeExecutor
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.settings import DEADLINES

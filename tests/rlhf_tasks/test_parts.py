@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from tests.rlhf_tasks.test_layout_invariance import ALONE, PLANS, differences, trajectory
 from tests.tiny_runs import critic_free_config, ppo_config
 

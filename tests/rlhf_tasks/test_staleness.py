@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.algorithms.functions import fetch
-from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.parallel.batch.samples import SampleStore
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleStore
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_layout_invariance import ALONE, OWN, differences, other_plans, trajectory

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import networkx as nx
 import numpy as np
 
-from planner.plan.graph import DataflowGraph
-from planner.search.compiled.compile import Floats, inner
-from rlhf_tasks.spec import IN_FLIGHT
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.search.compiled.compile import Floats, inner
+from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT
 
 
 class Cycles(NamedTuple):

@@ -57,9 +57,9 @@ from typing import NamedTuple
 import networkx as nx
 import numpy as np
 
-from planner.plan.graph import DataflowGraph
-from planner.search.bounds.cycles import data_order
-from planner.search.bounds.relaxation import (
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.search.bounds.cycles import data_order
+from prefect_rlhf.planner.search.bounds.relaxation import (
     ALONE,
     APART,
     BOTH,
@@ -71,9 +71,9 @@ from planner.search.bounds.relaxation import (
     must_offload,
     seconds_of,
 )
-from planner.search.compiled.arrays import Rows
-from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
-from rlhf_tasks.spec import IN_FLIGHT
+from prefect_rlhf.planner.search.compiled.arrays import Rows
+from prefect_rlhf.planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
+from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT
 
 MOST_CALLS = 6  # in larger graphs, only cycles and load bound the period
 SLACK = 1 + 1e-9  # a period that exceeds a threshold by less counts as equal

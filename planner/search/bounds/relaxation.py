@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.bounds.cycles import data_order
-from planner.search.compiled.arrays import Arrays, Rows
-from planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
-from planner.search.compiled.evaluator import least_reallocation_s, reallocation_s
-from planner.search.compiled.memory_peaks import memory_of
-from planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.search.bounds.cycles import data_order
+from prefect_rlhf.planner.search.compiled.arrays import Arrays, Rows
+from prefect_rlhf.planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
+from prefect_rlhf.planner.search.compiled.evaluator import least_reallocation_s, reallocation_s
+from prefect_rlhf.planner.search.compiled.memory_peaks import memory_of
+from prefect_rlhf.planner.search.compiled.tables import Tables
 
 OPEN = -1
 UNKNOWN, APART, MEET = range(3)

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan.build import dealing
-from planner.plan.graph import FETCH as FETCHED
-from planner.plan.graph import DataflowGraph
-from planner.plan.order import OrderRule, levels, node_order, with_trailing
-from planner.plan.steady_state import waits
-from planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, with_transfers
-from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
-from planner.pricing.options import Option
-from planner.pricing.plans import evaluation_s, save_s, transfer_size
-from planner.pricing.problem import NO_DEADLINE, Deadline, OptionsTakeTooLongError, Problem
-from planner.search.compiled.compile import Floats, Ints
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.planner.plan.build import dealing
+from prefect_rlhf.planner.plan.graph import FETCH as FETCHED
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.order import OrderRule, levels, node_order, with_trailing
+from prefect_rlhf.planner.plan.steady_state import waits
+from prefect_rlhf.planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, with_transfers
+from prefect_rlhf.planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
+from prefect_rlhf.planner.pricing.options import Option
+from prefect_rlhf.planner.pricing.plans import evaluation_s, save_s, transfer_size
+from prefect_rlhf.planner.pricing.problem import NO_DEADLINE, Deadline, OptionsTakeTooLongError, Problem
+from prefect_rlhf.planner.search.compiled.compile import Floats, Ints
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
@@ -268,7 +268,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
 
 
 def _dealt(call: ModelFunctionCall, s: ParallelStrategy) -> tuple[int, int, int]:
-    """planner.plan.build.where as numbers: (devices before the first head, distance of heads, number of
+    """prefect_rlhf.planner.plan.build.where as numbers: (devices before the first head, distance of heads, number of
     blocks that are dealt separately). With the first device and dp they form a row of Arrays.sides."""
     blocks = (*dealing(call, s.dp, "count"), "1", "1")[1]
     return (s.pp - 1) * s.dp * s.tp, s.tp if s.dp > 1 else 1, int(blocks)

@@ -16,7 +16,7 @@ from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numpy.typing import NDArray
 
-from rlhf_tasks.spec import IN_FLIGHT
+from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT
 
 LINKED = (
     "search.annealing",
@@ -74,7 +74,7 @@ class _KeptCode(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        stamp = _source_stamp(function.__module__.removeprefix("planner."))
+        stamp = _source_stamp(function.__module__.removeprefix("prefect_rlhf.planner."))
         self._cache_file = _Index(self.cache_path, self._impl.filename_base, stamp)
 
 
@@ -88,5 +88,9 @@ def _source_stamp(module: str) -> str:
         name = waiting.pop()
         if name not in sources:
             sources[name] = PLANNER.joinpath(*name.split(".")).with_suffix(".py").read_bytes()
-            waiting += [other for other in LINKED if f"from planner.{other} import".encode() in sources[name]]
+            waiting += [
+                other
+                for other in LINKED
+                if f"from prefect_rlhf.planner.{other} import".encode() in sources[name]
+            ]
     return sha256(b"".join(sources[name] for name in sorted(sources))).hexdigest()

@@ -15,9 +15,9 @@ ratio. It ends when the start times settle.
 import numpy as np
 from numba.extending import register_jitable
 
-from planner.pricing import resharding
-from planner.pricing.resharding import Heads, HeldModel, Wires
-from planner.search.compiled.arrays import (
+from prefect_rlhf.planner.pricing import resharding
+from prefect_rlhf.planner.pricing.resharding import Heads, HeldModel, Wires
+from prefect_rlhf.planner.search.compiled.arrays import (
     CALL,
     COPY,
     EVALUATE,
@@ -29,9 +29,9 @@ from planner.search.compiled.arrays import (
     TRANSFER,
     Arrays,
 )
-from planner.search.compiled.compile import Floats, Ints, compiled, inner
-from planner.search.compiled.memory_peaks import excesses, host_excess
-from rlhf_tasks.spec import IN_FLIGHT
+from prefect_rlhf.planner.search.compiled.compile import Floats, Ints, compiled, inner
+from prefect_rlhf.planner.search.compiled.memory_peaks import excesses, host_excess
+from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT
 
 register_jitable(resharding.kept_slices)  # which `reallocation` calls
 _reallocation, _redistribution = inner(resharding.reallocation), inner(resharding.redistribution)

@@ -6,8 +6,17 @@ int64, 0 for idle slots.
 
 import numpy as np
 
-from planner.search.compiled.arrays import CALL, OFFLOAD, ONLOAD, REALLOCATE, RELEASE, SYNC, Arrays, Rows
-from planner.search.compiled.compile import Bools, Floats, Ints, inner
+from prefect_rlhf.planner.search.compiled.arrays import (
+    CALL,
+    OFFLOAD,
+    ONLOAD,
+    REALLOCATE,
+    RELEASE,
+    SYNC,
+    Arrays,
+    Rows,
+)
+from prefect_rlhf.planner.search.compiled.compile import Bools, Floats, Ints, inner
 
 
 @inner

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.plan.build import build_plan
-from planner.plan.order import call_orders
-from planner.pricing.options import Option, all_options
-from planner.pricing.problem import NO_DEADLINE, Deadline, Problem
-from planner.search.compiled.arrays import make_arrays
-from planner.search.compiled.evaluator import value
-from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.order import call_orders
+from prefect_rlhf.planner.pricing.options import Option, all_options
+from prefect_rlhf.planner.pricing.problem import NO_DEADLINE, Deadline, Problem
+from prefect_rlhf.planner.search.compiled.arrays import make_arrays
+from prefect_rlhf.planner.search.compiled.evaluator import value
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 
 class Value(NamedTuple):

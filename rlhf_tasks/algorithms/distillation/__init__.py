@@ -4,11 +4,11 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.graphs import SEQUENCES, GenerateSizes, Handle, Models, traced
-from rlhf_tasks.config.base import Samples, TrainingConfig
-from rlhf_tasks.config.models import DistillationModels, Role
-from rlhf_tasks.data.rows import PromptExample, prompt_example
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import SEQUENCES, GenerateSizes, Handle, Models, traced
+from prefect_rlhf.rlhf_tasks.config.base import Samples, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import DistillationModels, Role
+from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 
 class DistillationConfig(Samples, TrainingConfig):
@@ -54,5 +54,5 @@ ALGORITHM = Algorithm(
     dataset_keys=DATASET_KEYS,
     read_row=prompt_example,
     fetch=PromptExample.values,
-    functions="rlhf_tasks.algorithms.distillation.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.distillation.functions",
 )

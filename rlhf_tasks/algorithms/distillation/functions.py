@@ -6,15 +6,15 @@ Their order: actor_generate; teacher_inference; actor_train.
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.distillation import DistillationConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.policy import bounded, kl_divergence
-from rlhf_tasks.algorithms.shared.policy import ref_inference as teacher_inference
-from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from prefect_rlhf.rlhf_tasks.algorithms.distillation import DistillationConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import bounded, kl_divergence
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import ref_inference as teacher_inference
+from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 __all__ = ["actor_generate", "actor_train", "teacher_inference"]
 

@@ -4,12 +4,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.configs import PreferenceConfig
-from rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
-from rlhf_tasks.config.base import Groups
-from rlhf_tasks.config.settings import Pair
-from rlhf_tasks.data.rows import PairExample, pair_example
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PreferenceConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
+from prefect_rlhf.rlhf_tasks.config.base import Groups
+from prefect_rlhf.rlhf_tasks.config.settings import Pair
+from prefect_rlhf.rlhf_tasks.data.rows import PairExample, pair_example
 
 LossType = Literal["sigmoid", "ipo", "hinge"]
 
@@ -55,5 +55,5 @@ ALGORITHM = Algorithm(
     dataset_keys=DATASET_KEYS,
     read_row=pair_example,
     fetch=PairExample.values,
-    functions="rlhf_tasks.algorithms.dpo.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.dpo.functions",
 )

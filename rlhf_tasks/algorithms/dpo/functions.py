@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from rlhf_tasks.algorithms.dpo import DPOConfig, LossType
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.preference import (
+from prefect_rlhf.rlhf_tasks.algorithms.dpo import DPOConfig, LossType
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.preference import (
     ANSWER,
     CHOSEN,
     REJECTED,
@@ -16,10 +16,10 @@ from rlhf_tasks.algorithms.shared.preference import (
     reference_logps,
     side_by_side,
 )
-from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 
 def pair_loss(

@@ -5,9 +5,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.algorithms.rollout import ALGORITHM as ROLLOUT
-from rlhf_tasks.config.base import OnePass
-from rlhf_tasks.config.responses import SamplingConfig
+from prefect_rlhf.rlhf_tasks.algorithms.rollout import ALGORITHM as ROLLOUT
+from prefect_rlhf.rlhf_tasks.config.base import OnePass
+from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 
 
 class AnsweringConfig(SamplingConfig):

@@ -4,8 +4,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.graphs import (
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     PROMPT_KEYS,
     SEQUENCES,
     Handle,
@@ -14,10 +14,10 @@ from rlhf_tasks.algorithms.shared.graphs import (
     scored,
     traced,
 )
-from rlhf_tasks.config.base import Groups, SamplesGroups, Scores, TrainingConfig
-from rlhf_tasks.config.models import Role, RolloutModels
-from rlhf_tasks.config.settings import MOST_SEQS, Pair
-from rlhf_tasks.data.rows import PromptExample, prompt_example
+from prefect_rlhf.rlhf_tasks.config.base import Groups, SamplesGroups, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import Role, RolloutModels
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_SEQS, Pair
+from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 
 class ExpertIterationConfig(Scores, TrainingConfig, SamplesGroups):
@@ -75,5 +75,5 @@ ALGORITHM = Algorithm(
     dataset_keys=PROMPT_KEYS,
     read_row=prompt_example,
     fetch=PromptExample.values,
-    functions="rlhf_tasks.algorithms.expert_iteration.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.expert_iteration.functions",
 )

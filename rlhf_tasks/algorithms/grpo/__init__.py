@@ -5,9 +5,9 @@ from typing import ClassVar, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
-from rlhf_tasks.algorithms.shared.graphs import (
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     PROMPT_KEYS,
     STAYS,
     Handle,
@@ -17,10 +17,10 @@ from rlhf_tasks.algorithms.shared.graphs import (
     rollout,
     traced,
 )
-from rlhf_tasks.config.base import Groups, SamplesGroups
-from rlhf_tasks.config.settings import MOST_SEQS, Pair
-from rlhf_tasks.data.rows import PromptExample, prompt_example
-from rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.config.base import Groups, SamplesGroups
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_SEQS, Pair
+from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 
 
 class GRPOConfig(CriticFreeConfig, SamplesGroups):
@@ -164,5 +164,5 @@ ALGORITHM = Algorithm(
     dataset_keys=PROMPT_KEYS,
     read_row=prompt_example,
     fetch=PromptExample.values,
-    functions="rlhf_tasks.algorithms.grpo.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.grpo.functions",
 )

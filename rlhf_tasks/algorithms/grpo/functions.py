@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.grpo import GRPOConfig
-from rlhf_tasks.algorithms.shared import generation, scores
-from rlhf_tasks.algorithms.shared.context import (
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import GRPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared import generation, scores
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import (
     CallContext,
     CallFunction,
     CallOutput,
@@ -22,7 +22,7 @@ from rlhf_tasks.algorithms.shared.context import (
     with_others,
     without_skipped,
 )
-from rlhf_tasks.algorithms.shared.groups import (
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import (
     all_equal,
     group_stds,
     less_mean,
@@ -30,7 +30,7 @@ from rlhf_tasks.algorithms.shared.groups import (
     per_group,
     response_lengths,
 )
-from rlhf_tasks.algorithms.shared.policy import (
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,
     cispo_loss,
@@ -42,10 +42,10 @@ from rlhf_tasks.algorithms.shared.policy import (
     per_token,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.policy import ref_inference as reference_inference
-from rlhf_tasks.algorithms.shared.returns import moments
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import ref_inference as reference_inference
+from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import moments
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 __all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
 

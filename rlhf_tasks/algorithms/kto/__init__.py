@@ -5,13 +5,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.configs import PreferenceConfig
-from rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
-from rlhf_tasks.config.base import Groups
-from rlhf_tasks.config.data import RunRows
-from rlhf_tasks.config.settings import Pair
-from rlhf_tasks.data.rows import LabelledExample, labelled_examples
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PreferenceConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
+from prefect_rlhf.rlhf_tasks.config.base import Groups
+from prefect_rlhf.rlhf_tasks.config.data import RunRows
+from prefect_rlhf.rlhf_tasks.config.settings import Pair
+from prefect_rlhf.rlhf_tasks.data.rows import LabelledExample, labelled_examples
 
 
 class KTOConfig(PreferenceConfig):
@@ -86,6 +86,6 @@ ALGORITHM = Algorithm(
     dataset_keys=DATASET_KEYS,
     read_row=labelled_examples,
     fetch=LabelledExample.values,
-    functions="rlhf_tasks.algorithms.kto.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.kto.functions",
     stored_keys=("input_ids", "prompt_tokens", "desirable"),
 )

@@ -3,19 +3,19 @@
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.kto import KTOConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.preference import (
+from prefect_rlhf.rlhf_tasks.algorithms.kto import KTOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.preference import (
     ANSWER,
     SequenceKeys,
     answer_logps,
     reference_logps,
     side_by_side,
 )
-from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 
 def answer_loss(

@@ -4,9 +4,9 @@ from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.configs import PolicyConfig
-from rlhf_tasks.algorithms.shared.graphs import (
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     KEPT,
     PROMPT_KEYS,
     SEQUENCES,
@@ -17,10 +17,10 @@ from rlhf_tasks.algorithms.shared.graphs import (
     scored_tokens,
     traced,
 )
-from rlhf_tasks.config.base import Groups
-from rlhf_tasks.config.models import ModelsConfig, OptimizerConfig, Role
-from rlhf_tasks.config.settings import MOST_ITERATIONS, Pair
-from rlhf_tasks.data.rows import PromptExample, prompt_example
+from prefect_rlhf.rlhf_tasks.config.base import Groups
+from prefect_rlhf.rlhf_tasks.config.models import ModelsConfig, OptimizerConfig, Role
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, Pair
+from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 
 class PPOConfig(PolicyConfig):
@@ -164,5 +164,5 @@ ALGORITHM = Algorithm(
     dataset_keys=DATASET_KEYS,
     read_row=prompt_example,
     fetch=PromptExample.values,
-    functions="rlhf_tasks.algorithms.ppo.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.ppo.functions",
 )

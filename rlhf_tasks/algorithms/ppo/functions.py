@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
-from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import on_tokens
-from rlhf_tasks.algorithms.shared.policy import (
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import on_tokens
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Counts,
     Objective,
     actor_inference,
@@ -33,12 +33,18 @@ from rlhf_tasks.algorithms.shared.policy import (
     ref_inference,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.returns import gae, moments, shaped_rewards, token_rewards, whitened
-from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.shared.scores import reward_inference
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import (
+    gae,
+    moments,
+    shaped_rewards,
+    token_rewards,
+    whitened,
+)
+from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_inference
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 __all__ = [
     "actor_generate",

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from rlhf_tasks.algorithms.reinforce_pp import ReinforcePPConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
-from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import less_mean, per_group
-from rlhf_tasks.algorithms.shared.policy import (
+from prefect_rlhf.rlhf_tasks.algorithms.reinforce_pp import ReinforcePPConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import less_mean, per_group
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,
     clipped_loss,
@@ -16,7 +16,7 @@ from rlhf_tasks.algorithms.shared.policy import (
     reference_kl,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.returns import (
+from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import (
     at_last_tokens,
     discounted_returns,
     moments,
@@ -24,9 +24,9 @@ from rlhf_tasks.algorithms.shared.returns import (
     token_rewards,
     whitened,
 )
-from rlhf_tasks.algorithms.shared.scores import reward_inference
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_inference
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 __all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
 

@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
-from rlhf_tasks.algorithms.shared.graphs import (
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     PROMPT_KEYS,
     SEQUENCES,
     Handle,
@@ -18,7 +18,7 @@ from rlhf_tasks.algorithms.shared.graphs import (
     scored_tokens,
     traced,
 )
-from rlhf_tasks.data.rows import PromptExample, prompt_example
+from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 
 class ReMaxConfig(CriticFreeConfig):
@@ -51,5 +51,5 @@ ALGORITHM = Algorithm(
     dataset_keys=PROMPT_KEYS,
     read_row=prompt_example,
     fetch=PromptExample.values,
-    functions="rlhf_tasks.algorithms.remax.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.remax.functions",
 )

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from rlhf_tasks.algorithms.remax import ReMaxConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
-from rlhf_tasks.algorithms.shared.generation import actor_generate, respond
-from rlhf_tasks.algorithms.shared.graphs import STAYS
-from rlhf_tasks.algorithms.shared.policy import (
+from prefect_rlhf.rlhf_tasks.algorithms.remax import ReMaxConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate, respond
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import STAYS
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,
     clipped_loss,
@@ -16,15 +16,15 @@ from rlhf_tasks.algorithms.shared.policy import (
     reference_kl,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.returns import (
+from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import (
     at_last_tokens,
     discounted_returns,
     shaped_rewards,
     token_rewards,
 )
-from rlhf_tasks.algorithms.shared.scores import reward_inference, score_and_write
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_inference, score_and_write
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 __all__ = [
     "actor_generate",

@@ -4,11 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
-from rlhf_tasks.config.base import Groups, TrainingConfig
-from rlhf_tasks.config.models import ActorOnly, Role
-from rlhf_tasks.data.rows import PairExample, pair_example
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
+from prefect_rlhf.rlhf_tasks.config.base import Groups, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import ActorOnly, Role
+from prefect_rlhf.rlhf_tasks.data.rows import PairExample, pair_example
 
 
 class RewardModelConfig(TrainingConfig):
@@ -44,5 +44,5 @@ ALGORITHM = Algorithm(
     dataset_keys=DATASET_KEYS,
     read_row=pair_example,
     fetch=PairExample.values,
-    functions="rlhf_tasks.algorithms.reward_model.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.reward_model.functions",
 )

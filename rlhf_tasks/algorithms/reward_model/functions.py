@@ -3,14 +3,14 @@
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_tasks.algorithms.reward_model import RewardModelConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.preference import side_by_side
-from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.shared.scores import last_value
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from prefect_rlhf.rlhf_tasks.algorithms.reward_model import RewardModelConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.preference import side_by_side
+from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import last_value
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 ANSWERS = (
     {"input_ids": "chosen_ids", "margin": "margin"},

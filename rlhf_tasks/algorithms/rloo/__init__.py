@@ -4,9 +4,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
-from rlhf_tasks.algorithms.shared.graphs import (
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     PROMPT_KEYS,
     Handle,
     Models,
@@ -15,9 +15,9 @@ from rlhf_tasks.algorithms.shared.graphs import (
     rollout,
     traced,
 )
-from rlhf_tasks.config.base import Groups, SamplesGroups
-from rlhf_tasks.config.settings import MOST_SEQS
-from rlhf_tasks.data.rows import PromptExample, prompt_example
+from prefect_rlhf.rlhf_tasks.config.base import Groups, SamplesGroups
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_SEQS
+from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 
 class RLOOConfig(CriticFreeConfig, SamplesGroups):
@@ -55,5 +55,5 @@ ALGORITHM = Algorithm(
     dataset_keys=PROMPT_KEYS,
     read_row=prompt_example,
     fetch=PromptExample.values,
-    functions="rlhf_tasks.algorithms.rloo.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.rloo.functions",
 )

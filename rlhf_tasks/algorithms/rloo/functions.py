@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from rlhf_tasks.algorithms.rloo import RLOOConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
-from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import less_others, on_tokens, per_group, response_sums
-from rlhf_tasks.algorithms.shared.policy import (
+from prefect_rlhf.rlhf_tasks.algorithms.rloo import RLOOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import less_others, on_tokens, per_group, response_sums
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,
     clipped_loss,
@@ -18,9 +18,9 @@ from rlhf_tasks.algorithms.shared.policy import (
     response_ratio,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.scores import reward_inference
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_inference
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 __all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
 

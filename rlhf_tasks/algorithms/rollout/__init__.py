@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.graphs import PROMPT_KEYS, Handle, Models, RolloutSizes, traced
-from rlhf_tasks.config.base import OnePass
-from rlhf_tasks.data.rows import PromptExample, prompt_example
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import PROMPT_KEYS, Handle, Models, RolloutSizes, traced
+from prefect_rlhf.rlhf_tasks.config.base import OnePass
+from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 
 class RolloutConfig(OnePass):
@@ -29,5 +29,5 @@ ALGORITHM = Algorithm(
     dataset_keys=DATASET_KEYS,
     read_row=prompt_example,
     fetch=PromptExample.values,
-    functions="rlhf_tasks.algorithms.rollout.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.rollout.functions",
 )

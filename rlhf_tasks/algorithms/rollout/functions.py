@@ -1,10 +1,10 @@
 """The calls of a rollout."""
 
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.scores import score_and_write
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import score_and_write
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 __all__ = ["actor_generate", "reward_inference"]
 

@@ -4,12 +4,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
-from rlhf_tasks.config.base import Groups, TrainingConfig
-from rlhf_tasks.config.models import ActorOnly, Role
-from rlhf_tasks.config.settings import Pair
-from rlhf_tasks.data.rows import CompletionExample, completion_example
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
+from prefect_rlhf.rlhf_tasks.config.base import Groups, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import ActorOnly, Role
+from prefect_rlhf.rlhf_tasks.config.settings import Pair
+from prefect_rlhf.rlhf_tasks.data.rows import CompletionExample, completion_example
 
 
 class SFTConfig(TrainingConfig):
@@ -61,6 +61,6 @@ ALGORITHM = Algorithm(
     dataset_keys=DATASET_KEYS,
     read_row=completion_example,
     fetch=CompletionExample.values,
-    functions="rlhf_tasks.algorithms.sft.functions",
+    functions="prefect_rlhf.rlhf_tasks.algorithms.sft.functions",
     row_options=("completion_only_loss", "assistant_only_loss"),
 )

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rlhf_tasks.config.base import Groups, Scores
-from rlhf_tasks.config.models import GRPOModels, ReferenceModels, Role
-from rlhf_tasks.config.reference import MovesReference
-from rlhf_tasks.config.settings import Pair
+from prefect_rlhf.rlhf_tasks.config.base import Groups, Scores
+from prefect_rlhf.rlhf_tasks.config.models import GRPOModels, ReferenceModels, Role
+from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
+from prefect_rlhf.rlhf_tasks.config.settings import Pair
 
 MOST_STALENESS = 16
 """Each iteration ahead is one more batch in the memory of the ranks that generate, and in every commit."""

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.graphs import STAYS
-from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.spec import WHOLE, Part
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import STAYS
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.spec import WHOLE, Part
 
 if TYPE_CHECKING:
-    from rlhf_tasks.data.tokenizer import Tokenizer
-    from rlhf_tasks.user_code.environments import EnvironmentProcess
-    from rlhf_tasks.user_code.rewards import RewardProcess
+    from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+    from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
+    from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.configs import PolicyConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
-from rlhf_tasks.config.base import Samples, Scores
-from rlhf_tasks.config.responses import SamplingConfig
-from rlhf_tasks.data.tokenizer import Observations, Tokenizer
-from rlhf_tasks.parallel.batch.redistribution import share_batch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.generate.generation import generate
-from rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.system.counter_random import counter_bits
-from rlhf_tasks.user_code.environments import observed
-from rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
-from rlhf_tasks.user_code.errors import RewardError, shortened
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
+from prefect_rlhf.rlhf_tasks.config.base import Samples, Scores
+from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
+from prefect_rlhf.rlhf_tasks.user_code.environments import observed
+from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
 
 
 def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

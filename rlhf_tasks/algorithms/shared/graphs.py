@@ -7,10 +7,10 @@ A program sees no sample. Its handles know the names of keys, and its calls are 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from rlhf_tasks.algorithms.shared.configs import PolicyConfig
-from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.spec import WHOLE, CallKind, ModelFunctionCall, Part
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
+from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+from prefect_rlhf.rlhf_tasks.spec import WHOLE, CallKind, ModelFunctionCall, Part
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 PROMPT_KEYS = ("prompt_ids", "columns")
 """The keys that `fetch` provides to them."""

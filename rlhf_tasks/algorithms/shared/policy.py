@@ -22,23 +22,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.configs import CriticFreeConfig, PolicyConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, KEPT, PROXIMAL
-from rlhf_tasks.algorithms.shared.groups import (
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import CriticFreeConfig, PolicyConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, KEPT, PROXIMAL
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import (
     all_equal,
     on_tokens,
     per_group,
     response_lengths,
     response_sums,
 )
-from rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps, planned_share
-from rlhf_tasks.config.base import Samples
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine, LossTerms
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.rewards import SKIPPED_SAMPLES
+from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import (
+    Steps,
+    counts_per_block,
+    optimizer_steps,
+    planned_share,
+)
+from prefect_rlhf.rlhf_tasks.config.base import Samples
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.rewards import SKIPPED_SAMPLES
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: a larger log-ratio carries no information
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.graphs import TOKEN_REWARDS
-from rlhf_tasks.algorithms.shared.groups import last_response_tokens, sample_of_token
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import TOKEN_REWARDS
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import last_response_tokens, sample_of_token
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 WHITENING_EPSILON = 1e-8
 

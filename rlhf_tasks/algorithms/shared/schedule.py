@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.config.models import OptimizerConfig
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.layout.transfers import mini_batch_blocks
-from rlhf_tasks.parallel.train.engine import Engine, Loss
-from rlhf_tasks.system.counter_random import permutation
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import mini_batch_blocks
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, Loss
+from prefect_rlhf.rlhf_tasks.system.counter_random import permutation
 
 MAX_SKIPPED_CALLS = 3
 """The run fails after this many consecutive train calls of a role without an applied step. One or two bad batches

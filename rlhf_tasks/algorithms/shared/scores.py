@@ -13,17 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.graphs import ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS, STAYS, TOKEN_REWARDS
-from rlhf_tasks.config.base import Scores
-from rlhf_tasks.config.responses import RewardModelScore
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.user_code.errors import RewardError, shortened
-from rlhf_tasks.user_code.forms import Answers, Values, total
-from rlhf_tasks.user_code.rewards import SAMPLES, SKIPPED_SAMPLES, Fault, Judged
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
+    ENVIRONMENT_FAULT,
+    ENVIRONMENT_REWARDS,
+    STAYS,
+    TOKEN_REWARDS,
+)
+from prefect_rlhf.rlhf_tasks.config.base import Scores
+from prefect_rlhf.rlhf_tasks.config.responses import RewardModelScore
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Values, total
+from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES, SKIPPED_SAMPLES, Fault, Judged
 
 EXAMPLES = 8
 """Samples per iteration that are written for users to look at."""

@@ -15,16 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.shared.configs import PolicyConfig
-from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
-from rlhf_tasks.algorithms.shared.generation import sampling_params
-from rlhf_tasks.algorithms.shared.graphs import COLUMNS, DRAWN_BY, KEPT, NUMBER
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.generate.generation import Segments
-from rlhf_tasks.parallel.generate.generation import generate as draw
-from rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.spec import ENDED, GROUPS_BEGUN, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import sampling_params
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import COLUMNS, DRAWN_BY, KEPT, NUMBER
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate as draw
+from prefect_rlhf.rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.spec import ENDED, GROUPS_BEGUN, ModelFunctionCall
 
 FREE = -1
 """The number of the sample in a free place."""

@@ -14,8 +14,8 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.samples import SampleBatch
-from rlhf_tasks.parallel.layout.work import LEAST_SHARED
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import LEAST_SHARED
 
 
 @dataclass(frozen=True, slots=True)

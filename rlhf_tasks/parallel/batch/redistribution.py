@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, exchange, pack, unpack
-from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.parallel.layout.transfers import Side, plan_redistribution, shares
-from rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, exchange, pack, unpack
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import Side, plan_redistribution, shares
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 
 _DTYPES = (
     torch.float32,

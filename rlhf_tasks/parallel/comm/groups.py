@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
 
 def join_world(store: Store, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:

@@ -9,12 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, all_reduce, broadcast_json, exchange
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.parallel.layout.transfers import SliceTransfer, plan_reallocation
-from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.invariants import InvariantError
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
+    Blank,
+    ProcessGroups,
+    all_reduce,
+    broadcast_json,
+    exchange,
+)
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import SliceTransfer, plan_reallocation
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 
 ROUND_BYTES = 256 * 2**20
 """A message is sent in rounds of about this many bytes. That bounds the buffers: at most one round per peer."""

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from rlhf_tasks.parallel.batch.micro_batch import balance
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.generate.sampling import SamplingParams
-from rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN, Drawing, Group, same_prompts
-from rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, generation_flops
-from rlhf_tasks.parallel.model.products import PackedWeights, can_pack, products
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import balance
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
+from prefect_rlhf.rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN, Drawing, Group, same_prompts
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, generation_flops
+from prefect_rlhf.rlhf_tasks.parallel.model.products import PackedWeights, can_pack, products
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 
 PACK_FROM_STEPS = 12  # packing the weights costs about what it saves in 5 steps
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_tasks.parallel.layout.work import rows_at_once
-from rlhf_tasks.parallel.model.logprobs import Vocabulary
-from rlhf_tasks.system.counter_random import counter_bits
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import rows_at_once
+from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import Vocabulary
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 
 
 @dataclass(frozen=True, slots=True)

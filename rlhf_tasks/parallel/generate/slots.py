@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, KVCache, Piece, vacate
-from rlhf_tasks.parallel.generate.sampling import (
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, KVCache, Piece, vacate
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
     SamplingParams,
     follow,
     sample,
     states_after,
     uniform,
 )
-from rlhf_tasks.parallel.layout.work import REFILL_SHARE, slots_of
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import REFILL_SHARE, slots_of
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 BEFORE = "before"
 """The key of the number of tokens that were drawn of a response before."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from rlhf_tasks.system.reading import ConfigError, shown
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 """The norms of a layer of Llama."""

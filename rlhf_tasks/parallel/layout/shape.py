@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from rlhf_tasks.parallel.layout.families import (
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
     EXPERT_COUNTS,
     FAMILIES,
     LAYER_NORMS,
@@ -19,7 +19,7 @@ from rlhf_tasks.parallel.layout.families import (
     Mixture,
     family_of,
 )
-from rlhf_tasks.system.reading import ConfigError, shown
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
 
 Unit = Literal["query_head", "kv_head", "column", "vocab"]
 """The units that a sharded dim consists of. A unit is never divided between tp ranks."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from rlhf_tasks.parallel.layout.shape import (
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
     Head,
     Lora,
     ModelShape,
@@ -20,7 +20,7 @@ from rlhf_tasks.parallel.layout.shape import (
     parameters,
     trained_parameters,
 )
-from rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
 
 class Interval(NamedTuple):

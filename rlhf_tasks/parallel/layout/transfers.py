@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from rlhf_tasks.parallel.layout.shape import ParameterSpec
-from rlhf_tasks.parallel.layout.slices import Interval, Layout, split
-from rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ParameterSpec
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout, split
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
 Balance = Literal["count", "tokens"]
 

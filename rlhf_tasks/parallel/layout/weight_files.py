@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_tasks.parallel.layout.families import FAMILIES
-from rlhf_tasks.parallel.layout.shape import ModelShape, ParameterSpec
-from rlhf_tasks.system.reading import (
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, ParameterSpec
+from prefect_rlhf.rlhf_tasks.system.reading import (
     MOST_JSON_BYTES,
     ConfigError,
     one_line,

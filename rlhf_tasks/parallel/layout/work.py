@@ -11,7 +11,13 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, parameters, trained_parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
+    Head,
+    Lora,
+    ModelShape,
+    parameters,
+    trained_parameters,
+)
 
 TRAINING = 3  # cost of a forward and a backward pass, in forward passes
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.comm.groups import all_reduce
-from rlhf_tasks.parallel.layout.work import LOGITS_AT_ONCE
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import all_reduce
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import LOGITS_AT_ONCE
 
 LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no NaN arises as from -inf
 

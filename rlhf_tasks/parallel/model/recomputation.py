@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.model.products import products
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
+from prefect_rlhf.rlhf_tasks.parallel.model.products import products
 
 _PRODUCTS = {
     "aten::mm": 0,

@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.layout.families import FAMILIES, Family
-from rlhf_tasks.parallel.layout.shape import Recompute
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import Coordinate
-from rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
-from rlhf_tasks.parallel.model.products import linear
-from rlhf_tasks.parallel.model.recomputation import recomputing
-from rlhf_tasks.parallel.model.tensor_parallel import (
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES, Family
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate
+from prefect_rlhf.rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
+from prefect_rlhf.rlhf_tasks.parallel.model.products import linear
+from prefect_rlhf.rlhf_tasks.parallel.model.recomputation import recomputing
+from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
     ColumnParallelLinear,
     Experts,
     MixtureOfExperts,

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
-from rlhf_tasks.parallel.comm.groups import all_reduce
-from rlhf_tasks.parallel.layout.shape import Lora
-from rlhf_tasks.parallel.layout.slices import Interval
-from rlhf_tasks.parallel.model.products import linear
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import all_reduce
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval
+from prefect_rlhf.rlhf_tasks.parallel.model.products import linear
 
 
 class _CopyToRanks(torch.autograd.Function):

@@ -23,10 +23,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from rlhf_tasks.parallel.layout.families import FAMILIES, Family
-from rlhf_tasks.parallel.layout.shape import Head, ParameterSpec
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.layout.weight_files import (
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES, Family
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ParameterSpec
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
     ADAPTER_CONFIG,
     INDEX,
@@ -40,10 +40,10 @@ from rlhf_tasks.parallel.layout.weight_files import (
     config_digest,
     weight_files,
 )
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.system.counter_random import stream_key
-from rlhf_tasks.system.durable import ByteCount, sync
-from rlhf_tasks.system.reading import read_json
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.system.counter_random import stream_key
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount, sync
+from prefect_rlhf.rlhf_tasks.system.reading import read_json
 
 CACHED = 1 << 16  # numbers of a sum that stay in a core's cache
 

@@ -14,18 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, predicting, split
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
-from rlhf_tasks.parallel.comm.host_memory import Copier
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.work import pass_flops
-from rlhf_tasks.parallel.model.logprobs import Vocabulary, packed_logprobs, packed_logprobs_and_entropy
-from rlhf_tasks.parallel.model.products import products
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.train.optimizer import MasterWeights, Optimizer, OptimizerSettings, all_gather
-from rlhf_tasks.parallel.train.pipeline import Pipeline
-from rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, predicting, split
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Copier
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import pass_flops
+from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import (
+    Vocabulary,
+    packed_logprobs,
+    packed_logprobs_and_entropy,
+)
+from prefect_rlhf.rlhf_tasks.parallel.model.products import products
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import (
+    MasterWeights,
+    Optimizer,
+    OptimizerSettings,
+    all_gather,
+)
+from prefect_rlhf.rlhf_tasks.parallel.train.pipeline import Pipeline
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, stage_set, tied_set
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.train.state_layout import Bucket, BufferRange, StateLayout
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, stage_set, tied_set
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import Bucket, BufferRange, StateLayout
 
 # torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

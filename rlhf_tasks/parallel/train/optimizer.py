@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
-from rlhf_tasks.parallel.comm.host_memory import Arrival, Copier, host_zeros
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.train.gradients import Gradients
-from rlhf_tasks.parallel.train.state_layout import CHUNK, Bucket, StateLayout
-from rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Arrival, Copier, host_zeros
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.train.gradients import Gradients
+from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import CHUNK, Bucket, StateLayout
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 
 # torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

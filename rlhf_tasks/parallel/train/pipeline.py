@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import deterministic
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
 StageRun = Callable[[Tensor, MicroBatch], Tensor]
 """A stage's computation: (input, micro-batch) -> output.

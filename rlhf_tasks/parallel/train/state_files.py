@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.train.optimizer import StateShard
-from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
-from rlhf_tasks.system.durable import CHUNK_BYTES, ByteCount
-from rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import StateShard
+from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
+from prefect_rlhf.rlhf_tasks.system.durable import CHUNK_BYTES, ByteCount
+from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _SYNC_BYTES = 1 << 26  # synced and read back at a time

@@ -13,8 +13,8 @@ from functools import cache
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 if TYPE_CHECKING:  # the planner, which loads no torch, reads BUCKET and CHUNK
     from torch import Tensor

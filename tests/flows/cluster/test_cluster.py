@@ -17,7 +17,7 @@ from distributed import Client, rpc
 from distributed.comm import CommClosedError
 from prefect import flow
 
-from flows.cluster.cluster import (
+from prefect_rlhf.flows.cluster.cluster import (
     SAME_VERSIONS,
     ClusterError,
     Member,
@@ -27,12 +27,12 @@ from flows.cluster.cluster import (
     ranks_and_controllers,
     whole_hosts,
 )
-from flows.cluster.forks import begin_to_load
-from flows.cluster.this_machine import device_here, threads_environment
-from flows.run.training import run_training
-from rlhf_tasks.protocol.messages import RunSpec
-from rlhf_tasks.spec import SaveNode
-from rlhf_tasks.system.rank_process import take_stated_threads
+from prefect_rlhf.flows.cluster.forks import begin_to_load
+from prefect_rlhf.flows.cluster.this_machine import device_here, threads_environment
+from prefect_rlhf.flows.run.training import run_training
+from prefect_rlhf.rlhf_tasks.protocol.messages import RunSpec
+from prefect_rlhf.rlhf_tasks.spec import SaveNode
+from prefect_rlhf.rlhf_tasks.system.rank_process import take_stated_threads
 from tests.flows.dask_commands import RANK, SAFE, dask_scheduler, dask_worker
 from tests.rlhf_tasks.plans import call, on, plan_of
 from tests.rlhf_tasks.settings import STARTUP_S, limits
@@ -259,7 +259,7 @@ def test_a_cluster_of_dask_commands_serves_and_replaces_a_rank_that_is_killed(co
 CLUSTER = """
 import sys, time
 from pathlib import Path
-from flows.cluster.cluster import local_cluster
+from prefect_rlhf.flows.cluster.cluster import local_cluster
 
 if __name__ == "__main__":
     with local_cluster(1, folder=Path(sys.argv[1]), deadline_s=400.0) as cluster:
@@ -379,7 +379,8 @@ def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, p
     """Only this process sees the patched version; the workers look up their own."""
     there = re.escape(version(package))
     monkeypatch.setattr(
-        "flows.cluster.cluster.version", lambda name: "0.0.1" if name == package else version(name)
+        "prefect_rlhf.flows.cluster.cluster.version",
+        lambda name: "0.0.1" if name == package else version(name),
     )
     message = rf"worker tls://\S+ has {package} {there}; this process has 0\.0\.1"
     with (

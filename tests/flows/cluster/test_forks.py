@@ -10,8 +10,8 @@ import psutil
 import pytest
 from distributed import Client
 
-from flows.cluster.cluster import local_cluster
-from flows.cluster.forks import begin_to_load, in_fork
+from prefect_rlhf.flows.cluster.cluster import local_cluster
+from prefect_rlhf.flows.cluster.forks import begin_to_load, in_fork
 from tests.flows.dask_commands import ROOT
 from tests.rlhf_tasks.settings import STARTUP_S
 from tests.tiny_runs import ppo_config
@@ -27,7 +27,7 @@ def test_a_call_in_a_fork_returns_its_value_and_raises_its_error():
 def test_a_fork_server_that_cannot_have_a_socket_is_done_without(tmp_path):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
-    program = "from flows.cluster.forks import *; print(begin_to_load(1), in_fork('math:factorial', 3))"
+    program = "from prefect_rlhf.flows.cluster.forks import *; print(begin_to_load(1), in_fork('math:factorial', 3))"
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -43,12 +43,13 @@ def test_a_fork_server_that_cannot_have_a_socket_is_done_without(tmp_path):
 
 @pytest.mark.slow
 def test_the_working_folder_is_not_searched_for_modules_unless_it_was_before(tmp_path):
-    (tmp_path / "rlhf_tasks.py").write_text("raise SystemExit('a module of the working folder was loaded')")
+    (tmp_path / "prefect_rlhf.py").write_text("raise SystemExit('a module of the working folder was loaded')")
     program = tmp_path / "elsewhere" / "program.py"
     program.parent.mkdir()
     program.write_text(
-        "from flows.cluster.forks import in_fork\n"
-        "if __name__ == '__main__': print(in_fork('rlhf_tasks.controller.fork_server:LOADED.__len__') > 0)"
+        "from prefect_rlhf.flows.cluster.forks import in_fork\n"
+        "if __name__ == '__main__': "
+        "print(in_fork('prefect_rlhf.rlhf_tasks.controller.fork_server:LOADED.__len__') > 0)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -82,7 +83,7 @@ def test_ranks_have_the_environment_of_the_moment_when_their_cluster_starts(tmp_
 def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end_of_a_cluster(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\nfrom pathlib import Path\nfrom flows.cluster.cluster import local_cluster\n"
+        "import sys\nfrom pathlib import Path\nfrom prefect_rlhf.flows.cluster.cluster import local_cluster\n"
         "if __name__ == '__main__':\n"
         "    with local_cluster(1, folder=Path(sys.argv[1]), deadline_s=5.0): pass\n"
     )
@@ -103,7 +104,7 @@ def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end_of_a_cluster(tmp
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
-CALL = "from flows.cluster.forks import refuse_unguarded_script as call\n"
+CALL = "from prefect_rlhf.flows.cluster.forks import refuse_unguarded_script as call\n"
 SENTENCE = "a flow is called outside a main guard, and each worker process would call it again"
 
 
@@ -159,8 +160,8 @@ def test_a_script_without_a_guard_leaves_no_folder_and_trains_when_it_has_one(tm
     config = ppo_config(tmp_path, name="mine", total_iterations=1)
     (tmp_path / "run.json").write_text(config.model_dump_json())
     imports = (
-        "import asyncio, json\nfrom flows.ppo import rlhf_ppo\n"
-        "from rlhf_tasks.algorithms.configurations import make_config\n"
+        "import asyncio, json\nfrom prefect_rlhf.flows.ppo import rlhf_ppo\n"
+        "from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config\n"
         f"config = make_config(json.load(open({str(tmp_path / 'run.json')!r})))\n"
     )
     script = tmp_path / "train.py"

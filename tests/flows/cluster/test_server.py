@@ -22,7 +22,7 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.cluster.server import (
+from prefect_rlhf.flows.cluster.server import (
     RESTARTS,
     OwnServer,
     ServerError,
@@ -31,9 +31,9 @@ from flows.cluster.server import (
     prefect_server,
     refuse_dead_server,
 )
-from flows.cluster.server_process import begin_database, empty_database, put_aside
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.system.child_processes import python_call
+from prefect_rlhf.flows.cluster.server_process import begin_database, empty_database, put_aside
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.system.child_processes import python_call
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -42,7 +42,7 @@ ANSWER_S = 120.0  # of a server that has only just started, on a busy machine
 REOPEN = textwrap.dedent("""
     import sys, time
     from pathlib import Path
-    from flows.cluster.server import own_server
+    from prefect_rlhf.flows.cluster.server import own_server
     with own_server(Path(sys.argv[1])) as server:
         print(server.api_url, server.auth, flush=True)
         time.sleep(600)
@@ -124,9 +124,11 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
 def test_a_server_that_is_killed_comes_back_with_its_data_at_the_same_address(tmp_path, caplog, monkeypatch):
     """Links and clients have the address, so it wants its own port back, and waits for it where somebody has taken
     it meanwhile; a new server has another port."""
-    monkeypatch.setattr("flows.cluster.server.RESTARTS", 1000)  # however long the port stays taken
+    monkeypatch.setattr(
+        "prefect_rlhf.flows.cluster.server.RESTARTS", 1000
+    )  # however long the port stays taken
     again = "the Prefect server has died (status -9); it is started again"
-    with caplog.at_level("WARNING", "flows.cluster.server"), own_server(tmp_path) as server:
+    with caplog.at_level("WARNING", "prefect_rlhf.flows.cluster.server"), own_server(tmp_path) as server:
         assert recorded() == 3
         (killed,) = servers_of(tmp_path)
         killed.kill()
@@ -161,7 +163,7 @@ def address_of_new_server(home: Path) -> str:
     home.mkdir()
     _login(home)
     with subprocess.Popen(
-        python_call("flows.cluster.server_process:main", str(home), "0"),
+        python_call("prefect_rlhf.flows.cluster.server_process:main", str(home), "0"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
@@ -172,7 +174,9 @@ def address_of_new_server(home: Path) -> str:
 
 
 def said(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "flows.cluster.server"]
+    return [
+        record.getMessage() for record in caplog.records if record.name == "prefect_rlhf.flows.cluster.server"
+    ]
 
 
 def servers_of(folder):
@@ -231,7 +235,7 @@ def test_a_damaged_data_base_is_put_aside(tmp_path, spoil):
 
 
 def test_a_sound_data_base_stays_and_one_that_is_locked_is_put_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.cluster.server_process.LOCKED_S", 0.1)
+    monkeypatch.setattr("prefect_rlhf.flows.cluster.server_process.LOCKED_S", 0.1)
     path = tmp_path / "prefect.db"
     sound(path)
     assert put_aside(path) == ""
@@ -251,7 +255,7 @@ def test_a_damaged_data_base_is_replaced_by_an_empty_one_that_the_first_server_o
     for spoilt in (tmp_path / "prefect" / "prefect.db", kept):
         spoilt.parent.mkdir(parents=True)
         no_data_base(spoilt)
-    with caplog.at_level("WARNING", "flows.cluster.server"), own_server(tmp_path) as server:
+    with caplog.at_level("WARNING", "prefect_rlhf.flows.cluster.server"), own_server(tmp_path) as server:
         assert recorded() == 3
         assert count_runs(server.api_url, server.auth) == 1
     (line,) = said(caplog)
@@ -301,7 +305,7 @@ def test_a_login_that_is_refused_is_said_before_the_start(status, monkeypatch):
 
 
 def test_a_server_that_lives_long_may_die_again_and_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.cluster.server.LIVED_S", 0.0)
+    monkeypatch.setattr("prefect_rlhf.flows.cluster.server.LIVED_S", 0.0)
     server, begun = OwnServer(tmp_path), []
 
     def spawn(_):
@@ -319,7 +323,7 @@ def test_a_server_that_lives_long_may_die_again_and_again(tmp_path, monkeypatch)
 
 @pytest.mark.timeout(60)
 def test_a_server_that_tells_no_address_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.cluster.server.START_DEADLINE_S", 0.1)
+    monkeypatch.setattr("prefect_rlhf.flows.cluster.server.START_DEADLINE_S", 0.1)
     with subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE) as silent:
         try:
             with pytest.raises(ServerError, match="has printed no address within"):
@@ -333,7 +337,7 @@ def test_a_login_is_never_empty_even_when_its_writing_was_cut_off(tmp_path, monk
         raise OSError("cut off")
 
     with monkeypatch.context() as patch:
-        patch.setattr("flows.cluster.server.secrets.token_urlsafe", cut_off)
+        patch.setattr("prefect_rlhf.flows.cluster.server.secrets.token_urlsafe", cut_off)
         with pytest.raises(OSError, match="cut off"):
             _login(tmp_path)
     assert len(_login(tmp_path)) > len("admin:") + 20

@@ -17,10 +17,10 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import pipeline
-from flows.cluster import shutdown as ending
-from flows.cluster.shutdown import ending_in_time, leave_if_cancelled, patient, run_in_thread
-from flows.run import runs, training
+from prefect_rlhf.flows import pipeline
+from prefect_rlhf.flows.cluster import shutdown as ending
+from prefect_rlhf.flows.cluster.shutdown import ending_in_time, leave_if_cancelled, patient, run_in_thread
+from prefect_rlhf.flows.run import runs, training
 from tests.flows.cluster.signals import Raised, handled_as_by_prefect, lose_a_signal
 from tests.tiny_runs import ppo_config
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 STUBBORN = """
     import asyncio, subprocess, sys
-    from flows.cluster.shutdown import ending_in_time
+    from prefect_rlhf.flows.cluster.shutdown import ending_in_time
 
     async def run(watch):
         watch.run = asyncio.current_task()
@@ -109,7 +109,7 @@ COMMAND = """
     import asyncio, sys
     from pathlib import Path
     from types import SimpleNamespace
-    from flows.commands import local_run as session
+    from prefect_rlhf.flows.commands import local_run as session
     from tests.flows.cluster.signals import handled_as_by_prefect, lose_a_signal
 
     async def run_as_flow(folder, prepared):
@@ -133,7 +133,7 @@ WHILE_ITS_SERVER_STARTS = """
     from contextlib import contextmanager, nullcontext
     from pathlib import Path
     from types import SimpleNamespace
-    from flows.commands import local_run as session
+    from prefect_rlhf.flows.commands import local_run as session
 
     @contextmanager
     def starting(folder):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cluster import this_machine
-from flows.cluster.this_machine import (
+from prefect_rlhf.flows.cluster import this_machine
+from prefect_rlhf.flows.cluster.this_machine import (
     cores_here,
     described_gpus,
     device_here,
@@ -19,7 +19,7 @@ from flows.cluster.this_machine import (
     threads_of_ranks,
     visible_gpus,
 )
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 # A library with the driver's interface. It shows as many GPUs as SHOWN says, the first under the name in FIRST.
 DRIVER = """
@@ -137,7 +137,7 @@ def test_without_a_stated_number_each_gpu_of_the_first_kind_has_a_rank(two_gpus)
 
 def test_without_a_gpu_or_a_stated_number_two_ranks_share_the_cores(gpus, monkeypatch):
     for cores, ranks in ((1, 1), (2, 2), (64, 2)):
-        monkeypatch.setattr("flows.cluster.this_machine.cores_here", lambda cores=cores: cores)
+        monkeypatch.setattr("prefect_rlhf.flows.cluster.this_machine.cores_here", lambda cores=cores: cores)
         assert ranks_here() == ranks
 
 
@@ -207,7 +207,7 @@ def test_a_limit_of_open_files_is_raised_as_far_as_it_may_be_where_ranks_need_it
     soft, hard = limits.split(":")
     code = (
         f"import resource; of = resource.RLIMIT_NOFILE; resource.setrlimit(of, ({soft}, {hard}))\n"
-        "from flows.cluster.this_machine import allow_open_files; allow_open_files(2)\n"
+        "from prefect_rlhf.flows.cluster.this_machine import allow_open_files; allow_open_files(2)\n"
         "print(*resource.getrlimit(of))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

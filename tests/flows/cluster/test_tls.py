@@ -19,9 +19,9 @@ from cryptography.x509.oid import NameOID
 from distributed import Client, Scheduler, Security, SpecCluster, Worker
 from distributed.core import connect
 
-from flows.cluster.cluster import ClusterError, found_cluster
-from rlhf_tasks.protocol.messages import Committed, Finished
-from rlhf_tasks.spec import SaveNode
+from prefect_rlhf.flows.cluster.cluster import ClusterError, found_cluster
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, Finished
+from prefect_rlhf.rlhf_tasks.spec import SaveNode
 from tests.rlhf_tasks.fake_flow import follow, run_spec
 from tests.rlhf_tasks.plans import call, on, plan_of
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from flows.cli import run_command
-from flows.run.examination import Patient, default_strategies
-from rlhf_tasks.doctor import Finding
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.run.examination import Patient, default_strategies
+from prefect_rlhf.rlhf_tasks.doctor import Finding
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from tests.adapter_folders import write_adapter
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -59,7 +59,7 @@ def test_an_adapters_folder_is_examined_as_the_merged_model(doctor, model, tmp_p
 
 def test_a_difference_out_of_tolerance_is_told_with_status_1(doctor, model, monkeypatch):
     found = Finding(ParallelStrategy(tp=2), "logits", 3e-3, 1e-4)
-    monkeypatch.setattr("flows.commands.configs.examined", lambda *_: [found])
+    monkeypatch.setattr("prefect_rlhf.flows.commands.configs.examined", lambda *_: [found])
     status, out, _ = doctor(model)
     assert status == 1
     assert "3.00e-03 of 1e-04   out of tolerance" in out
@@ -86,7 +86,7 @@ def test_a_model_of_one_layer_and_one_head_is_not_split_by_default(tmp_path):
     ],
 )
 def test_a_strategy_that_cannot_be_gets_one_sentence(doctor, model, monkeypatch, arguments, said):
-    monkeypatch.setattr("flows.run.examination.memory_bytes", lambda: 8 * 2**30)
+    monkeypatch.setattr("prefect_rlhf.flows.run.examination.memory_bytes", lambda: 8 * 2**30)
     status, _, err = doctor(model, *arguments)
     assert status == 2
     assert said in err

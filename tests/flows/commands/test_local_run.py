@@ -12,15 +12,15 @@ from prefect import flow
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.cluster.server import PrefectServer
-from flows.commands import local_run as session
-from flows.run.run_folder import full_disk
+from prefect_rlhf.flows.cluster.server import PrefectServer
+from prefect_rlhf.flows.commands import local_run as session
+from prefect_rlhf.flows.run.run_folder import full_disk
 from tests.flows.cluster.test_server import servers_of
 
 
 @pytest.mark.whole
 def test_a_flow_process_starts_without_torch():
-    code = "import sys, flows.commands.local_run; sys.exit('torch' in sys.modules)"
+    code = "import sys, prefect_rlhf.flows.commands.local_run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
@@ -131,7 +131,7 @@ def test_a_server_that_dies_for_good_costs_a_run_neither_its_end_nor_its_summary
     tmp_path, monkeypatch, capsys
 ):
     """Killed before the flow begins: one sentence. Killed while it runs: the run is complete all the same."""
-    monkeypatch.setattr("flows.cluster.server.RESTARTS", 0)
+    monkeypatch.setattr("prefect_rlhf.flows.cluster.server.RESTARTS", 0)
 
     @flow(name="rlhf-fake", persist_result=False)
     async def run():

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from flows.cli import run_command
-from rlhf_tasks.checkpoint.commits import newest_step
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
 from tests.committed import assert_same_run
 from tests.flows.marked_command import MarkedCommand
 from tests.flows.test_killed_run import ITERATIONS, begin, finish

@@ -15,16 +15,16 @@ import pytest
 import yaml
 from rich.console import Console
 
-import deployments
-from flows.cli import run_command
-from flows.commands.plans import limiting, show_alternatives, show_calls, show_comparison
-from flows.run.planning import hardware_of, problem_of
-from planner.plan.steady_state import SteadyState
-from planner.pricing.plans import PlanPrice
-from planner.report import Alternative
-from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
-from rlhf_tasks.spec import CallAssignment, CallNode
+from prefect_rlhf import deployments
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.commands.plans import limiting, show_alternatives, show_calls, show_comparison
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of
+from prefect_rlhf.planner.plan.steady_state import SteadyState
+from prefect_rlhf.planner.pricing.plans import PlanPrice
+from prefect_rlhf.planner.report import Alternative
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config, manual_assignments
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, CallNode
 from tests.flows.plan_documents import DISJOINT, KEYS, ppo, refused
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan
@@ -98,7 +98,7 @@ def test_a_search_says_that_the_first_one_compiles(run_plan, monkeypatch):
         told.append(text)
         return nullcontext()
 
-    monkeypatch.setattr("flows.commands.plans.console.status", status)
+    monkeypatch.setattr("prefect_rlhf.flows.commands.plans.console.status", status)
     for mode in ("search", "heuristic"):
         assert run_plan(ppo(), "--mode", mode, "--no-compare", "--time-limit", "0.5")[0] == 0
     first, second = told
@@ -275,7 +275,7 @@ def test_inline_models_are_planned_but_not_run(run_plan, tmp_path):
 def test_planning_loads_neither_torch_nor_prefect(tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(ppo()))
     code = (
-        "import sys; from flows.cli import run_command; status = run_command(sys.argv[1:]); "
+        "import sys; from prefect_rlhf.flows.cli import run_command; status = run_command(sys.argv[1:]); "
         "heavy = {'torch', 'transformers', 'prefect', 'prefect_dask', 'distributed', 'matplotlib'}; "
         "print('loaded:', sorted(heavy & sys.modules.keys())); sys.exit(status)"
     )
@@ -287,8 +287,8 @@ def test_planning_loads_neither_torch_nor_prefect(tmp_path):
 
 INTERRUPTED = """
     import sys
-    from flows.cli import run_command
-    from flows.commands import plans
+    from prefect_rlhf.flows.cli import run_command
+    from prefect_rlhf.flows.commands import plans
 
     find_plan = plans.find_plan
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from flows.run.planning import hardware_of, problem_of
-from planner.pricing.figures import read_profiles
-from planner.report import figures_source
-from rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of
+from prefect_rlhf.planner.pricing.figures import read_profiles
+from prefect_rlhf.planner.report import figures_source
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from tests.flows.checked_files import LLAMA, refused
 
 
@@ -35,7 +35,7 @@ def test_what_cannot_be_measured_is_refused(call, document, tmp_path):
 
 
 def test_a_profile_needs_no_file_of_a_model_but_its_configuration(call, document, tmp_path, monkeypatch):
-    from flows.commands import local_run as session
+    from prefect_rlhf.flows.commands import local_run as session
 
     measured = []
     monkeypatch.setattr(session, "profile_here", lambda config, out: measured.append(config))

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-import deployments
-from flows.cli import run_command
-from flows.commands.rehearsals import ITERATION_CPU_S, NODE_CPU_S, Rehearsable, priced, rehearsed
-from flows.run.planning import figures_of, hardware_of, problem_of
-from flows.run.prepare import make_plan
-from planner.pricing.figures import RanCall, keep_figures
-from planner.pricing.plans import price_plan
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.rehearsal.assumptions import Machines
-from rlhf_tasks.spec import CallNode
+from prefect_rlhf import deployments
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.commands.rehearsals import ITERATION_CPU_S, NODE_CPU_S, Rehearsable, priced, rehearsed
+from prefect_rlhf.flows.run.planning import figures_of, hardware_of, problem_of
+from prefect_rlhf.flows.run.prepare import make_plan
+from prefect_rlhf.planner.pricing.figures import RanCall, keep_figures
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import Machines
+from prefect_rlhf.rlhf_tasks.spec import CallNode
 from tests.flows.plan_documents import ppo
 
 EXAMPLE = Path(deployments.__file__).with_name("examples") / "plan-ppo-7b-7b.yaml"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.run import prepare, runs
-from flows.run.run_folder import new_run_folder
-from flows.run.run_identity import compared, keep_identity
-from flows.run.runs import carry_out
-from rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.flows.run import prepare, runs
+from prefect_rlhf.flows.run.run_folder import new_run_folder
+from prefect_rlhf.flows.run.run_identity import compared, keep_identity
+from prefect_rlhf.flows.run.runs import carry_out
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from tests.flows.checked_files import refused
 
 
@@ -25,7 +25,7 @@ def test_a_run_name_in_use_is_refused_before_seconds_of_importing_prefect(
 ):
     document["name"] = "mine"
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    monkeypatch.setitem(sys.modules, "flows.commands.local_run", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "prefect_rlhf.flows.commands.local_run", None)  # importing it fails
     refused(call, "name='mine' is in use")
 
 
@@ -57,7 +57,9 @@ def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, 
     resume = ("run", "ppo", "--resume", str(folder))
     refused(call, "total_iterations=9 would change it", command=(*resume, "total_iterations=9"))
     ran = []
-    monkeypatch.setattr("flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(
+        "prefect_rlhf.flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments)
+    )
     status, _, err = call(*resume, "cluster.address=tcp://127.0.0.1:8786")
     assert status == 0, err
     ((place, prepared),) = ran
@@ -93,7 +95,9 @@ def carried_out(monkeypatch):
 def test_a_command_hands_what_it_prepared_to_its_flow(call, document, monkeypatch, preparations, plan):
     document |= {"plan": plan, "name": "mine"}
     ran = []
-    monkeypatch.setattr("flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(
+        "prefect_rlhf.flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments)
+    )
     status, _, err = call("run", "ppo", "--config", "FILE")
     assert status == 0, err
     ((folder, prepared),) = ran
@@ -117,7 +121,7 @@ def test_ctrl_c_before_there_is_a_run_folder_names_none_and_leaves_none(call, tm
         def run_here(self):
             raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "flows.commands.local_run", Importing())
+    monkeypatch.setitem(sys.modules, "prefect_rlhf.flows.commands.local_run", Importing())
     with pytest.raises(SystemExit) as ended:
         call("run", "ppo", "--config", "FILE")
     assert ended.value.code == 130
@@ -131,7 +135,9 @@ def test_resume_in_the_configuration_goes_on_with_that_run(call, document, monke
     folder = new_run_folder(began)
     document |= {"name": "mine", "resume": resume.replace("FOLDER", str(folder)), "total_iterations": 9}
     ran = []
-    monkeypatch.setattr("flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(
+        "prefect_rlhf.flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments)
+    )
     status, _, err = call("run", "ppo", "--config", "FILE")
     assert status == 0, err
     ((place, prepared),) = ran

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_tasks.checkpoint.commits import newest_step
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
 from tests.flows.marked_command import MarkedCommand
 from tests.tiny_runs import ppo_config
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from flows.rewards import check_environment, check_rewards, literal_secrets
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
+from prefect_rlhf.flows.rewards import check_environment, check_rewards, literal_secrets
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
 from tests.flows.checked_files import refused
 
 ROLLOUT = {

@@ -8,13 +8,13 @@ import pytest
 from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.rewards import secret_blocks, try_rewards
-from flows.run import training
-from flows.run.orders import Orders
-from flows.run.replanning import Replanning
-from flows.run.training import Attempts, ControllerLost, Restarts, TrainingResult
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.checkpoint.changes import RunPlan
+from prefect_rlhf.flows.rewards import secret_blocks, try_rewards
+from prefect_rlhf.flows.run import training
+from prefect_rlhf.flows.run.orders import Orders
+from prefect_rlhf.flows.run.replanning import Replanning
+from prefect_rlhf.flows.run.training import Attempts, ControllerLost, Restarts, TrainingResult
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan
 from tests.flows.checked_files import refused
 from tests.rlhf_tasks.plans import small_plan
 
@@ -58,7 +58,7 @@ def test_a_server_of_the_profile_is_asked_when_rewards_are_tried(document, loade
         given.append(blocks)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("flows.rewards.RewardProcess", process)
+    monkeypatch.setattr("prefect_rlhf.flows.rewards.RewardProcess", process)
     with pytest.raises(ConfigError, match="enough"):
         next(try_rewards(make_config(document)))
     assert given == [{"mine": "the value"}]

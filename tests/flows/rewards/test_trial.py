@@ -2,7 +2,7 @@
 
 import yaml
 
-from flows.cli import run_command
+from prefect_rlhf.flows.cli import run_command
 
 
 def validate(second_user, tmp_path, capsys, *rewards, data="trl", **changes):

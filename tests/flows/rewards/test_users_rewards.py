@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from prefect.blocks.system import Secret
 
-from flows.ppo import rlhf_ppo
-from flows.run.training import RunFailed
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.checkpoint.commits import newest_step
+from prefect_rlhf.flows.ppo import rlhf_ppo
+from prefect_rlhf.flows.run.training import RunFailed
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 CANARY = "canary-" + "5b1f09c7"

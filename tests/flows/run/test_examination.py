@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flows.run.examination import Patient, keep_verdict, refuse_unexamined
-from flows.run.prepare import prepare
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.doctor import Finding
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import VERDICT
-from rlhf_tasks.parallel.model.weights import FolderWriter
+from prefect_rlhf.flows.run.examination import Patient, keep_verdict, refuse_unexamined
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.doctor import Finding
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import VERDICT
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import FolderWriter
 from tests.flows.checked_files import model_folder
 from tests.flows.plan_documents import ppo
 from tests.tiny_models import SIZES

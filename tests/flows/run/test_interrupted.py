@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[3]
 PIPELINE = textwrap.dedent("""
     import asyncio, sys
     from prefect import flow
-    from flows.cluster.shutdown import ending_in_time
-    from flows.run.orders import Interrupted, cancelled_by_signals
+    from prefect_rlhf.flows.cluster.shutdown import ending_in_time
+    from prefect_rlhf.flows.run.orders import Interrupted, cancelled_by_signals
 
     @flow(name="stage", flow_run_name=f"stage of {sys.argv[1]}", persist_result=False)
     async def stage():

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from flows.run.planning import hardware_of, problem_of, profile_folder
-from flows.run.prepare import prepare
-from flows.run.summary import keep_drift, planned, planned_and_measured
-from planner.pricing.figures import store
-from rlhf_tasks.spec import CallNode
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of, profile_folder
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.summary import keep_drift, planned, planned_and_measured
+from prefect_rlhf.planner.pricing.figures import store
+from prefect_rlhf.rlhf_tasks.spec import CallNode
 from tests.planner.sampled import as_measured
 from tests.tiny_runs import ppo_config
 

@@ -13,11 +13,11 @@ from prefect.exceptions import Abort
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Cancelling, Paused, Running, Scheduled, Suspended
 
-from flows.run.orders import Order, Orders, StateWatch, order_of, paused_state, watched_orders
-from flows.run.run_folder import leave_order, take_order, taken
-from flows.run.training import run_training
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.protocol.messages import Committed, RunSpec
+from prefect_rlhf.flows.run.orders import Order, Orders, StateWatch, order_of, paused_state, watched_orders
+from prefect_rlhf.flows.run.run_folder import leave_order, take_order, taken
+from prefect_rlhf.flows.run.training import run_training
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, RunSpec
 from tests.flows.run.test_training import FAKES
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import with_limits
@@ -146,7 +146,7 @@ def test_an_order_for_a_process_that_has_ended_is_thrown_away_and_one_while_the_
             await orders.news()
             return orders.wanted
 
-    monkeypatch.setattr("flows.run.orders.StateWatch.run", no_states)
+    monkeypatch.setattr("prefect_rlhf.flows.run.orders.StateWatch.run", no_states)
     (tmp_path / "order").write_text("cancel\n")
     with taken(tmp_path):
         assert take_order(tmp_path) is None
@@ -281,7 +281,7 @@ async def with_orders(run, disturb, in_pipeline=False):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr("flows.run.orders.ASK_EVERY_S", 0.5)
+    monkeypatch.setattr("prefect_rlhf.flows.run.orders.ASK_EVERY_S", 0.5)
 
 
 @cluster_test

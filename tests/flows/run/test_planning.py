@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from flows.cli import run_command
-from flows.run.planning import hardware_of, problem_of, typed, users_seconds, workload_of
-from flows.run.prepare import prepare
-from planner.plan.mesh import Cluster
-from planner.pricing.figures import cache_file, write_profiles
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.algorithms.sft import SFTConfig
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of, typed, users_seconds, workload_of
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.figures import cache_file, write_profiles
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
 from tests.flows.checked_files import model_folder
 from tests.flows.plan_documents import DISJOINT, LLAMA, SHAPE, measured, ppo, refused
 from tests.tiny_runs import ppo_config

@@ -11,20 +11,20 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from flows.demo import write_model_folder
-from flows.run import prepare
-from flows.run.planning import hardware_of, problem_of, profile_folder
-from flows.run.prepare import make_plan
-from flows.run.run_identity import model_digests
-from planner.plan.build import PlanError
-from planner.pricing.devices import Gpu, device_of, preset
-from planner.pricing.figures import store
-from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
-from rlhf_tasks.checkpoint.changes import PLAN, keep_first_plan, log_change
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.flows.demo import write_model_folder
+from prefect_rlhf.flows.run import prepare
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of, profile_folder
+from prefect_rlhf.flows.run.prepare import make_plan
+from prefect_rlhf.flows.run.run_identity import model_digests
+from prefect_rlhf.planner.plan.build import PlanError
+from prefect_rlhf.planner.pricing.devices import Gpu, device_of, preset
+from prefect_rlhf.planner.pricing.figures import store
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, keep_first_plan, log_change
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.adapter_folders import write_adapter
 from tests.flows.checked_files import LLAMA, model_folder, refused, without
 from tests.flows.plan_documents import LLAMA as INLINE
@@ -160,7 +160,7 @@ def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
 @pytest.mark.parametrize("plan", ["heuristic", dict.fromkeys(PPO_CALLS, "0")])
 def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, monkeypatch):
     monkeypatch.setattr(
-        "flows.run.planning.device_here",
+        "prefect_rlhf.flows.run.planning.device_here",
         lambda slots: preset("cpu-slot").model_copy(update={"memory_bytes": 10**5}),
     )
     with pytest.raises(
@@ -171,7 +171,7 @@ def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, m
 
 def test_an_unknown_gpu_is_planned_by_its_own_figures_with_a_warning(monkeypatch):
     gpu = Gpu("NVIDIA X1", 10**11, (9, 0), 100, 2e9, 3e12)
-    monkeypatch.setattr("flows.run.planning.device_here", lambda slots: device_of(gpu))
+    monkeypatch.setattr("prefect_rlhf.flows.run.planning.device_here", lambda slots: device_of(gpu))
     config = make_config(ppo())
     problem = problem_of(config, hardware_of(config))
     assert problem.model.classes.profile(0).name == "x1"

@@ -4,20 +4,20 @@ import asyncio
 
 import pytest
 
-from flows.plan import rlhf_profile
-from flows.run.planning import hardware_of, problem_of, profile_folder
-from flows.run.prepare import make_plan
-from planner.pricing.calls import CostModel
-from planner.pricing.figures import read_profiles
-from planner.pricing.plans import price_plan
-from rlhf_tasks.profiling.measurements import Grid
+from prefect_rlhf.flows.plan import rlhf_profile
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of, profile_folder
+from prefect_rlhf.flows.run.prepare import make_plan
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.figures import read_profiles
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Grid
 from tests.tiny_runs import ppo_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.plan.grid_of", lambda *_: Grid((16, 64), (8, 16), (1, 4), (8,)))
+    monkeypatch.setattr("prefect_rlhf.flows.plan.grid_of", lambda *_: Grid((16, 64), (8, 16), (1, 4), (8,)))
     place = {"address": cluster.scheduler_address, "devices_per_host": 2}
     config = ppo_config(tmp_path, cluster=place, planning={"prompt_tokens": 12})
     for weights in tmp_path.glob("*/model.safetensors"):

@@ -10,12 +10,12 @@ from uuid import uuid4
 import pytest
 from httpx import ConnectError
 
-from flows.run import progress as run_view
-from flows.run.prepare import prepare
-from flows.run.progress import IN_A_ROW, RunView, learning_warnings
-from flows.view import prefect_api
-from flows.view.artifacts import Page
-from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, IterationRan
+from prefect_rlhf.flows.run import progress as run_view
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.progress import IN_A_ROW, RunView, learning_warnings
+from prefect_rlhf.flows.view import prefect_api
+from prefect_rlhf.flows.view.artifacts import Page
+from prefect_rlhf.rlhf_tasks.protocol.messages import Aborted, Cause, Committed, IterationRan
 from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config
 
@@ -37,10 +37,10 @@ class Played:
         self.answers.set()
         self.told, self.commits, self.bars = [], [], []
         self.pages = {}
-        monkeypatch.setattr("flows.view.artifacts.tag_flow_run", self.nothing)
-        monkeypatch.setattr("flows.view.artifacts.start_progress", self.start_progress)
-        monkeypatch.setattr("flows.view.artifacts.show_progress", self.show_progress)
-        monkeypatch.setattr("flows.view.artifacts.show_page", self.show)
+        monkeypatch.setattr("prefect_rlhf.flows.view.artifacts.tag_flow_run", self.nothing)
+        monkeypatch.setattr("prefect_rlhf.flows.view.artifacts.start_progress", self.start_progress)
+        monkeypatch.setattr("prefect_rlhf.flows.view.artifacts.show_progress", self.show_progress)
+        monkeypatch.setattr("prefect_rlhf.flows.view.artifacts.show_page", self.show)
         monkeypatch.setattr(prefect_api, "prompt_client", lambda: self)
         monkeypatch.setattr(prefect_api, "related_resources_from_run_context", self.related)
 
@@ -86,7 +86,7 @@ class Played:
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr("flows.run.progress.get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr("prefect_rlhf.flows.run.progress.get_run_logger", lambda: logging.getLogger("test"))
     return Played(monkeypatch)
 
 
@@ -125,7 +125,7 @@ async def commit_each(view, iterations):
 
 def test_a_slow_server_holds_no_commit_up_gets_every_event_and_only_the_newest_bar(server, view, monkeypatch):
     """It answers when all is committed: whatever waited for it on the way would wait for ever."""
-    monkeypatch.setattr("flows.view.prefect_api.ANSWER_S", 600.0)
+    monkeypatch.setattr("prefect_rlhf.flows.view.prefect_api.ANSWER_S", 600.0)
 
     async def scene():
         await view.begin()
@@ -147,7 +147,7 @@ def test_a_slow_server_holds_no_commit_up_gets_every_event_and_only_the_newest_b
 
 def test_events_that_no_server_has_taken_by_the_end_are_counted(server, view, monkeypatch):
     monkeypatch.setattr(run_view, "GIVE_UP_S", 0.1)
-    monkeypatch.setattr("flows.view.prefect_api.PAUSE_S", 0.1)
+    monkeypatch.setattr("prefect_rlhf.flows.view.prefect_api.PAUSE_S", 0.1)
     monkeypatch.setattr(prefect_api, "MOST_EVENTS", 20)
 
     async def scene():
@@ -163,7 +163,7 @@ def test_events_that_no_server_has_taken_by_the_end_are_counted(server, view, mo
 
 
 def test_events_reach_a_server_that_is_back_by_the_end(server, view, monkeypatch):
-    monkeypatch.setattr("flows.view.prefect_api.PAUSE_S", 0.2)
+    monkeypatch.setattr("prefect_rlhf.flows.view.prefect_api.PAUSE_S", 0.2)
 
     async def scene():
         server.away = True
@@ -219,7 +219,7 @@ def test_what_cannot_be_drawn_is_left_out_and_no_outage_of_the_server(server, vi
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flows.view.artifacts.plan_graph", full)
+    monkeypatch.setattr("prefect_rlhf.flows.view.artifacts.plan_graph", full)
 
     async def scene():
         await view.begin()

@@ -2,14 +2,22 @@
 
 import pytest
 
-from flows.run.planning import Ranks, decided, fastest, figures_of, profile_folder, rank_choices, rank_counts
-from planner.plan.build import PlanError
-from planner.plan.mesh import Cluster
-from planner.pricing.figures import RanCall, keep_figures, store
-from planner.search.search import SearchResult, find_plan
-from rlhf_tasks.algorithms.configurations import RunConfig, make_config
-from rlhf_tasks.config.cluster import ClusterConfig
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.flows.run.planning import (
+    Ranks,
+    decided,
+    fastest,
+    figures_of,
+    profile_folder,
+    rank_choices,
+    rank_counts,
+)
+from prefect_rlhf.planner.plan.build import PlanError
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.figures import RanCall, keep_figures, store
+from prefect_rlhf.planner.search.search import SearchResult, find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig, make_config
+from prefect_rlhf.rlhf_tasks.config.cluster import ClusterConfig
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.flows.plan_documents import SHAPE, ppo
 from tests.planner.sampled import as_measured
 
@@ -17,7 +25,7 @@ from tests.planner.sampled import as_measured
 @pytest.fixture
 def auto(tmp_path, monkeypatch) -> RunConfig:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("flows.run.planning.gpus_here", tuple)
+    monkeypatch.setattr("prefect_rlhf.flows.run.planning.gpus_here", tuple)
     return make_config(ppo(plan="auto", output_dir=str(tmp_path)))
 
 
@@ -38,14 +46,14 @@ def test_a_searched_plan_may_have_the_stated_ranks_or_fewer_that_divide_them(aut
     assert counts(devices_per_host=4, address="tcp://127.0.0.1:1") == [4]
     assert counts(devices_per_host=4, n_hosts=2) == [4]
     assert counts(auto.model_copy(update={"plan": "heuristic"}), devices_per_host=4) == [4]
-    monkeypatch.setattr("flows.run.planning.gpus_here", lambda: ("0", "1", "2", "3"))
+    monkeypatch.setattr("prefect_rlhf.flows.run.planning.gpus_here", lambda: ("0", "1", "2", "3"))
     assert counts(devices_per_host=4) == [4]
 
 
 @pytest.fixture
 def unstated(auto, monkeypatch) -> RunConfig:
     """A run on a machine of eight cores; nobody has said how many ranks."""
-    for module in ("flows.cluster.this_machine", "flows.run.planning"):
+    for module in ("prefect_rlhf.flows.cluster.this_machine", "prefect_rlhf.flows.run.planning"):
         monkeypatch.setattr(f"{module}.cores_here", lambda: 8)
     return auto.model_copy(update={"cluster": ClusterConfig()})
 
@@ -59,8 +67,8 @@ def test_an_unstated_number_of_ranks_is_the_machines_choice(unstated, monkeypatc
     assert counts(plan={"actor_generate": "0"}) == [1]
     assert counts(cluster={"address": "tcp://127.0.0.1:1"}) == counts(cluster={"n_hosts": 2}) == [1]
     assert counts(planning={"device": "cpu-slot"}) == [1]
-    monkeypatch.setattr("flows.run.planning.gpus_here", lambda: ("0", "1", "2"))
-    monkeypatch.setattr("flows.run.planning.ranks_here", lambda: 3)
+    monkeypatch.setattr("prefect_rlhf.flows.run.planning.gpus_here", lambda: ("0", "1", "2"))
+    monkeypatch.setattr("prefect_rlhf.flows.run.planning.ranks_here", lambda: 3)
     assert counts() == [3], "a rank for each GPU"
 
 

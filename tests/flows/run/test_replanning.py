@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.run import replanning
-from flows.run.planning import hardware_of, problem_of
-from flows.run.prepare import prepare
-from flows.run.replanning import ChangeCost, Proposal, Replanning, is_worth_it, propose_beside
-from flows.run.run_folder import new_run_folder
-from flows.run.summary import ENOUGH, planned
-from planner.plan.build import build_plan
-from planner.plan.mesh import Cluster
-from planner.pricing.figures import read_figures
-from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.checkpoint.changes import PLAN, RunPlan, log_change, logged_changes
-from rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan
+from prefect_rlhf.flows.run import replanning
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.replanning import ChangeCost, Proposal, Replanning, is_worth_it, propose_beside
+from prefect_rlhf.flows.run.run_folder import new_run_folder
+from prefect_rlhf.flows.run.summary import ENOUGH, planned
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.figures import read_figures
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, log_change, logged_changes
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, Enterable, IterationRan
 from tests.flows.run.test_summary import lineage_of
 from tests.rlhf_tasks.plans import small_plan, swapped_plan
 from tests.tiny_runs import ppo_config

@@ -11,12 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.runs import export, run, ui
-from flows.pipeline import Demo, settle_seed
-from flows.run.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
-from flows.run.runs import _exported_step, carry_out
-from flows.run.training import Restarts, next_attempt
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.flows.commands.runs import export, run, ui
+from prefect_rlhf.flows.pipeline import Demo, settle_seed
+from prefect_rlhf.flows.run.run_folder import (
+    existing_run_folder,
+    new_run_folder,
+    open_run,
+    run_folder_of,
+    taken,
+)
+from prefect_rlhf.flows.run.runs import _exported_step, carry_out
+from prefect_rlhf.flows.run.training import Restarts, next_attempt
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
 
 
 def config(tmp_path, **more):

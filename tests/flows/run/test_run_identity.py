@@ -7,21 +7,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.run.prepare import prepare
-from flows.run.run_folder import new_run_folder
-from flows.run.run_identity import keep_identity, model_digests
-from flows.run.summary import read_jsonl
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.checkpoint.changes import last_accepted
-from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
-from rlhf_tasks.checkpoint.manifest import CheckpointError, PartReport, RoleRecord, StoredFile, read_manifest
-from rlhf_tasks.checkpoint.snapshots import packed_bytes
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.parallel.train.state_files import pieces_of, write_checked
-from rlhf_tasks.protocol.messages import RunSpec, WriteCommit
-from rlhf_tasks.spec import NodeKey, NodeResult
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.run_folder import new_run_folder
+from prefect_rlhf.flows.run.run_identity import keep_identity, model_digests
+from prefect_rlhf.flows.run.summary import read_jsonl
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import last_accepted
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import (
+    CheckpointError,
+    PartReport,
+    RoleRecord,
+    StoredFile,
+    read_manifest,
+)
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import packed_bytes
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.parallel.train.state_files import pieces_of, write_checked
+from prefect_rlhf.rlhf_tasks.protocol.messages import RunSpec, WriteCommit
+from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeResult
 from tests.flows.checked_files import model_folder
 from tests.rlhf_tasks.settings import limits
 
@@ -92,7 +98,8 @@ def resume(call, run, monkeypatch):
     """Go on with the run; gives (status, output and errors, the configurations that were begun)."""
     begun = []
     monkeypatch.setattr(
-        "flows.commands.local_run.run_here", lambda folder, prepared: begun.append(prepared.config)
+        "prefect_rlhf.flows.commands.local_run.run_here",
+        lambda folder, prepared: begun.append(prepared.config),
     )
 
     def go_on(*more):
@@ -285,7 +292,7 @@ def test_a_journal_is_mended_whenever_the_process_ends(run, resume, monkeypatch,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"flows.run.run_identity.{moment}", killed)
+        patch.setattr(f"prefect_rlhf.flows.run.run_identity.{moment}", killed)
         with pytest.raises(SystemExit):
             resume("--accept-changes")
     assert resume("--accept-changes")[0] == 0
@@ -295,7 +302,7 @@ def test_a_journal_is_mended_whenever_the_process_ends(run, resume, monkeypatch,
 
 
 def test_a_large_file_is_sampled_and_another_model_found(tmp_path, monkeypatch, document):
-    monkeypatch.setattr("flows.run.run_identity._WHOLE_BYTES", 1000)
+    monkeypatch.setattr("prefect_rlhf.flows.run.run_identity._WHOLE_BYTES", 1000)
     config = make_config(document)
     weights = Path(config.models.actor) / "model.safetensors"
     before = model_digests(config)

@@ -22,21 +22,21 @@ from prefect.client.schemas.filters import (
 )
 from transformers import AutoModelForCausalLM
 
-import deployments
-from flows.algorithms import rollout
-from flows.cluster.this_machine import device_here
-from flows.ppo import rlhf_ppo
-from flows.run.prepare import prepare
-from flows.run.progress import RunView
-from flows.run.summary import read_jsonl
-from flows.run.training import cluster_of
-from flows.view import prefect_api
-from planner.text import short_names
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.protocol.messages import Cause, Enterable, Faulted, IterationRan
-from rlhf_tasks.spec import ExecutionPlan
-from rlhf_tasks.user_code.rewards import read_samples
+from prefect_rlhf import deployments
+from prefect_rlhf.flows.algorithms import rollout
+from prefect_rlhf.flows.cluster.this_machine import device_here
+from prefect_rlhf.flows.ppo import rlhf_ppo
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.progress import RunView
+from prefect_rlhf.flows.run.summary import read_jsonl
+from prefect_rlhf.flows.run.training import cluster_of
+from prefect_rlhf.flows.view import prefect_api
+from prefect_rlhf.planner.text import short_names
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.protocol.messages import Cause, Enterable, Faulted, IterationRan
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 from tests.flows.events import wait_events
 from tests.flows.tracked import in_event_files
 from tests.markdown import table_of
@@ -215,7 +215,7 @@ def test_the_model_folder_has_its_card(finished):
 
 
 def test_a_complete_iteration_shows_before_its_commit(tmp_path, monkeypatch, capsys, expected):
-    monkeypatch.setattr("flows.run.progress.get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr("prefect_rlhf.flows.run.progress.get_run_logger", lambda: logging.getLogger("test"))
     prepared = replace(prepare(ppo_config(tmp_path)), plan=small_plan(), iterations=9)
     view = RunView(prepared, tmp_path, expected.peak_flops_per_s)
     metrics = {"reward": 3.0, "rewards/brevity/mean": 2.0, "time/iteration": 1.5}
@@ -240,7 +240,7 @@ def test_devices_are_checked_against_the_plan_where_nobody_named_them(tmp_path, 
         asked.append((assumed and assumed.name, needs))
         yield None
 
-    monkeypatch.setattr("flows.run.training.found_cluster", found)
+    monkeypatch.setattr("prefect_rlhf.flows.run.training.found_cluster", found)
     place = {"address": "tcp://127.0.0.1:1", "devices_per_host": 2}
     config = ppo_config(tmp_path, cluster=place, planning={"device": device})
     with cluster_of(config, tmp_path, {0: 5.0}):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.run.run_identity import check_stages
-from rlhf_tasks.algorithms.configurations import make_pipeline, stages_of
+from prefect_rlhf.flows.run.run_identity import check_stages
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_pipeline, stages_of
 from tests.tiny_runs import write_model, write_prompts
 
 

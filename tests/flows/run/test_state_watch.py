@@ -10,8 +10,8 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound, Pause
 from prefect.states import Paused, Running, Scheduled, Suspended
 
-from flows.run import orders as module
-from flows.run.orders import Order, Orders, StateWatch, leave_to_prefect
+from prefect_rlhf.flows.run import orders as module
+from prefect_rlhf.flows.run.orders import Order, Orders, StateWatch, leave_to_prefect
 
 
 class MadeUpServer:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from flows.run.prepare import prepare
-from flows.run.summary import (
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.summary import (
     in_short,
     keep_drift,
     metrics_of_step,
@@ -16,13 +16,13 @@ from flows.run.summary import (
     planned_and_measured,
     run_figures,
 )
-from flows.view.artifacts import _planned_row
-from planner.plan.steady_state import SteadyState, steady_state
-from planner.pricing.devices import preset
-from planner.pricing.figures import RanCall, keep_figures, read_figures
-from planner.text import plan_table
-from rlhf_tasks.checkpoint.changes import RunPlan
-from rlhf_tasks.spec import EvaluateNode, Part
+from prefect_rlhf.flows.view.artifacts import _planned_row
+from prefect_rlhf.planner.plan.steady_state import SteadyState, steady_state
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.figures import RanCall, keep_figures, read_figures
+from prefect_rlhf.planner.text import plan_table
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan
+from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, Part
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
 from tests.tiny_runs import ppo_config
 
@@ -352,7 +352,7 @@ def test_the_table_says_how_far_off():
 
 
 def test_a_run_is_priced_before_it_starts(tmp_path):
-    from flows.run.prepare import prepare
+    from prefect_rlhf.flows.run.prepare import prepare
 
     config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
     prepared = prepare(config)
@@ -369,7 +369,7 @@ def test_a_run_is_priced_before_it_starts(tmp_path):
     [(None, 2 * 171e9), ("h100-sxm", 2 * 989e12)],
 )
 def test_the_peak_that_mfu_refers_to_is_of_all_devices(tmp_path, device, peak):
-    from flows.run.prepare import prepare
+    from prefect_rlhf.flows.run.prepare import prepare
 
     config = ppo_config(tmp_path, cluster={"devices_per_host": 2}, planning={"device": device})
     prepared = prepare(config)
@@ -377,7 +377,7 @@ def test_the_peak_that_mfu_refers_to_is_of_all_devices(tmp_path, device, peak):
 
 
 def test_the_next_run_goes_by_what_the_last_one_found(tmp_path):
-    from flows.run.prepare import prepare
+    from prefect_rlhf.flows.run.prepare import prepare
 
     config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
     prepared = prepare(config)

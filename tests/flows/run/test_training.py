@@ -14,11 +14,11 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
 
-from flows.cluster.cluster import DaskCluster, Member
-from flows.run import training
-from flows.run.orders import Order, Orders
-from flows.run.training import ControllerLost, RunFailed, Training, run_training
-from rlhf_tasks.protocol.messages import Committed, RunSpec
+from prefect_rlhf.flows.cluster.cluster import DaskCluster, Member
+from prefect_rlhf.flows.run import training
+from prefect_rlhf.flows.run.orders import Order, Orders
+from prefect_rlhf.flows.run.training import ControllerLost, RunFailed, Training, run_training
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, RunSpec
 from tests.rlhf_tasks.plans import small_plan, swapped_plan
 from tests.rlhf_tasks.settings import with_limits
 
@@ -230,7 +230,7 @@ def test_nothing_is_kept_of_iterations_that_have_ended(cluster, tmp_path, monkey
     def on_commit(committed):
         seen.append(weakref.ref(committed))
 
-    monkeypatch.setattr("flows.run.training.Training", Held)
+    monkeypatch.setattr("prefect_rlhf.flows.run.training.Training", Held)
     train(cluster, tmp_path, on_commit=on_commit)
     gc.collect()
     assert len(trainings) == 1

@@ -7,8 +7,8 @@ from prefect import flow, tags
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from flows.run.progress import run_tags
-from flows.view.artifacts import (
+from prefect_rlhf.flows.run.progress import run_tags
+from prefect_rlhf.flows.view.artifacts import (
     Link,
     completions_page,
     curves_page,
@@ -18,7 +18,7 @@ from flows.view.artifacts import (
     score_rows,
     tag_flow_run,
 )
-from rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from tests.tiny_runs import ppo_config
 
 

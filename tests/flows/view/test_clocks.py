@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.view.clocks import Span, idle_while_ready_s, overlapping_s, running_s
+from prefect_rlhf.flows.view.clocks import Span, idle_while_ready_s, overlapping_s, running_s
 
 
 def span(rank, iteration, node, started_s, ended_s, generation=(1, 0)):

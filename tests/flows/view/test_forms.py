@@ -7,15 +7,15 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import Field, TypeAdapter, ValidationError
 
-from flows.algorithms import grpo, reward_model, rollout, sft
-from flows.plan import plan
-from flows.ppo import rlhf_ppo
-from flows.view.forms import Form, title_of
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.algorithms.registry import OURS, algorithm, algorithm_names
-from rlhf_tasks.algorithms.sft import SFTConfig
-from rlhf_tasks.config.base import Groups, TrainingConfig
-from rlhf_tasks.config.models import ActorOnly
+from prefect_rlhf.flows.algorithms import grpo, reward_model, rollout, sft
+from prefect_rlhf.flows.plan import plan
+from prefect_rlhf.flows.ppo import rlhf_ppo
+from prefect_rlhf.flows.view.forms import Form, title_of
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.registry import OURS, algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
+from prefect_rlhf.rlhf_tasks.config.base import Groups, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import ActorOnly
 
 FLOWS = [rlhf_ppo, grpo, sft, reward_model, rollout, plan]
 SFT = {"models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}

@@ -11,10 +11,10 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.view import iterations
-from flows.view.iterations import IterationView
-from flows.view.prefect_api import PrefectApi
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.flows.view import iterations
+from prefect_rlhf.flows.view.iterations import IterationView
+from prefect_rlhf.flows.view.prefect_api import PrefectApi
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Aborted,
     Cause,
     IterationRan,
@@ -23,7 +23,7 @@ from rlhf_tasks.protocol.messages import (
     NotEntered,
     RunSpec,
 )
-from rlhf_tasks.spec import SaveNode
+from prefect_rlhf.rlhf_tasks.spec import SaveNode
 from tests.flows.run.test_training import assert_at, read_runs, wait_runs
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import limits
@@ -116,7 +116,7 @@ def test_a_slow_server_gets_all_iterations_in_order_and_merged(prefect, tmp_path
     async def scene(view):
         commit(view, 0)
         await asyncio.sleep(0.2)  # the first is being written
-        monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 0.0)
+        monkeypatch.setattr("prefect_rlhf.flows.view.iterations.VIEW_LAG_S", 0.0)
         for iteration in range(1, 9):
             commit(view, iteration)
         assert len(view._shown) == 2
@@ -148,10 +148,10 @@ def test_bars_are_as_long_as_the_iterations_were_however_late_they_are_told_and_
     async def scene(view):
         ran(view, 0, slower=20)
         await asyncio.sleep(0.2)  # the first is being written
-        monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 0.0)
+        monkeypatch.setattr("prefect_rlhf.flows.view.iterations.VIEW_LAG_S", 0.0)
         for iteration in (1, 2):
             ran(view, iteration, slower=20)
-        monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 300.0)
+        monkeypatch.setattr("prefect_rlhf.flows.view.iterations.VIEW_LAG_S", 300.0)
         ran(view, 3, slower=20)
         view.committed(3)
         view._api.opened.set()
@@ -168,7 +168,7 @@ def test_bars_are_as_long_as_the_iterations_were_however_late_they_are_told_and_
 
 
 def test_a_node_is_running_while_it_runs_and_ends_at_its_own_time(prefect, tmp_path, whole_view, monkeypatch):
-    monkeypatch.setattr("flows.view.iterations.PACE_S", 0.1)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.PACE_S", 0.1)
 
     async def scene(view):
         view.entered(0, 0)
@@ -242,7 +242,7 @@ def test_a_complete_iteration_is_shown_so_before_its_commit_and_as_failed_when_a
 def test_iterations_that_are_shown_as_one_say_from_which_on_a_fault_has_undone_them(
     prefect, tmp_path, whole_view, monkeypatch
 ):
-    monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 0.0)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.VIEW_LAG_S", 0.0)
 
     async def scene(view):
         for iteration in range(4):
@@ -286,8 +286,8 @@ def test_what_was_aborted_failed_what_was_refused_never_was_and_the_rest_is_canc
 
 @pytest.mark.whole
 def test_a_server_that_is_away_is_waited_for_once_and_what_it_misses_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 0.0)
-    monkeypatch.setattr("flows.view.iterations.GIVE_UP_S", 0.5)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.VIEW_LAG_S", 0.0)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.GIVE_UP_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
 
@@ -343,8 +343,8 @@ class Deleting:
 
 def test_a_subflow_that_a_user_has_deleted_is_named_and_holds_up_no_other(tmp_path, monkeypatch):
     server = Deleting("it-00001", "it-00002")
-    monkeypatch.setattr("flows.view.iterations.prompt_client", lambda: server)
-    monkeypatch.setattr("flows.view.iterations.PACE_S", 0.01)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.prompt_client", lambda: server)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.PACE_S", 0.01)
 
     async def scene():
         view = IterationView(spec(tmp_path), PrefectApi("viewed"))
@@ -363,9 +363,9 @@ def test_a_subflow_that_a_user_has_deleted_is_named_and_holds_up_no_other(tmp_pa
 
 def test_the_memory_of_a_view_does_not_grow_with_the_iterations_that_no_commit_covers(tmp_path, monkeypatch):
     server = Deleting()
-    monkeypatch.setattr("flows.view.iterations.prompt_client", lambda: server)
-    monkeypatch.setattr("flows.view.iterations.PACE_S", 0.01)
-    monkeypatch.setattr("flows.view.iterations.KEPT", 5)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.prompt_client", lambda: server)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.PACE_S", 0.01)
+    monkeypatch.setattr("prefect_rlhf.flows.view.iterations.KEPT", 5)
 
     async def scene():
         view = IterationView(spec(tmp_path), PrefectApi("viewed"))

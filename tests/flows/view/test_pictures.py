@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from flows.commands.plans import STYLES
-from flows.view.clocks import Span
-from flows.view.pictures import (
+from prefect_rlhf.flows.commands.plans import STYLES
+from prefect_rlhf.flows.view.clocks import Span
+from prefect_rlhf.flows.view.pictures import (
     COLOURS,
     MOST_ROWS,
     curves,
@@ -20,12 +20,12 @@ from flows.view.pictures import (
     plan_graph,
     timeline,
 )
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from rlhf_tasks.algorithms.configurations import load_config, read_assignments
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config, read_assignments
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.rlhf_tasks.plans import small_plan
 
 DEPLOYMENTS = Path(__file__).parents[3] / "deployments"

@@ -15,8 +15,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.view import prefect_api
-from flows.view.prefect_api import Away, CommitEvents, PrefectApi, Refused, prompt_client
+from prefect_rlhf.flows.view import prefect_api
+from prefect_rlhf.flows.view.prefect_api import Away, CommitEvents, PrefectApi, Refused, prompt_client
 from tests.flows.events import wait_events
 
 
@@ -73,7 +73,7 @@ def test_a_failure_is_said_once_and_leaves_the_server_alone_for_a_while(work, ca
         assert api.missing()["left_out"] == 4
         assert api.missing()["away_s"] > 0.5
 
-    with caplog.at_level(logging.WARNING, "flows.view.prefect_api"):
+    with caplog.at_level(logging.WARNING, "prefect_rlhf.flows.view.prefect_api"):
         asyncio.run(scene())
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition(",")[0] for line in said] == [
@@ -203,7 +203,7 @@ def test_a_server_that_is_away_is_named_once_and_gets_the_events_when_it_is_back
 ):
     run = f"run-{uuid4().hex[:8]}"
     monkeypatch.setattr(prefect_api, "PAUSE_S", 0.0)
-    with caplog.at_level(logging.WARNING, "flows.view.prefect_api"):
+    with caplog.at_level(logging.WARNING, "prefect_rlhf.flows.view.prefect_api"):
         monkeypatch.setattr(prefect_api, "ANSWER_S", 0.5)
         with temporary_settings({PREFECT_API_URL: away}):
             api = PrefectApi(run)

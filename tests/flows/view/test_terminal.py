@@ -5,9 +5,9 @@ from io import StringIO
 
 import pytest
 
-from flows.cli import run_command
-from flows.view import terminal
-from flows.view.terminal import Console, RunProgress, as_time, phase, shown_metrics
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.view import terminal
+from prefect_rlhf.flows.view.terminal import Console, RunProgress, as_time, phase, shown_metrics
 
 METRICS = {
     "iteration": 3,

@@ -5,8 +5,8 @@ rank's order. The last column has the lines that it waits for; a line of the ite
 of the next iteration, generation on ranks 0 and 1, waits for line 20, and may run beside line 22 on ranks 2 and 3.
 """
 
-from planner.plan.build import ExecutionPlan
-from rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.planner.plan.build import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
 from tests.rlhf_tasks.settings import DEADLINES
 
 PAGE = """

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plan.build import PlanError, build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster, meshes
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.transfers import mini_batch_blocks, partition
-from rlhf_tasks.spec import (
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster, meshes
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import mini_batch_blocks, partition
+from prefect_rlhf.rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
     ExecutionPlan,

@@ -2,14 +2,14 @@
 
 import pytest
 
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph, GraphError
-from planner.plan.mesh import Cluster
-from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import preset
-from planner.pricing.plans import price_plan, shortfall
-from rlhf_tasks.spec import EvaluateNode, SaveNode
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph, GraphError
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.plans import price_plan, shortfall
+from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, SaveNode
 
 EVERY = 5
 ASKED = EvaluationWork(every=EVERY, rows=200, rows_at_once=64, answers=1, prompt_tokens=32, new_tokens=16)

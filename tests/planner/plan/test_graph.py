@@ -1,7 +1,7 @@
 import pytest
 
-from planner.plan.graph import DataflowGraph, GraphError, VersionEdge
-from rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.planner.plan.graph import DataflowGraph, GraphError, VersionEdge
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 from tests.planner.ahead import drawn_ahead_by
 
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plan.build import build_plan
-from planner.plan.graph import DataEdge, DataflowGraph, GraphError, VersionEdge
-from planner.plan.mesh import Cluster
-from planner.plan.steady_state import steady_state
-from rlhf_tasks.algorithms.grpo import in_rounds
-from rlhf_tasks.algorithms.registry import algorithm, in_parts
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import CallAssignment, CallNode, FetchNode, SaveSamplesNode, TransferNode
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataEdge, DataflowGraph, GraphError, VersionEdge
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.steady_state import steady_state
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import in_rounds
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, in_parts
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, CallNode, FetchNode, SaveSamplesNode, TransferNode
 from tests.planner.ahead import drawn_ahead_by
 from tests.planner.replay import replay
 

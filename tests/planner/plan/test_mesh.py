@@ -1,7 +1,7 @@
 import pytest
 
-from planner.plan.mesh import Cluster, DeviceMesh, MeshError, meshes, meshes_from_start
-from rlhf_tasks.parallel.layout.topology import MAX_DEVICES
+from prefect_rlhf.planner.plan.mesh import Cluster, DeviceMesh, MeshError, meshes, meshes_from_start
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import MAX_DEVICES
 
 
 def test_meshes_of_a_cluster():

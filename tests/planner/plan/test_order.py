@@ -3,13 +3,13 @@
 import networkx as nx
 import pytest
 
-from planner.plan.build import PlanError, build_plan
-from planner.plan.mesh import Cluster
-from planner.plan.order import OrderRule, call_orders, fastest_order, levels, with_trailing
-from planner.plan.steady_state import work_of
-from planner.plan.template import PlanTemplate, Slot
-from planner.report import plan_document
-from rlhf_tasks.config.cluster import ByHand
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.order import OrderRule, call_orders, fastest_order, levels, with_trailing
+from prefect_rlhf.planner.plan.steady_state import work_of
+from prefect_rlhf.planner.plan.template import PlanTemplate, Slot
+from prefect_rlhf.planner.report import plan_document
+from prefect_rlhf.rlhf_tasks.config.cluster import ByHand
 
 
 def test_ppo_has_twelve_orders_and_its_own_first(make_graph):

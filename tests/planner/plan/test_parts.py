@@ -6,19 +6,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planner.plan.build import PlanError, build_plan
-from planner.plan.graph import DataflowGraph, GraphError
-from planner.plan.mesh import Cluster
-from planner.plan.order import call_orders, levels, node_order
-from planner.pricing.plans import price_plan
-from planner.pricing.problem import Problem
-from planner.report import plan_document
-from planner.search.bounds.cycles import call_cycles
-from planner.search.compiled.tables import Tables
-from planner.search.search import bound_of, find_plan
-from rlhf_tasks.algorithms.grpo import in_rounds
-from rlhf_tasks.algorithms.registry import in_parts
-from rlhf_tasks.spec import CallAssignment, ExecutionPlan, ModelFunctionCall, Part, TransferNode
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph, GraphError
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.order import call_orders, levels, node_order
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.report import plan_document
+from prefect_rlhf.planner.search.bounds.cycles import call_cycles
+from prefect_rlhf.planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.search.search import bound_of, find_plan
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import in_rounds
+from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ExecutionPlan, ModelFunctionCall, Part, TransferNode
 
 SCORING = ("reward_inference", "ref_inference", "critic_inference")
 

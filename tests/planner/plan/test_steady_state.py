@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plan.steady_state import Edge, max_cycle_ratio, steady_state
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import ExecutionPlan, SaveNode
+from prefect_rlhf.planner.plan.steady_state import Edge, max_cycle_ratio, steady_state
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, SaveNode
 from tests.planner.replay import Execution, replay
 
 

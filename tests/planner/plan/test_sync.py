@@ -2,11 +2,11 @@
 
 import pytest
 
-from planner.plan.build import PlanError, build_plan
-from planner.plan.graph import DataflowGraph, GraphError
-from planner.plan.mesh import Cluster
-from planner.pricing.plans import price_plan
-from rlhf_tasks.spec import CallAssignment, ExecutionPlan, ReallocateNode, SyncNode
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph, GraphError
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ExecutionPlan, ReallocateNode, SyncNode
 
 
 @pytest.fixture

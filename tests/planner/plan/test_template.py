@@ -2,11 +2,11 @@
 
 import pytest
 
-from planner.plan.build import PlanError, build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.order import call_orders
-from rlhf_tasks.spec import (
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.order import call_orders
+from prefect_rlhf.rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
     ModelFunctionCall,

@@ -1,6 +1,6 @@
 import pytest
 
-from planner.plan.workload import Lengths
+from prefect_rlhf.planner.plan.workload import Lengths
 
 
 def test_spans_of_a_distribution():

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.plan.build import build_plan
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.analytic import computed_profile, recalibrated, with_measured_moves
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import PRESETS, DeviceLink, preset
-from planner.pricing.figures import MeasuredProfile, ProfileTables, read_profiles, write_profiles
-from planner.pricing.plans import price_plan
-from planner.pricing.rooflines import Roofline, sizes
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.profiling.measurements import Grid, Measurements, Timed, TimedExchange
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.analytic import computed_profile, recalibrated, with_measured_moves
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import PRESETS, DeviceLink, preset
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile, ProfileTables, read_profiles, write_profiles
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.rooflines import Roofline, sizes
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Grid, Measurements, Timed, TimedExchange
 
 GRID = Grid.around(256, 128, 1024, 4096)
 CONTEXTS = sorted({*GRID.contexts, *GRID.lengths})

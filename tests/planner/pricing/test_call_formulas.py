@@ -2,9 +2,9 @@
 
 import pytest
 
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths
-from rlhf_tasks.config.responses import EnvironmentConfig
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths
+from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig
 
 CLUSTER = Cluster(2, 8)
 

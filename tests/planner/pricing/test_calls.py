@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths
-from planner.pricing.call_formulas import Crossings, OnMesh
-from planner.pricing.calls import CallCost
-from planner.pricing.devices import PRESETS, DeviceLink, preset
-from planner.pricing.rooflines import Roofline, sizes
-from rlhf_tasks.parallel.batch.micro_batch import split
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from rlhf_tasks.parallel.layout.work import LEAST_SHARED
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths
+from prefect_rlhf.planner.pricing.call_formulas import Crossings, OnMesh
+from prefect_rlhf.planner.pricing.calls import CallCost
+from prefect_rlhf.planner.pricing.devices import PRESETS, DeviceLink, preset
+from prefect_rlhf.planner.pricing.rooflines import Roofline, sizes
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import split
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import LEAST_SHARED
 
 CLUSTER = Cluster(2, 8)
 

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plan.build import PlanError, build_plan
-from planner.plan.mesh import Cluster
-from planner.pricing.calls import CostModel
-from planner.pricing.device_classes import RANGES, DeviceClassError, DeviceClasses, implausible
-from planner.pricing.devices import PRESETS, DeviceLink, DeviceProfile, preset
-from planner.pricing.options import call_options
-from planner.pricing.plans import price_plan
-from planner.pricing.problem import Problem, ProblemError
-from planner.search.baselines import heuristic_plan
-from planner.search.compiled.tables import Tables
-from planner.search.search import bound_of, find_plan
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.device_classes import RANGES, DeviceClassError, DeviceClasses, implausible
+from prefect_rlhf.planner.pricing.devices import PRESETS, DeviceLink, DeviceProfile, preset
+from prefect_rlhf.planner.pricing.options import call_options
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.problem import Problem, ProblemError
+from prefect_rlhf.planner.search.baselines import heuristic_plan
+from prefect_rlhf.planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.search.search import bound_of, find_plan
 from tests.planner.sampled import ALL_FOR_TENSORS
 from tests.planner.search.test_branch_and_bound import enumerated, proved
 

@@ -5,8 +5,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from planner.plan.mesh import Cluster
-from planner.pricing.devices import (
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.devices import (
     ESTIMATE,
     GROUPS,
     PCIE_4,
@@ -22,8 +22,8 @@ from planner.pricing.devices import (
     preset,
     sheet_of,
 )
-from planner.pricing.plans import shortfall
-from planner.search.baselines import heuristic_plan
+from prefect_rlhf.planner.pricing.plans import shortfall
+from prefect_rlhf.planner.search.baselines import heuristic_plan
 
 A100 = preset("a100-80g-sxm")
 RATES = ("flops_per_s", "memory_bytes_per_s", "host_copy_bytes_per_s")

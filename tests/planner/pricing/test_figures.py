@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.plan.build import build_plan
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing.calls import CostModel
-from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.devices import preset
-from planner.pricing.figures import (
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.figures import (
     Factor,
     FiguresError,
     MeasuredProfile,
@@ -34,10 +34,10 @@ from planner.pricing.figures import (
     rising,
     store,
 )
-from planner.pricing.plans import price_plan
-from planner.pricing.problem import Problem
-from planner.search.compiled.tables import Tables
-from rlhf_tasks.profiling.measurements import Grid, Measurements, Timed, TimedExchange
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.compiled.tables import Tables
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Grid, Measurements, Timed, TimedExchange
 
 POINTS = [(c, n, 1e-3 * (1 + n / 100) * (1 + c / 64)) for c in (16, 64) for n in (8, 64, 512)]
 

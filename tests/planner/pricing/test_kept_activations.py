@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths
-from rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from tests.tiny_models import packed, tokens
 
 LENGTHS = (128, 200, 184)
@@ -88,9 +88,9 @@ def test_a_further_layer_takes_what_it_keeps(
     ppo_cost, make_graph, assign, monkeypatch, family, dtype, recompute
 ):
     # as on devices where nothing pads the experts' rows, and whose attention converts nothing
-    monkeypatch.setattr("rlhf_tasks.parallel.model.stage.ROWS", 1)
-    monkeypatch.setattr("rlhf_tasks.parallel.model.attention.LONGEST_IN_FLOAT32", 0)
-    monkeypatch.setattr("rlhf_tasks.parallel.model.attention.widens", lambda *_: False)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.model.stage.ROWS", 1)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.model.attention.LONGEST_IN_FLOAT32", 0)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.model.attention.widens", lambda *_: False)
 
     def planned(layers: int) -> float:
         shape = ModelShape.from_config(config_of(family, layers).to_dict())

@@ -5,14 +5,19 @@ from operator import le
 
 import pytest
 
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster, meshes
-from planner.pricing.devices import preset
-from planner.pricing.options import call_options, candidate_meshes, cut_points, micro_batch_counts
-from planner.pricing.plans import kept_on_hosts
-from planner.pricing.problem import Problem, ProblemError
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster, meshes
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.options import (
+    call_options,
+    candidate_meshes,
+    cut_points,
+    micro_batch_counts,
+)
+from prefect_rlhf.planner.pricing.plans import kept_on_hosts
+from prefect_rlhf.planner.pricing.problem import Problem, ProblemError
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
 
 ONE_HOST = Cluster(1, 8)
 

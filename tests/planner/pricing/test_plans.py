@@ -6,25 +6,32 @@ from pathlib import Path
 
 import pytest
 
-import deployments
-from flows.run.planning import hardware_of, problem_of, shapes_of
-from flows.run.run_folder import disk_need
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.workload import EvaluationWork, Lengths, key_bytes
-from planner.pricing.calls import CostModel
-from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.devices import preset
-from planner.pricing.options import call_options
-from planner.pricing.plans import kept_on_hosts, loaded_bytes, plan_memory, price_plan, saved_bytes, shortfall
-from planner.search.baselines import heuristic_plan, symmetric
-from rlhf_tasks.algorithms.configurations import load_config
-from rlhf_tasks.parallel.layout.shape import parameters, trained_parameters
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.transfers import reallocation_bound
-from rlhf_tasks.spec import CallAssignment, ReallocateNode, TransferNode
+from prefect_rlhf import deployments
+from prefect_rlhf.flows.run.planning import hardware_of, problem_of, shapes_of
+from prefect_rlhf.flows.run.run_folder import disk_need
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, key_bytes
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.options import call_options
+from prefect_rlhf.planner.pricing.plans import (
+    kept_on_hosts,
+    loaded_bytes,
+    plan_memory,
+    price_plan,
+    saved_bytes,
+    shortfall,
+)
+from prefect_rlhf.planner.search.baselines import heuristic_plan, symmetric
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import parameters, trained_parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import reallocation_bound
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ReallocateNode, TransferNode
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 from tests.planner.replay import replay
 

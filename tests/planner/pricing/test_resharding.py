@@ -6,13 +6,13 @@ from statistics import median
 import numpy as np
 import pytest
 
-from planner.plan.mesh import Cluster, meshes
-from planner.pricing.resharding import Heads, HeldModel, Wires, reallocation, redistribution
-from planner.pricing.rooflines import sizes
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares
-from rlhf_tasks.spec import DataSide
+from prefect_rlhf.planner.plan.mesh import Cluster, meshes
+from prefect_rlhf.planner.pricing.resharding import Heads, HeldModel, Wires, reallocation, redistribution
+from prefect_rlhf.planner.pricing.rooflines import sizes
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares
+from prefect_rlhf.rlhf_tasks.spec import DataSide
 
 WIRES = Wires(inside_s=1.0, inside_byte_s=1e-2, between_s=7.0, between_byte_s=1e-1)
 

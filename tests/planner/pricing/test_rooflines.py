@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.pricing.rooflines import sizes
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.planner.pricing.rooflines import sizes
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 
 def shape(**changes) -> ModelShape:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths
-from planner.pricing.segments import drawn
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths
+from prefect_rlhf.planner.pricing.segments import drawn
 
 TAIL = Lengths(points=((8, 0.45), (20, 0.45), (120, 0.05), (160, 0.05)))
 

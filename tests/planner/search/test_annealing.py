@@ -4,9 +4,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-import planner.search.annealing
-from planner.plan.mesh import Cluster
-from planner.search.annealing import (
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.search import annealing as module
+from prefect_rlhf.planner.search.annealing import (
     ACCEPTED,
     AGREE,
     ALIKE,
@@ -29,8 +29,8 @@ from planner.search.annealing import (
     start_state,
     uniforms,
 )
-from planner.search.bounds.cycles import call_cycles
-from planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.search.bounds.cycles import call_cycles
+from prefect_rlhf.planner.search.compiled.tables import Tables
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -140,7 +140,7 @@ def test_a_descent_gives_a_call_its_best_option(small_problem):
 
 def test_no_call_has_a_better_option_at_the_end_of_a_round(small_problem, monkeypatch):
     """Too short a round to settle by itself."""
-    monkeypatch.setattr(planner.search.annealing, "STEPS", (CHUNK,))
+    monkeypatch.setattr(module, "STEPS", (CHUNK,))
     tables = Tables(small_problem(Cluster(2, 2)))
     cycles, near = call_cycles(tables.problem.graph), neighbours(tables)
     start = start_state(tables, greedy_choice(tables))

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths
-from planner.pricing.devices import preset
-from planner.pricing.problem import Deadline, Problem
-from planner.search import balance
-from planner.search.balance import balanced, expected, expected_s, imbalance
-from planner.search.baselines import heuristic_plan, priced_plan
-from planner.search.compiled.tables import assignments_of
-from planner.search.search import find_plan
-from rlhf_tasks.parallel.layout.transfers import partition
-from rlhf_tasks.spec import CallNode
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.problem import Deadline, Problem
+from prefect_rlhf.planner.search import balance
+from prefect_rlhf.planner.search.balance import balanced, expected, expected_s, imbalance
+from prefect_rlhf.planner.search.baselines import heuristic_plan, priced_plan
+from prefect_rlhf.planner.search.compiled.tables import assignments_of
+from prefect_rlhf.planner.search.search import find_plan
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import partition
+from prefect_rlhf.rlhf_tasks.spec import CallNode
 
 pytestmark = pytest.mark.timeout(1800)  # the first to evaluate plans compiles that
 WIDE = Lengths(points=((16, 0.75), (2000, 0.25)))
@@ -129,7 +129,7 @@ def test_after_the_deadline_no_further_choice_is_tried(problem_of, assign, monke
         made.append(arguments)
         return priced_plan(*arguments)
 
-    monkeypatch.setattr("planner.search.balance.priced_plan", counted)
+    monkeypatch.setattr("prefect_rlhf.planner.search.balance.priced_plan", counted)
     assert balanced(given, problem, Deadline(inf, lambda: True)) is not None
     assert len(made) <= 1
 

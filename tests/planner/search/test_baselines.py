@@ -2,16 +2,16 @@ from math import inf
 
 import pytest
 
-from planner.plan.build import PlanError, build_plan
-from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths
-from planner.pricing.devices import preset
-from planner.pricing.plans import shortfall
-from planner.pricing.problem import Deadline
-from planner.search import baselines
-from planner.search.baselines import Limits, heuristic, heuristic_plan, symmetric
-from planner.search.compiled.tables import assignments_of
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.planner.plan.build import PlanError, build_plan
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Lengths
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.plans import shortfall
+from prefect_rlhf.planner.pricing.problem import Deadline
+from prefect_rlhf.planner.search import baselines
+from prefect_rlhf.planner.search.baselines import Limits, heuristic, heuristic_plan, symmetric
+from prefect_rlhf.planner.search.compiled.tables import assignments_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from tests.planner.sampled import ALL_FOR_TENSORS
 
 

@@ -6,15 +6,15 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.pricing import problem as deadlines
-from planner.pricing.plans import price_plan
-from planner.pricing.problem import Deadline, Problem
-from planner.search import branch_and_bound as branch
-from planner.search.annealing import greedy_choice, neighbours, start_state
-from planner.search.bounds.cycles import call_cycles
-from planner.search.branch_and_bound import (
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing import problem as deadlines
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.problem import Deadline, Problem
+from prefect_rlhf.planner.search import branch_and_bound as branch
+from prefect_rlhf.planner.search.annealing import greedy_choice, neighbours, start_state
+from prefect_rlhf.planner.search.bounds.cycles import call_cycles
+from prefect_rlhf.planner.search.branch_and_bound import (
     DONE,
     FOUND,
     GROUP_STEP,
@@ -27,10 +27,10 @@ from planner.search.branch_and_bound import (
     continue_search,
     search_tree,
 )
-from planner.search.compiled.tables import Tables
-from planner.search.search import bound_of
-from rlhf_tasks.algorithms.registry import in_parts
-from rlhf_tasks.spec import OnloadNode
+from prefect_rlhf.planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.search.search import bound_of
+from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
+from prefect_rlhf.rlhf_tasks.spec import OnloadNode
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 from tests.planner.random_problems import enumerated
 
@@ -158,7 +158,7 @@ def test_equals_enumeration_of_options_that_none_was_pruned_of(small_problem, mo
     )
     tables = Tables(problem)
     state, _ = proved(tables)
-    monkeypatch.setattr("planner.pricing.options._pareto", list)
+    monkeypatch.setattr("prefect_rlhf.planner.pricing.options._pareto", list)
     every = Tables(problem)
     assert sum(map(len, every.options)) > sum(map(len, tables.options))
     assert state.excess_bytes == 0

@@ -3,26 +3,26 @@
 import numpy as np
 import pytest
 
-from planner.plan.build import PlanError
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.order import call_orders
-from planner.plan.workload import Lengths, RoleModel, Workload
-from planner.pricing import problem as deadlines
-from planner.pricing.calls import CostModel
-from planner.pricing.devices import preset
-from planner.pricing.plans import price_plan
-from planner.pricing.problem import NO_DEADLINE, Problem, ProblemError
-from planner.report import proof_sentence
-from planner.search import annealing as anneal
-from planner.search import branch_and_bound as branch
-from planner.search import search
-from planner.search.baselines import side_by_side
-from planner.search.branch_and_bound import FOUND, PAUSED, proof_class
-from planner.search.compiled.tables import Tables, assignments_of, counterparts, nearest_choice
-from planner.search.search import MODES, find_plan, priced_choice
-from rlhf_tasks.algorithms.registry import in_parts
-from rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.planner.plan.build import PlanError
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.order import call_orders
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing import problem as deadlines
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.problem import NO_DEADLINE, Problem, ProblemError
+from prefect_rlhf.planner.report import proof_sentence
+from prefect_rlhf.planner.search import annealing as anneal
+from prefect_rlhf.planner.search import branch_and_bound as branch
+from prefect_rlhf.planner.search import search
+from prefect_rlhf.planner.search.baselines import side_by_side
+from prefect_rlhf.planner.search.branch_and_bound import FOUND, PAUSED, proof_class
+from prefect_rlhf.planner.search.compiled.tables import Tables, assignments_of, counterparts, nearest_choice
+from prefect_rlhf.planner.search.search import MODES, find_plan, priced_choice
+from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 from tests.planner.ahead import drawn_ahead_by
 from tests.planner.random_problems import enumerated, excess, random_problem
 from tests.planner.sampled import ALL_FOR_TENSORS

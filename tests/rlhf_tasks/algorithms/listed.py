@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 
 SEQUENCES = ("input_ids", "response_mask")
 KEPT = ("kept_counts", "kept_tokens")

@@ -8,29 +8,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner.plan.graph import DataflowGraph
-from planner.plan.order import node_order
-from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.functions import fetch, load_functions
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.segments import functions_of, nothing_left
-from rlhf_tasks.config.base import Samples
-from rlhf_tasks.config.models import Role
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import FolderWriter, initialise, load, load_config
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
-from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
-from rlhf_tasks.user_code.environments import EnvironmentProcess
-from rlhf_tasks.user_code.rewards import RewardProcess
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.order import node_order
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
+from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch, load_functions
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import functions_of, nothing_left
+from prefect_rlhf.rlhf_tasks.config.base import Samples
+from prefect_rlhf.rlhf_tasks.config.models import Role
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import FolderWriter, initialise, load, load_config
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
+from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
+from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 
 CPU = torch.device("cpu")
 PLACEMENT = Placement((0,), ParallelStrategy())

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.algorithms.registry import _sources, algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.registry import _sources, algorithm
 
 RECORD = """
-from rlhf_tasks.algorithms.registry import Algorithm
-from rlhf_tasks.algorithms.sft import SFTConfig
-from rlhf_tasks.algorithms.sft import DATASET_KEYS, graph
-from rlhf_tasks.data.rows import CompletionExample, completion_example
+from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
+from prefect_rlhf.rlhf_tasks.algorithms.sft import DATASET_KEYS, graph
+from prefect_rlhf.rlhf_tasks.data.rows import CompletionExample, completion_example
 from typing import Literal
 
 class TunedConfig(SFTConfig):

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rlhf_tasks.algorithms.configurations import (
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     ConfigError,
     load_config,
     make_config,
     manual_assignments,
     resolve_paths,
 )
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from rlhf_tasks.algorithms.rollout import RolloutConfig
-from rlhf_tasks.config.base import Scores
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.protocol.progress import Timeouts
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.algorithms.rollout import RolloutConfig
+from prefect_rlhf.rlhf_tasks.config.base import Scores
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.protocol.progress import Timeouts
 from tests.tiny_runs import write_model
 
 MINIMAL = """
@@ -500,7 +500,7 @@ def test_rollouts_hold_whole_prompts():
 def test_loading_needs_neither_torch_nor_prefect(file: Path):
     code = f"""
 import sys
-from rlhf_tasks.algorithms.configurations import load_config
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config
 load_config({str(file)!r})
 assert not {{"torch", "transformers", "prefect", "distributed"}} & set(sys.modules)
 """

@@ -9,20 +9,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.evaluation import Evaluation
-from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.held_out import evaluation_of, held_out_sets
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import load, load_config
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
-from rlhf_tasks.user_code.rewards import RewardProcess
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.evaluation import Evaluation
+from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of, held_out_sets
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import load, load_config
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 from tests.tiny_runs import ppo_config, write_prompts
 
 ROWS, TOKENS = 5, 6

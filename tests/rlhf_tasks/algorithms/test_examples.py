@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from flows.demo import write_model_folder
-from rlhf_tasks.algorithms.examples import read_examples
-from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data.dataset import DataError, PlacedRow, data_set
-from rlhf_tasks.data.rows import (
+from prefect_rlhf.flows.demo import write_model_folder
+from prefect_rlhf.rlhf_tasks.algorithms.examples import read_examples
+from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.data.dataset import DataError, PlacedRow, data_set
+from prefect_rlhf.rlhf_tasks.data.rows import (
     CompletionExample,
     Reader,
     completion_example,
@@ -26,7 +26,7 @@ from rlhf_tasks.data.rows import (
     pair_example,
     prompt_example,
 )
-from rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from flows.demo import write_model_folder
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.functions import fetch as fetch_samples
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.flows.demo import write_model_folder
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch as fetch_samples
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "chosen": "y", "rejected": "n", "k": i} for i in range(5)]
 BY_TYPE: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.algorithms.held_out import evaluation_of, shared_prompts
-from rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of, shared_prompts
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 
 REWARD, OTHER = {"function": "judge:right"}, {"function": "judge:short", "weight": 2}
 HERE, THERE = {"used_in": "training"}, {"used_in": "evaluation"}

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.kto import KTOConfig
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.kto import KTOConfig
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 
 def document(kind: str, **changes: Any) -> dict[str, Any]:

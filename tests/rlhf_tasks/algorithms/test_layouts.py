@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import RunConfig, make_config
-from rlhf_tasks.algorithms.functions import load_functions
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.parallel.batch.redistribution import share_batch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.shape import Head
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.transfers import partition
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.functions import load_functions
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import partition
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from tests.tiny_models import held_slices, shape_of, tiny_config, tiny_model
 
 pytestmark = pytest.mark.dist

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from rlhf_tasks.algorithms.configurations import make_config, override
-from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.functions import fetch
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config, override
+from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.tiny_runs import write_model
 

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import RunConfig, make_config
-from rlhf_tasks.algorithms.functions import load_functions
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.functions import load_functions
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 MOST = 6  # tokens of a response
 BLOCKS = 2

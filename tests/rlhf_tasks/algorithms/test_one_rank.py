@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from flows.demo import MODEL, write_model_folder
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.algorithms.ppo import functions
-from rlhf_tasks.algorithms.ppo.functions import Targets, learning_targets
-from rlhf_tasks.algorithms.shared.groups import last_response_tokens
-from rlhf_tasks.algorithms.shared.policy import kl_divergence
-from rlhf_tasks.algorithms.shared.scores import reward_model_part
-from rlhf_tasks.config.responses import RewardModelScore
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.user_code.rewards import read_samples
+from prefect_rlhf.flows.demo import MODEL, write_model_folder
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import functions
+from prefect_rlhf.rlhf_tasks.algorithms.ppo.functions import Targets, learning_targets
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import last_response_tokens
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import kl_divergence
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_model_part
+from prefect_rlhf.rlhf_tasks.config.responses import RewardModelScore
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms import listed
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config, resolve_paths
-from rlhf_tasks.algorithms.examples import endless, prepared_rows, prompt_tokens, read_examples
-from rlhf_tasks.data.dataset import DataError, PlacedRow
-from rlhf_tasks.data.rows import (
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config, resolve_paths
+from prefect_rlhf.rlhf_tasks.algorithms.examples import endless, prepared_rows, prompt_tokens, read_examples
+from prefect_rlhf.rlhf_tasks.data.dataset import DataError, PlacedRow
+from prefect_rlhf.rlhf_tasks.data.rows import (
     pair_example,
 )
-from rlhf_tasks.data.token_file import ROWS, SKIPPED, TokenFile
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.system.child_pipes import Lines
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, SKIPPED, TokenFile
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.system.child_pipes import Lines
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.rlhf_tasks.algorithms.test_examples import ANSWER, TEMPLATE, USER, text
 
 
@@ -81,8 +81,8 @@ def test_a_run_keeps_its_tokens_until_something_that_they_depend_on_changes(
 def test_the_lengths_of_prompts_are_the_same_before_and_after_a_data_set_is_tokenised(
     plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("rlhf_tasks.algorithms.examples.SAMPLED", 3)
-    monkeypatch.setattr("rlhf_tasks.data.token_file.SAMPLED", 3)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.algorithms.examples.SAMPLED", 3)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.data.token_file.SAMPLED", 3)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": "a" * (1 + i * i)}) + "\n" for i in range(7)))
     assert prompt_tokens(config(plain_folder, data)) == [1, 10, 37]

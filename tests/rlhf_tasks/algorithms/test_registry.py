@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.text import algorithm_graph
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.algorithms.functions import load_functions
-from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from rlhf_tasks.user_code.errors import UserCodeError
+from prefect_rlhf.planner.text import algorithm_graph
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.functions import load_functions
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.user_code.errors import UserCodeError
 from tests.rlhf_tasks.algorithms.registered import FILES, RECORD, install, installed
 
 SIZES = SimpleNamespace(
@@ -85,7 +85,7 @@ def test_ppo_without_a_reward_model_scores_on_another_role():
 def test_graphs_load_no_torch():
     heavy = ("torch", "prefect", "distributed")
     code = (
-        "import sys; from rlhf_tasks.algorithms.registry import algorithm, algorithm_names;"
+        "import sys; from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names;"
         f"[algorithm(name) for name in algorithm_names()]; sys.exit(any(m in sys.modules for m in {heavy}))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -166,7 +166,7 @@ def test_names_are_listed_and_others_run_without_importing_a_package(tuned):
         (RECORD.replace("config=TunedConfig", "config=int"), "a configuration that is not a RunConfig"),
         (RECORD.replace("config=TunedConfig", "config=SFTConfig"), "has configurations of type 'sft'"),
         (
-            "from rlhf_tasks.config.base import TrainingConfig"
+            "from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig"
             + RECORD.replace("(SFTConfig)", "(TrainingConfig)"),
             "a configuration without the field 'models'",
         ),
@@ -255,8 +255,8 @@ def test_a_graph_that_needs_a_configuration_to_be_drawn_says_so(tuned):
 
 GRPO = """
 from typing import Literal
-from rlhf_tasks.algorithms.grpo import ALGORITHM as OURS
-from rlhf_tasks.algorithms.grpo import GRPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import ALGORITHM as OURS
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import GRPOConfig
 from dataclasses import replace
 
 class TunedConfig(GRPOConfig):
@@ -264,14 +264,15 @@ class TunedConfig(GRPOConfig):
 
 ALGORITHM = replace(OURS, config=TunedConfig, functions="tuned.functions")
 """
-REST = "from rlhf_tasks.algorithms.grpo.functions import actor_inference, actor_train, reward_inference\n"
+GRPO_FUNCTIONS = "from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import"
+REST = f"{GRPO_FUNCTIONS} actor_inference, actor_train, reward_inference\n"
 
 
 @pytest.mark.parametrize(
     ("functions", "segment", "refused"),
     [
-        ("from rlhf_tasks.algorithms.grpo.functions import actor_generate", 4, False),
-        ("from rlhf_tasks.algorithms.grpo.functions import *", 4, False),
+        ("from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import actor_generate", 4, False),
+        ("from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import *", 4, False),
         ("def actor_generate(engine, batch, context): ...", None, False),
         ("def actor_generate(engine, batch, context): ...", 4, True),
         ("from tuned.more import actor_generate", 4, True),

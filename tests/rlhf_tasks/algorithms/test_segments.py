@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan.workload import Lengths, Workload
-from planner.pricing.call_formulas import Crossings, OnMesh, generate
-from planner.pricing.rooflines import sizes
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.functions import fetch
-from rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, NUMBER
-from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
-from rlhf_tasks.parallel.generate.slots import Group
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.planner.plan.workload import Lengths, Workload
+from prefect_rlhf.planner.pricing.call_formulas import Crossings, OnMesh, generate
+from prefect_rlhf.planner.pricing.rooflines import sizes
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, NUMBER
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.generate.slots import Group
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
 from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, weights, world
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.shared.scores import write_skipped
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.rewards import Fault, mean_scores
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import write_skipped
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.rewards import Fault, mean_scores
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
 from tests.rlhf_tasks.algorithms.test_one_rank import N_SEQS, document, folder, trained, weights, whole, world
 

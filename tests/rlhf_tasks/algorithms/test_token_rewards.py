@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.ppo import functions
-from rlhf_tasks.algorithms.ppo.functions import Targets, learning_targets
-from rlhf_tasks.algorithms.shared.returns import discounted_returns, shaped_rewards
-from rlhf_tasks.algorithms.shared.scores import rewards_of_tokens
-from rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import functions
+from prefect_rlhf.rlhf_tasks.algorithms.ppo.functions import Targets, learning_targets
+from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import discounted_returns, shaped_rewards
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import rewards_of_tokens
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
 from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, weights, whole, world
 

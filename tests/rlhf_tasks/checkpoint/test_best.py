@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.checkpoint.commits import (
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import (
     RunSnapshots,
     best_steps,
     commit_to_export,
@@ -15,7 +15,7 @@ from rlhf_tasks.checkpoint.commits import (
     scores_of,
     step_folder,
 )
-from rlhf_tasks.checkpoint.journals import BEFORE, METRICS
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import BEFORE, METRICS
 from tests.rlhf_tasks.checkpoint.test_commits import Spec, names, order, results
 
 

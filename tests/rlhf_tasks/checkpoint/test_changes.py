@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_tasks.checkpoint.changes import CHANGES, log_change, logged_changes, plan_digest
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import CHANGES, log_change, logged_changes, plan_digest
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.rlhf_tasks.plans import small_plan, swapped_plan
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.checkpoint.commits import (
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import (
     RunSnapshots,
     latest_commit,
     newest_step,
@@ -19,7 +19,7 @@ from rlhf_tasks.checkpoint.commits import (
     step_folder,
     unfinished_folder,
 )
-from rlhf_tasks.checkpoint.manifest import (
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
     CheckpointError,
@@ -28,11 +28,11 @@ from rlhf_tasks.checkpoint.manifest import (
     StoredFile,
     verify,
 )
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.protocol.messages import WriteCommit
-from rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeResult, RolePlacements
-from rlhf_tasks.system.durable import ByteCount, NotWritable
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.protocol.messages import WriteCommit
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeResult, RolePlacements
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount, NotWritable
 
 PLACEMENT = Placement((0, 1), ParallelStrategy(dp=2))
 PLAN = ExecutionPlan(
@@ -384,9 +384,9 @@ def test_a_damaged_last_line_that_no_commit_counts_on_is_cut(tmp_path):
 def test_a_journal_is_read_once_in_an_attempt(tmp_path, monkeypatch):
     """A long one would cost more with each commit; and the hash continues through a commit that failed."""
     snapshots, spec = started(tmp_path, steps=1)
-    monkeypatch.setattr("rlhf_tasks.checkpoint.journals._hashed", None)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.checkpoint.journals._hashed", None)
     step_2 = order(spec, 2)
-    monkeypatch.setattr("rlhf_tasks.checkpoint.commits.write_manifest", Path.write_text)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.checkpoint.commits.write_manifest", Path.write_text)
     with pytest.raises(TypeError):
         snapshots.commit(step_2, {1: results(1)})
     monkeypatch.undo()
@@ -443,7 +443,7 @@ def test_a_folder_that_an_older_rank_still_writes_to_does_not_keep_a_run_from_st
     def busy(path):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
-    monkeypatch.setattr("rlhf_tasks.checkpoint.commits.shutil.rmtree", busy)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.checkpoint.commits.shutil.rmtree", busy)
     assert RunSnapshots(Spec(str(tmp_path), 2)).latest() == (1, 8)
 
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from rlhf_tasks.checkpoint.journals import MetricsLines
-from rlhf_tasks.spec import NodeKey, NodeResult
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import MetricsLines
+from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeResult
 
 
 def _refuse(word: str) -> None:

@@ -19,22 +19,39 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf_tasks.checkpoint.changes import Accepted, has_samples_in_flight, write_accepted
-from rlhf_tasks.checkpoint.commits import RunSnapshots, commit, step_folder, unfinished_folder
-from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
-from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, PartReport, StoredFile, read_manifest
-from rlhf_tasks.checkpoint.snapshots import DrawnSamples, SnapshotWriter, packed_bytes, restore, unpacked
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm import host_memory
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.train import state_files
-from rlhf_tasks.parallel.train.optimizer import StateShard
-from rlhf_tasks.parallel.train.state_files import pieces_of, state_size_bytes, write_checked, write_shards
-from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart, WriteCommit
-from rlhf_tasks.spec import ExecutionPlan, RolePlacements
-from rlhf_tasks.system import failpoints
-from rlhf_tasks.system.durable import ByteCount, NotWritable
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import Accepted, has_samples_in_flight, write_accepted
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import RunSnapshots, commit, step_folder, unfinished_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    PartReport,
+    StoredFile,
+    read_manifest,
+)
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import (
+    DrawnSamples,
+    SnapshotWriter,
+    packed_bytes,
+    restore,
+    unpacked,
+)
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm import host_memory
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.train import state_files
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import StateShard
+from prefect_rlhf.rlhf_tasks.parallel.train.state_files import (
+    pieces_of,
+    state_size_bytes,
+    write_checked,
+    write_shards,
+)
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart, WriteCommit
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, RolePlacements
+from prefect_rlhf.rlhf_tasks.system import failpoints
+from prefect_rlhf.rlhf_tasks.system.durable import ByteCount, NotWritable
 from tests.rlhf_tasks.roles_in_layouts import (
     ADAPTERS,
     FOUR,
@@ -304,7 +321,7 @@ def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
         if mounted:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         else:
-            monkeypatch.setattr("rlhf_tasks.parallel.train.state_files.os.fsync", read_only)
+            monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.train.state_files.os.fsync", read_only)
         writer = SnapshotWriter(generation(disk, 0), told.append)
         writer.save("actor", small_role(), 3)
         writer.close()
@@ -386,7 +403,7 @@ def test_a_part_that_the_disk_does_not_have_as_written_is_never_reported_as_dura
         if next(syncs) == number:
             flip(path, moved.total_bytes + 5)
 
-    monkeypatch.setattr("rlhf_tasks.parallel.train.state_files.os.fdatasync", damaging)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.train.state_files.os.fdatasync", damaging)
     told: list[SavedPart] = []
     writer = SnapshotWriter(generation(tmp_path, 0), told.append, moved)
     writer.save("actor", small_role(), 3)
@@ -406,7 +423,7 @@ def test_a_part_that_nobody_needs_any_more_is_not_written_to_its_end(tmp_path, i
         go_on.wait(60.0)
         sync(descriptor)
 
-    monkeypatch.setattr("rlhf_tasks.parallel.train.state_files.os.fdatasync", waiting)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.train.state_files.os.fdatasync", waiting)
     told: list[SavedPart] = []
     writer = SnapshotWriter(generation(tmp_path, 0), told.append)
     writer.save("actor", small_role(), 3)

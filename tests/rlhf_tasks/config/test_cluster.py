@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.config.cluster import ByHand
-from rlhf_tasks.parallel.layout.topology import MAX_DEVICES
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.config.cluster import ByHand
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import MAX_DEVICES
 from tests.rlhf_tasks.algorithms.test_configurations import ppo
 
 READ = {

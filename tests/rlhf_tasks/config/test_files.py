@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_tasks.algorithms.configurations import ConfigError, apply_override, make_config
-from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from rlhf_tasks.config.base import RunConfig, Scores
-from rlhf_tasks.config.files import ELSEWHERE
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, apply_override, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.files import ELSEWHERE
 
 WHOLE: dict[str, Any] = {
     "models": {"actor": "a"},

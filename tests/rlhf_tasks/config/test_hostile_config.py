@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
-from planner.pricing.device_classes import read_cluster
-from rlhf_tasks.algorithms.configurations import ConfigError, load_config, make_config, read_assignments
-from rlhf_tasks.config.files import MAX_KEYS, MOST_YAML_BYTES
+from prefect_rlhf.planner.pricing.device_classes import read_cluster
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
+    ConfigError,
+    load_config,
+    make_config,
+    read_assignments,
+)
+from prefect_rlhf.rlhf_tasks.config.files import MAX_KEYS, MOST_YAML_BYTES
 from tests.rlhf_tasks.algorithms.test_configurations import ppo
 
 DIGITS = "9" * 6000

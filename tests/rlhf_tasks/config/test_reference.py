@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.config.base import RunConfig
-from rlhf_tasks.config.reference import MovesReference
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
 
 SAMPLES = {"sampling": {"max_completion_length": 8}, "rewards": [{"function": "m:f"}]}
 REFERENCES: dict[str, dict[str, Any]] = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.config.settings import public_document
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.config.settings import public_document
 
 NAMES = ("key", "access_key", "pwd", "auth", "passwd", "bearer", "scale", "api_key")
 

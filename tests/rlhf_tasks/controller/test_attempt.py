@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_tasks.controller.attempt import Attempt, Surroundings, group_timeout_s
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.controller.attempt import Attempt, Surroundings, group_timeout_s
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Aborted,
     Committed,
     Done,
@@ -25,9 +25,9 @@ from rlhf_tasks.protocol.messages import (
     Told,
     WriteCommit,
 )
-from rlhf_tasks.protocol.progress import Timeouts
-from rlhf_tasks.protocol.sequencer import Deadlines
-from rlhf_tasks.spec import NodeResult
+from prefect_rlhf.rlhf_tasks.protocol.progress import Timeouts
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Deadlines
+from prefect_rlhf.rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
 from tests.rlhf_tasks.fake_rank import FakeSnapshots, make_snapshots
 from tests.rlhf_tasks.plans import small_plan

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from distributed.comm import CommClosedError
 
-from rlhf_tasks.checkpoint.manifest import CheckpointError
-from rlhf_tasks.controller import controller
-from rlhf_tasks.controller.controller import RankLink, RankMissing, RankProcess
-from rlhf_tasks.protocol.messages import EVENT, GaveUp, RunSpec
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError
+from prefect_rlhf.rlhf_tasks.controller import controller
+from prefect_rlhf.rlhf_tasks.controller.controller import RankLink, RankMissing, RankProcess
+from prefect_rlhf.rlhf_tasks.protocol.messages import EVENT, GaveUp, RunSpec
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import limits
 

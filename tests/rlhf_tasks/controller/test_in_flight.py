@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 from distributed.comm import CommClosedError
 
-from flows.run.prepare import prepare
-from flows.run.run_identity import accept_changes
-from rlhf_tasks.checkpoint.changes import has_samples_in_flight
-from rlhf_tasks.checkpoint.commits import step_folder
-from rlhf_tasks.checkpoint.manifest import read_manifest
-from rlhf_tasks.protocol.messages import Faulted, Held
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.run_identity import accept_changes
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import has_samples_in_flight
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import read_manifest
+from prefect_rlhf.rlhf_tasks.protocol.messages import Faulted, Held
 from tests.committed import assert_same_run, metrics_of, state_at
 from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume, run_undisturbed, spec_of_job
 from tests.rlhf_tasks.controller.test_kills import armed

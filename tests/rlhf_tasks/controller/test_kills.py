@@ -10,10 +10,10 @@ import pytest
 from distributed import Client
 from distributed.comm import CommClosedError
 
-from flows.run.prepare import prepare
-from rlhf_tasks.protocol.messages import Faulted, GaveUp
-from rlhf_tasks.system import failpoints
-from rlhf_tasks.system.failpoints import CONTROLLER, RANK, Point
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.protocol.messages import Faulted, GaveUp
+from prefect_rlhf.rlhf_tasks.system import failpoints
+from prefect_rlhf.rlhf_tasks.system.failpoints import CONTROLLER, RANK, Point
 from tests.committed import assert_same_run, metrics_of
 from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume, run_undisturbed, spec_of_job
 from tests.tiny_runs import TWO_RANKS, ppo_config

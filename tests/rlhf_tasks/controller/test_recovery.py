@@ -14,9 +14,9 @@ import pytest
 from distributed import Client
 from distributed.comm import CommClosedError
 
-from flows.run.prepare import prepare
-from rlhf_tasks.checkpoint.commits import step_folder
-from rlhf_tasks.protocol.messages import Aborted, Committed, Faulted
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.rlhf_tasks.protocol.messages import Aborted, Committed, Faulted
 from tests.committed import assert_same_run, generations_of, metrics_of, state_at
 from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume, run_undisturbed, spec_of_job
 from tests.rlhf_tasks.faulty_rank import FIRED, STOP, Fault

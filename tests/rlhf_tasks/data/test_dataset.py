@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data import dataset
-from rlhf_tasks.data.dataset import DataError, data_set
+from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.data import dataset
+from prefect_rlhf.rlhf_tasks.data.dataset import DataError, data_set
 
 
 def lines(*rows: object) -> bytes:

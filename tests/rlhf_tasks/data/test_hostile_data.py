@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.demo import write_model_folder
-from rlhf_tasks.algorithms.examples import read_examples
-from rlhf_tasks.config.data import DataConfig
-from rlhf_tasks.data import chat_template, dataset
-from rlhf_tasks.data.chat_template import ChatTemplate, Source, render_all
-from rlhf_tasks.data.dataset import MOST_LINE_BYTES, data_set
-from rlhf_tasks.data.rows import pair_example, prompt_example
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.system.child_processes import python_call
+from prefect_rlhf.flows.demo import write_model_folder
+from prefect_rlhf.rlhf_tasks.algorithms.examples import read_examples
+from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.data import chat_template, dataset
+from prefect_rlhf.rlhf_tasks.data.chat_template import ChatTemplate, Source, render_all
+from prefect_rlhf.rlhf_tasks.data.dataset import MOST_LINE_BYTES, data_set
+from prefect_rlhf.rlhf_tasks.data.rows import pair_example, prompt_example
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.system.child_processes import python_call
 from tests.rlhf_tasks.algorithms.test_examples import read_row
 from tests.rlhf_tasks.config.test_hostile_config import said
 
@@ -218,7 +218,7 @@ def test_a_template_whose_process_was_ended_is_rendered_by_the_next():
 
 RENDERING = """
 from pathlib import Path
-from rlhf_tasks.data.chat_template import ChatTemplate, Source
+from prefect_rlhf.rlhf_tasks.data.chat_template import ChatTemplate, Source
 ours = ChatTemplate(Source("{{ eos_token }}", Path("chat_template.jinja")), {"eos_token": "<e>"})
 print(list(ours.render([([], True)])), ours._lines.child.pid, flush=True)
 input()
@@ -400,7 +400,7 @@ def test_where_rust_panics_over_a_tokenizer_only_our_sentence_is_seen(tmp_path, 
 
 @pytest.mark.timeout(60)
 def test_a_tokenizer_that_searches_for_ever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_tasks.data.tokenizer.CPU_S", 0.5)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.data.tokenizer.CPU_S", 0.5)
     write_model_folder(tmp_path)
     path = tmp_path / "tokenizer.json"
     slow = {"normalizer": {"type": "Sequence", "normalizers": [replaced(" ", "a"), *SLOW]}}

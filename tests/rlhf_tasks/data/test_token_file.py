@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_tasks.data.token_file import BATCH, ROWS, TokenFile, TokenRow, new_token_file, place_of
-from rlhf_tasks.system.reading import DataError
+from prefect_rlhf.rlhf_tasks.data.token_file import BATCH, ROWS, TokenFile, TokenRow, new_token_file, place_of
+from prefect_rlhf.rlhf_tasks.system.reading import DataError
 from tests.small_disk import small_disk
 
 N_ROWS = 2 * BATCH + BATCH // 2

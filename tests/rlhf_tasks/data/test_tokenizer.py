@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from flows.demo import byte_tokenizer
-from rlhf_tasks.data.chat_template import TokenizerError
-from rlhf_tasks.data.tokenizer import Observations, Tokenizer
+from prefect_rlhf.flows.demo import byte_tokenizer
+from prefect_rlhf.rlhf_tasks.data.chat_template import TokenizerError
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from tests.second_user import _tokenizer as word_marks
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.pricing.figures import MeasuredProfile, ProfileTables
-from planner.pricing.rooflines import sizes
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
-from rlhf_tasks.parallel.layout.weight_files import read_shape
-from rlhf_tasks.profiling import measure as profiling
-from rlhf_tasks.profiling.measure import (
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile, ProfileTables
+from prefect_rlhf.planner.pricing.rooflines import sizes
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.profiling import measure as profiling
+from prefect_rlhf.rlhf_tasks.profiling.measure import (
     DEEP,
     FEW_STEPS,
     FEWEST_ROUNDS,
@@ -32,8 +32,14 @@ from rlhf_tasks.profiling.measure import (
     exchange_sets,
     measure_model,
 )
-from rlhf_tasks.profiling.measurements import Grid, Measurements, ProfileSpec, pieces_of, profile_plan
-from rlhf_tasks.protocol.messages import GenerationSpec
+from prefect_rlhf.rlhf_tasks.profiling.measurements import (
+    Grid,
+    Measurements,
+    ProfileSpec,
+    pieces_of,
+    profile_plan,
+)
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
 from tests import rendezvous
 from tests.tiny_models import tiny_config
 

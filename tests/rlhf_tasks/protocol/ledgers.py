@@ -1,8 +1,8 @@
 """Ledgers of two ranks in a known state, and what their ranks tell them."""
 
-from rlhf_tasks.protocol.ledger import Ledger, Phase
-from rlhf_tasks.protocol.messages import Committed
-from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult, SaveNode
+from prefect_rlhf.rlhf_tasks.protocol.ledger import Ledger, Phase
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult, SaveNode
 from tests.rlhf_tasks.protocol.plans import call, on, plan_of
 from tests.rlhf_tasks.settings import with_limits
 

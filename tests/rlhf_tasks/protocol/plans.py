@@ -3,13 +3,13 @@
 import random
 from collections.abc import Iterable
 
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.spec import (
+from prefect_rlhf.planner.plan.build import build_plan
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import (
     CallAssignment,
     CallKind,
     CallNode,

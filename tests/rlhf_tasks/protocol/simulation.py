@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from rlhf_tasks.controller.attempt import Attempt, Surroundings
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.controller.attempt import Attempt, Surroundings
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Committed,
     Done,
     Failed,
@@ -26,12 +26,12 @@ from rlhf_tasks.protocol.messages import (
     RunSpec,
     WriteCommit,
 )
-from rlhf_tasks.rehearsal.assumptions import ControllerFault, Costs, Machines, Noise, RankFault
-from rlhf_tasks.rehearsal.cluster import SimulatedCluster
-from rlhf_tasks.rehearsal.ranks import Process, SimulatedLink
-from rlhf_tasks.rehearsal.rehearsal import Rehearsal, RehearsalRequest, carried_out
-from rlhf_tasks.rehearsal.time_and_disk import CommitsOnDisk
-from rlhf_tasks.spec import (
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import ControllerFault, Costs, Machines, Noise, RankFault
+from prefect_rlhf.rlhf_tasks.rehearsal.cluster import SimulatedCluster
+from prefect_rlhf.rlhf_tasks.rehearsal.ranks import Process, SimulatedLink
+from prefect_rlhf.rlhf_tasks.rehearsal.rehearsal import Rehearsal, RehearsalRequest, carried_out
+from prefect_rlhf.rlhf_tasks.rehearsal.time_and_disk import CommitsOnDisk
+from prefect_rlhf.rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
     NodeKey,

@@ -5,9 +5,9 @@ import functools
 
 import pytest
 
-from rlhf_tasks.protocol.messages import Finished
-from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
-from rlhf_tasks.spec import OnloadNode
+from prefect_rlhf.rlhf_tasks.protocol.messages import Finished
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
+from prefect_rlhf.rlhf_tasks.spec import OnloadNode
 from tests.rlhf_tasks.protocol.plans import ahead_plan, call, small_plan
 from tests.rlhf_tasks.protocol.simulation import Controller, Rank, World
 from tests.rlhf_tasks.protocol.test_faults import Trace, kill_itself

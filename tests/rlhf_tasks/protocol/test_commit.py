@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_tasks.protocol.commit import MOST_UNWRITTEN, WRITING_SHARE, Cadence, CommitOrder, SnapshotSchedule
-from rlhf_tasks.protocol.messages import SETUP, Committed, Finished
+from prefect_rlhf.rlhf_tasks.protocol.commit import (
+    MOST_UNWRITTEN,
+    WRITING_SHARE,
+    Cadence,
+    CommitOrder,
+    SnapshotSchedule,
+)
+from prefect_rlhf.rlhf_tasks.protocol.messages import SETUP, Committed, Finished
 from tests.rlhf_tasks.protocol.ledgers import do_nodes, do_parts, failure, key, rebuilt, result, running
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.protocol.simulation import World

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Clear,
     Committed,
     Done,
@@ -25,7 +25,7 @@ from rlhf_tasks.protocol.messages import (
     Told,
     WriteCommit,
 )
-from rlhf_tasks.spec import NodeFailure
+from prefect_rlhf.rlhf_tasks.spec import NodeFailure
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.protocol.simulation import Controller, Rank, World
 

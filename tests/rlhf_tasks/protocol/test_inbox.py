@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from rlhf_tasks.protocol.inbox import TRANSITIONS, Inbox, InboxPhase, Lease, refusal
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.protocol.inbox import TRANSITIONS, Inbox, InboxPhase, Lease, refusal
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     RESET,
     RESTORE,
     SETUP,
@@ -17,7 +17,7 @@ from rlhf_tasks.protocol.messages import (
     Run,
     Told,
 )
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
+from prefect_rlhf.rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
 
 
 def key(number: int, generation: int = 0, run: str = "run", attempt: int = 0) -> NodeKey:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
-from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, Pace, Rebuild, Timeouts
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.system.invariants import InvariantError
+from prefect_rlhf.rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
+from prefect_rlhf.rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, Pace, Rebuild, Timeouts
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 from tests.rlhf_tasks.protocol.ledgers import pair_plan, result
 from tests.rlhf_tasks.settings import DEADLINES
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhf_tasks.protocol.account import State
-from rlhf_tasks.protocol.ledger import TRANSITIONS, Phase
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.protocol.account import State
+from prefect_rlhf.rlhf_tasks.protocol.ledger import TRANSITIONS, Phase
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     SETUP,
     Committed,
     Finished,
@@ -17,7 +17,7 @@ from rlhf_tasks.protocol.messages import (
     Send,
     WriteCommit,
 )
-from rlhf_tasks.protocol.progress import Timeouts
+from prefect_rlhf.rlhf_tasks.protocol.progress import Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
     committed,
     do_nodes,

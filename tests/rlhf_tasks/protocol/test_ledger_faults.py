@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhf_tasks.protocol.account import State
-from rlhf_tasks.protocol.ledger import Phase
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.protocol.account import State
+from prefect_rlhf.rlhf_tasks.protocol.ledger import Phase
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     RESET,
     RESTORE,
     SETUP,
@@ -19,7 +19,7 @@ from rlhf_tasks.protocol.messages import (
     RestoreRank,
     WriteCommit,
 )
-from rlhf_tasks.protocol.progress import Timeouts
+from prefect_rlhf.rlhf_tasks.protocol.progress import Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
     committed,
     do_nodes,

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rlhf_tasks.protocol.messages import EVENT, NEWS, Committed, Done
-from rlhf_tasks.spec import NodeKey, NodeResult
+from prefect_rlhf.rlhf_tasks.protocol.messages import EVENT, NEWS, Committed, Done
+from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeResult
 
 METRICS = {"loss/policy": math.nan, "grad_norm/actor": math.inf, "kl": -math.inf, "reward": 0.1}
 

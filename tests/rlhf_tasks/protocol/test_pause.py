@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from rlhf_tasks.protocol.ledger import Phase
-from rlhf_tasks.protocol.messages import Committed, Faulted, Finished, Held, Ready, WriteCommit
+from prefect_rlhf.rlhf_tasks.protocol.ledger import Phase
+from prefect_rlhf.rlhf_tasks.protocol.messages import Committed, Faulted, Finished, Held, Ready, WriteCommit
 from tests.rlhf_tasks.protocol.ledgers import committed, do_nodes, do_parts, failure, kinds, rebuilt, running
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.protocol.simulation import Rank, World

@@ -1,6 +1,6 @@
 """Whether a wait makes progress, by bytes and never by a total of seconds."""
 
-from rlhf_tasks.protocol.progress import Headway, Pace
+from prefect_rlhf.rlhf_tasks.protocol.progress import Headway, Pace
 
 PACE = Pace(floor_s=10, least_bytes_per_s=5)  # 50 bytes in 10 s
 

@@ -6,8 +6,8 @@ from types import FrameType
 
 import pytest
 
-from rlhf_tasks import controller, protocol
-from rlhf_tasks.rehearsal.rehearsal import Rehearsal, carried_out
+from prefect_rlhf.rlhf_tasks import controller, protocol
+from prefect_rlhf.rlhf_tasks.rehearsal.rehearsal import Rehearsal, carried_out
 from tests.rlhf_tasks.protocol.plans import ppo_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import quick
 

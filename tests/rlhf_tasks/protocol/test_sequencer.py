@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
-from rlhf_tasks.spec import FetchNode, NodeKey, RolePlacements, SaveNode, SyncNode
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
+from prefect_rlhf.rlhf_tasks.spec import FetchNode, NodeKey, RolePlacements, SaveNode, SyncNode
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.settings import DEADLINES
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlhf_tasks.protocol.messages import Done, Finished, Run
+from prefect_rlhf.rlhf_tasks.protocol.messages import Done, Finished, Run
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.protocol.simulation import World
 

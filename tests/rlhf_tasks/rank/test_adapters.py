@@ -10,17 +10,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flows.run.prepare import prepare
-from rlhf_tasks.algorithms.ppo import PPOConfig
-from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder
-from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.protocol.messages import GenerationSpec, RunSpec, SavedPart, WriteCommit
-from rlhf_tasks.rank.export import export_commit
-from rlhf_tasks.rank.plan_nodes import plan_device_sets
-from rlhf_tasks.rank.role_engines import RoleEngines
-from rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, RunSpec, SavedPart, WriteCommit
+from prefect_rlhf.rlhf_tasks.rank.export import export_commit
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import plan_device_sets
+from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.adapter_folders import write_adapter
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one

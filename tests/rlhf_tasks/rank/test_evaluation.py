@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flows.run.prepare import Prepared, prepare
-from rlhf_tasks.checkpoint.commits import RunSnapshots
-from rlhf_tasks.checkpoint.journals import BEFORE
-from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart, WriteCommit
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.plan_nodes import NodeExecutor
-from rlhf_tasks.spec import NodeResult
+from prefect_rlhf.flows.run.prepare import Prepared, prepare
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import RunSnapshots
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import BEFORE
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart, WriteCommit
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor
+from prefect_rlhf.rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.checkpoint.test_commits import Spec
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config, write_prompts

@@ -9,8 +9,8 @@ from uuid import uuid4
 import pytest
 from distributed.core import connect, rpc
 
-from rlhf_tasks.controller.controller import Rendezvous
-from rlhf_tasks.protocol.messages import (
+from prefect_rlhf.rlhf_tasks.controller.controller import Rendezvous
+from prefect_rlhf.rlhf_tasks.protocol.messages import (
     NEWS,
     Deliver,
     Done,
@@ -21,7 +21,7 @@ from rlhf_tasks.protocol.messages import (
     Restore,
     Told,
 )
-from rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
 from tests.rlhf_tasks.plans import call, on, plan_of
 from tests.rlhf_tasks.settings import DEADLINES
 

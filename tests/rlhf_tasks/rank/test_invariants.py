@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flows.run.prepare import prepare
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank import role_engines
-from rlhf_tasks.rank.plan_nodes import NodeExecutor, plan_device_sets
-from rlhf_tasks.rank.role_engines import RoleEngines
-from rlhf_tasks.spec import ReallocateNode
-from rlhf_tasks.system.invariants import InvariantError
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.rank import role_engines
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor, plan_device_sets
+from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
+from prefect_rlhf.rlhf_tasks.spec import ReallocateNode
+from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
 from tests.rlhf_tasks.rank.test_offload import generation

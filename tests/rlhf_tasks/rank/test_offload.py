@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flows.run.prepare import prepare
-from rlhf_tasks.checkpoint.journals import BEFORE
-from rlhf_tasks.data.token_file import ROWS
-from rlhf_tasks.protocol.messages import GenerationSpec
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank import role_engines
-from rlhf_tasks.rank.plan_nodes import NodeExecutor
-from rlhf_tasks.spec import ExecutionPlan, NodeResult, OffloadNode, OnloadNode
-from rlhf_tasks.system.invariants import InvariantError
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import BEFORE
+from prefect_rlhf.rlhf_tasks.data.token_file import ROWS
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.rank import role_engines
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, NodeResult, OffloadNode, OnloadNode
+from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 from tests import rendezvous
 from tests.rlhf_tasks.lazy_copies import LazyCopier
 from tests.rlhf_tasks.rank.test_evaluation import commit, run

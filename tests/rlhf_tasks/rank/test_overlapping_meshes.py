@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.messages import Clear, Load, Run, Told
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.spec import NodeResult
+from prefect_rlhf.rlhf_tasks.protocol.inbox import Inbox
+from prefect_rlhf.rlhf_tasks.protocol.messages import Clear, Load, Run, Told
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.protocol.plans import random_plan
 from tests.rlhf_tasks.settings import DEADLINES
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flows.run.prepare import prepare
-from rlhf_tasks.protocol.messages import Done, GenerationSpec, SavedPart
-from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.rank.plan_nodes import NodeExecutor, Outcome
-from rlhf_tasks.spec import NodeKey, NodeRequest
-from rlhf_tasks.system.rank_process import OutOfMemory
-from rlhf_tasks.user_code.rewards import read_samples
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.protocol.messages import Done, GenerationSpec, SavedPart
+from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor, Outcome
+from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeRequest
+from prefect_rlhf.rlhf_tasks.system.rank_process import OutOfMemory
+from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 

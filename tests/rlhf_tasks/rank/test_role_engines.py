@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.run.prepare import prepare
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.rank.plan_nodes import plan_device_sets
-from rlhf_tasks.rank.role_engines import RoleEngines
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import plan_device_sets
+from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
 from tests.tiny_runs import ppo_config

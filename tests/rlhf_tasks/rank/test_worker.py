@@ -11,10 +11,10 @@ import pytest
 from distributed import Scheduler, Worker
 from distributed.comm import CommClosedError
 
-from flows.cluster.forks import begin_to_load
-from rlhf_tasks.rank import host
-from rlhf_tasks.rank.host import CLASSES, ProcessPlugin
-from rlhf_tasks.system.child_processes import end_with_starter
+from prefect_rlhf.flows.cluster.forks import begin_to_load
+from prefect_rlhf.rlhf_tasks.rank import host
+from prefect_rlhf.rlhf_tasks.rank.host import CLASSES, ProcessPlugin
+from prefect_rlhf.rlhf_tasks.system.child_processes import end_with_starter
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -1,9 +1,9 @@
 """Rehearsals of small plans, for tests."""
 
-from rlhf_tasks.protocol.messages import RunSpec
-from rlhf_tasks.rehearsal.assumptions import Costs, Machines, Noise
-from rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, rehearse
-from rlhf_tasks.spec import SaveNode, SaveSamplesNode
+from prefect_rlhf.rlhf_tasks.protocol.messages import RunSpec
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import Costs, Machines, Noise
+from prefect_rlhf.rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, rehearse
+from prefect_rlhf.rlhf_tasks.spec import SaveNode, SaveSamplesNode
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.settings import with_limits
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_tasks.rehearsal.assumptions import (
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (
     ControllerFault,
     Costs,
     FaultFile,
@@ -13,7 +13,7 @@ from rlhf_tasks.rehearsal.assumptions import (
     read_faults,
     scheduled,
 )
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.planner.plan.test_leads import TOGETHER, graph_of, plan_of
 
 

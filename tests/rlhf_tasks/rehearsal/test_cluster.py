@@ -2,12 +2,12 @@
 
 import pytest
 
-from rlhf_tasks.protocol.messages import GenerationSpec, Reset, Restore
-from rlhf_tasks.protocol.progress import Pace
-from rlhf_tasks.rehearsal.assumptions import HostFault, Machines, Noise, RankFault, SlowFault
-from rlhf_tasks.rehearsal.cluster import SimulatedCluster
-from rlhf_tasks.rehearsal.story import WaitLog
-from rlhf_tasks.rehearsal.time_and_disk import VirtualTime
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, Reset, Restore
+from prefect_rlhf.rlhf_tasks.protocol.progress import Pace
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import HostFault, Machines, Noise, RankFault, SlowFault
+from prefect_rlhf.rlhf_tasks.rehearsal.cluster import SimulatedCluster
+from prefect_rlhf.rlhf_tasks.rehearsal.story import WaitLog
+from prefect_rlhf.rlhf_tasks.rehearsal.time_and_disk import VirtualTime
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import SECONDS, costs_of
 

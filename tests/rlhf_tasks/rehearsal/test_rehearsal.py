@@ -7,9 +7,15 @@ import sys
 
 import pytest
 
-from planner.plan.steady_state import steady_state
-from rlhf_tasks.rehearsal.assumptions import ControllerFault, HostFault, Machines, RankFault, SlowFault
-from rlhf_tasks.rehearsal.story import OWN, RUNNING, STARTING, WAITING
+from prefect_rlhf.planner.plan.steady_state import steady_state
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (
+    ControllerFault,
+    HostFault,
+    Machines,
+    RankFault,
+    SlowFault,
+)
+from prefect_rlhf.rlhf_tasks.rehearsal.story import OWN, RUNNING, STARTING, WAITING
 from tests.rlhf_tasks.protocol.plans import ahead_plan, random_plan, small_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import ITERATION_S, SECONDS, rehearsed
 
@@ -18,7 +24,7 @@ KILLED = RankFault(kind="kill", at_s=100, rank=1)
 
 def test_a_rehearsal_loads_neither_torch_nor_dask_nor_prefect():
     script = (
-        "import sys, rlhf_tasks.rehearsal.rehearsal\n"
+        "import sys, prefect_rlhf.rlhf_tasks.rehearsal.rehearsal\n"
         "print([name for name in ('torch', 'distributed', 'dask', 'prefect') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlhf_tasks.rehearsal.time_and_disk import Disk, NothingLeft, VirtualTime
+from prefect_rlhf.rlhf_tasks.rehearsal.time_and_disk import Disk, NothingLeft, VirtualTime
 
 
 @pytest.fixture

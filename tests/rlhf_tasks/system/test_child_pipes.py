@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_tasks.system.child_pipes import MOST_OUTPUT_BYTES, ChildOutput
+from prefect_rlhf.rlhf_tasks.system.child_pipes import MOST_OUTPUT_BYTES, ChildOutput
 
 PRINTS = "import sys; sys.stderr.buffer.write({!r})"
 

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from rlhf_tasks.system.child_processes import kept_call
+from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call
 
 SLEEPS = "sleep 600 & sleep 600"
 

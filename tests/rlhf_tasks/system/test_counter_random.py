@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from rlhf_tasks.parallel.generate.sampling import uniform
-from rlhf_tasks.system.counter_random import counter_bits, permutation, stream, stream_key
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import uniform
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits, permutation, stream, stream_key
 
 
 def test_stream_is_splitmix64():

@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.system import failpoints
-from rlhf_tasks.system.failpoints import VARIABLE, Failpoint, Point, Whereabouts, arm, at, parse, reach
+from prefect_rlhf.rlhf_tasks.system import failpoints
+from prefect_rlhf.rlhf_tasks.system.failpoints import (
+    VARIABLE,
+    Failpoint,
+    Point,
+    Whereabouts,
+    arm,
+    at,
+    parse,
+    reach,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,7 +76,7 @@ def test_a_full_disk_can_be_had():
 
 def test_the_environment_arms_a_process():
     program = (
-        "from rlhf_tasks.system.failpoints import Point, reach; "
+        "from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach; "
         "reach(Point.SAVE); print('here'); reach(Point.COMMIT)"
     )
     environment = {**os.environ, VARIABLE: "commit:kill", "PYTHONPATH": str(ROOT)}

@@ -1,6 +1,6 @@
 import torch
 
-from rlhf_tasks.system.rank_process import peak_bytes, process_bytes, reset_peak
+from prefect_rlhf.rlhf_tasks.system.rank_process import peak_bytes, process_bytes, reset_peak
 
 CPU = torch.device("cpu")
 SIZE = 256 * 2**20

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlhf_tasks.system.reading import (
+from prefect_rlhf.rlhf_tasks.system.reading import (
     ConfigError,
     module_file,
     names_bound,
@@ -17,7 +17,7 @@ from rlhf_tasks.system.reading import (
     parsed,
     printable,
 )
-from rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 
 ORDERS = {
     "CSI": ("\x1b[2J", r"\x1b[2J"),

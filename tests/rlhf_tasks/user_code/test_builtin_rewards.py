@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.user_code import builtin_rewards
-from rlhf_tasks.user_code.builtin_rewards import code_of
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.sandbox import _fault, _folder_bound
+from prefect_rlhf.rlhf_tasks.user_code import builtin_rewards
+from prefect_rlhf.rlhf_tasks.user_code.builtin_rewards import code_of
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.sandbox import _fault, _folder_bound
 from tests.rlhf_tasks.user_code.numeric_answers import OTHER_VERDICTS, PAIRS
 
 

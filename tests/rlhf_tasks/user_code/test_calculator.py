@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_tasks.user_code.builtin_environments import Calculator, value_of
+from prefect_rlhf.rlhf_tasks.user_code.builtin_environments import Calculator, value_of
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.user_code.environments import MOST_KILLED, EnvironmentProcess, longest_play_s
-from rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.user_code.environments import MOST_KILLED, EnvironmentProcess, longest_play_s
+from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
 
 pytestmark = pytest.mark.cluster
 
@@ -409,7 +409,7 @@ def test_as_many_samples_of_a_batch_may_cost_a_process_in_all_its_turns_together
 
 
 def test_what_is_played_again_takes_no_longer_than_the_deadline_allows(start, monkeypatch):
-    monkeypatch.setattr("rlhf_tasks.user_code.environments.MOST_KILLED", 0)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.user_code.environments.MOST_KILLED", 0)
     process = start("Room")
     process.answers(episodes("a", samples=(1,)))
     kill()

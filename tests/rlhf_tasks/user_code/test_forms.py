@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.forms import TRL, Parameters, Reward, TrainerState, load_reward
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.forms import TRL, Parameters, Reward, TrainerState, load_reward
 from tests.judged import LABELLED, SUMS, VERL, answers
 
 REWARDS = Path(__file__).parents[2] / "second_user_rewards"

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rlhf_tasks.user_code.builtin_environments import GuessingGame
+from prefect_rlhf.rlhf_tasks.user_code.builtin_environments import GuessingGame
 
 
 def played(guesses, number=None, seed=0, **kwargs):

@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.system.child_pipes import MOST_OUTPUT_BYTES
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.forms import Answers
-from rlhf_tasks.user_code.rewards import RewardProcess
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.system.child_pipes import MOST_OUTPUT_BYTES
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers
+from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 from tests.judged import LABELLED, SUMS, VERL, answers
 
 pytestmark = pytest.mark.cluster
@@ -445,10 +445,10 @@ def test_a_reward_that_kills_its_process_again_and_again_is_named(start: Any):
 RANK = """
 import sys, time
 sys.path.insert(0, {root!r})
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.user_code.rewards import RewardProcess
-from rlhf_tasks.system.child_pipes import MOST_OUTPUT_BYTES
-from rlhf_tasks.user_code.forms import Answers
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
+from prefect_rlhf.rlhf_tasks.system.child_pipes import MOST_OUTPUT_BYTES
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers
 config = make_config(dict(type="ppo", models=dict(actor="a"), data=dict(train="d"), total_iterations=1,
     sampling=dict(max_completion_length=4), rewards=[dict(function=f) for f in {functions!r}]))
 config = config.model_copy(update={{"rewards": (config.rewards[0].model_copy(update={{"kwargs": {kwargs!r}}}),

@@ -2,11 +2,11 @@
 
 import torch
 
-from flows.run.summary import read_jsonl
-from rlhf_tasks.algorithms.shared.scores import Scored, write_samples
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.user_code.forms import Answers
-from rlhf_tasks.user_code.rewards import SAMPLES, read_samples
+from prefect_rlhf.flows.run.summary import read_jsonl
+from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import Scored, write_samples
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers
+from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES, read_samples
 
 LINES = "a\u2028b\u0085c"  # what str.splitlines takes for the end of a line, and JSON does not
 HALF = "\ud83d"  # of a surrogate pair, as where a reward cuts a text that it got from elsewhere

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.system.reading import ConfigError
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.rewards import RewardProcess
-from rlhf_tasks.user_code.service import MOST_BYTES, Service, is_public
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
+from prefect_rlhf.rlhf_tasks.user_code.service import MOST_BYTES, Service, is_public
 from tests.judged import SUMS
 
 
@@ -198,7 +198,7 @@ def test_a_fault_of_a_service_ends_the_judging_with_its_sentence(server: Server)
 
 
 def test_a_busy_service_is_asked_again_and_one_that_is_down_is_given_up(server: Server, monkeypatch: Any):
-    monkeypatch.setattr("rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
     assert judged(server.url("busy_twice")) == [0.5] * 3
     server.asked.clear()
     with pytest.raises(RewardError, match=r"/down answers with status 500 \(4 tries\)"):
@@ -231,7 +231,7 @@ def test_a_slow_service_has_its_time_and_no_more(server: Server):
 
 
 def test_nobody_there_is_named(monkeypatch: Any):
-    monkeypatch.setattr("rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
     with pytest.raises(RewardError, match=r"cannot be reached: Connection refused \(4 tries\)"):
         judged("http://127.0.0.1:9/x")
     with pytest.raises(RewardError, match=r"cannot be found: "):
@@ -240,7 +240,7 @@ def test_nobody_there_is_named(monkeypatch: Any):
 
 def test_a_host_is_asked_at_the_first_of_its_addresses_that_answers(server: Server, monkeypatch: Any):
     """As where localhost is ::1 first, and the service listens on 127.0.0.1 only."""
-    monkeypatch.setattr("rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.user_code.service.FIRST_PAUSE_S", 0.01)
     places = [(address, server.server_port) for address in ("127.0.0.2", "127.0.0.1")]
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.user_code.errors import RewardError
-from rlhf_tasks.user_code.forms import Answers
-from rlhf_tasks.user_code.process import MOST_LOST
-from rlhf_tasks.user_code.rewards import Judged, RewardProcess
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.forms import Answers
+from prefect_rlhf.rlhf_tasks.user_code.process import MOST_LOST
+from prefect_rlhf.rlhf_tasks.user_code.rewards import Judged, RewardProcess
 from tests.judged import answers
 
 SOURCE = """

@@ -1,6 +1,6 @@
 """Which calls wait for each other around a cycle."""
 
-from planner.search.bounds.cycles import call_cycles
+from prefect_rlhf.planner.search.bounds.cycles import call_cycles
 
 
 def named(cycles, graph) -> set[tuple[frozenset[str], int]]:

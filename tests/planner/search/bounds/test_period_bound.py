@@ -4,12 +4,25 @@ import numpy as np
 import pytest
 from numba import njit
 
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.search.bounds.period_bound import PartialChoice, cover_s, covering, covers, exceeds_period
-from planner.search.bounds.relaxation import OPEN, Relaxation, lacks, move_s, must_offload, relaxation
-from planner.search.compiled.tables import Tables
-from rlhf_tasks.algorithms.registry import in_parts
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.search.bounds.period_bound import (
+    PartialChoice,
+    cover_s,
+    covering,
+    covers,
+    exceeds_period,
+)
+from prefect_rlhf.planner.search.bounds.relaxation import (
+    OPEN,
+    Relaxation,
+    lacks,
+    move_s,
+    must_offload,
+    relaxation,
+)
+from prefect_rlhf.planner.search.compiled.tables import Tables
+from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 from tests.planner.partial import GROUP, KIND, OPTION, PLACEMENT, checked_after_training, partial_choices
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from planner.plan.mesh import Cluster
-from planner.pricing.problem import Problem
-from planner.search.bounds.relaxation import OPEN, move_s, moves_s, relaxation
-from planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.bounds.relaxation import OPEN, move_s, moves_s, relaxation
+from prefect_rlhf.planner.search.compiled.tables import Tables
 from tests.planner.partial import KIND, raised
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes

@@ -4,10 +4,10 @@ import re
 import pytest
 from numba import typeof
 
-from planner.plan.mesh import Cluster
-from planner.search.bounds.relaxation import relaxation
-from planner.search.compiled.compile import LINKED, PLANNER, _Index
-from planner.search.compiled.tables import Tables
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.search.bounds.relaxation import relaxation
+from prefect_rlhf.planner.search.compiled.compile import LINKED, PLANNER, _Index
+from prefect_rlhf.planner.search.compiled.tables import Tables
 
 
 def test_every_module_with_compiled_functions_makes_stale_code_stale():

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
-from planner.pricing.calls import CostModel
-from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.devices import DeviceLink, DeviceProfile, preset
-from planner.pricing.plans import PlanPrice, price_plan
-from planner.pricing.problem import Problem
-from planner.search.compiled.tables import Tables
-from rlhf_tasks.algorithms.registry import algorithm, in_parts
-from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.planner.pricing.devices import DeviceLink, DeviceProfile, preset
+from prefect_rlhf.planner.pricing.plans import PlanPrice, price_plan
+from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.compiled.tables import Tables
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, in_parts
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 from tests.planner.ahead import drawn_ahead_by
 from tests.planner.replay import replay
 from tests.planner.sampled import ALL_FOR_TENSORS

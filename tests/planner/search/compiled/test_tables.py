@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from planner.search.compiled.tables import uncollected
+from prefect_rlhf.planner.search.compiled.tables import uncollected
 
 
 def test_the_garbage_collector_is_on_again_after_a_pause():

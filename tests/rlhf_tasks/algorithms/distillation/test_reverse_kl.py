@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_tasks.algorithms.distillation.functions import reverse_kl
+from prefect_rlhf.rlhf_tasks.algorithms.distillation.functions import reverse_kl
 
 LOGITS = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_tasks.algorithms.dpo.functions import pair_loss
+from prefect_rlhf.rlhf_tasks.algorithms.dpo.functions import pair_loss
 
 RATIOS = st.lists(st.tuples(st.floats(-40, 40), st.floats(-40, 40)), min_size=1, max_size=6)
 

@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan.graph import DataflowGraph
-from rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from rlhf_tasks.algorithms.grpo.functions import choose, generate_if_needed
-from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, generated, on_generated, with_others
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.spec import WHOLE, Part
-from rlhf_tasks.user_code.rewards import read_samples
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import choose, generate_if_needed
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import (
+    CallContext,
+    CallOutput,
+    generated,
+    on_generated,
+    with_others,
+)
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.spec import WHOLE, Part
+from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.tiny_runs import write_model
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_tasks.algorithms.grpo.functions import overlong_penalties
+from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import overlong_penalties
 
 
 def test_the_penalty_of_long_responses_grows_over_the_buffer():

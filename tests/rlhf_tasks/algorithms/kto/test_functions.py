@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_tasks.algorithms.kto.functions import answer_loss, reference_point
+from prefect_rlhf.rlhf_tasks.algorithms.kto.functions import answer_loss, reference_point
 
 ANSWERS = st.lists(st.tuples(st.floats(-40, 40), st.booleans()), min_size=1, max_size=6)
 

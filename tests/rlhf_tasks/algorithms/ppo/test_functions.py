@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.ppo.functions import (
+from prefect_rlhf.rlhf_tasks.algorithms.ppo.functions import (
     DECAY,
     VARIANCE_FLOOR,
     ValueNorm,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_tasks.algorithms.reward_model import RewardModelConfig
-from rlhf_tasks.algorithms.reward_model.functions import pair_loss
+from prefect_rlhf.rlhf_tasks.algorithms.reward_model import RewardModelConfig
+from prefect_rlhf.rlhf_tasks.algorithms.reward_model.functions import pair_loss
 
 SCORES = st.floats(-20, 20)
 PAIRS = st.lists(st.tuples(SCORES, SCORES, st.floats(-3, 3)), min_size=1, max_size=6)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_tasks.algorithms.shared.groups import (
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import (
     all_equal,
     best_of_group,
     group_stds,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.shared.policy import (
+from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     bounded,
     cispo_loss,
     clipped_loss,

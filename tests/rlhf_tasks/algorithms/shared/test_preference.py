@@ -2,8 +2,8 @@
 
 import torch
 
-from rlhf_tasks.algorithms.shared.preference import CHOSEN, REJECTED, apart, side_by_side
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.algorithms.shared.preference import CHOSEN, REJECTED, apart, side_by_side
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 
 
 def batch_of(*sizes: tuple[int, int]) -> SampleBatch:

@@ -5,8 +5,13 @@ import random
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.shared.groups import last_response_tokens
-from rlhf_tasks.algorithms.shared.returns import at_last_tokens, discounted_returns, gae, shaped_rewards
+from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import last_response_tokens
+from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import (
+    at_last_tokens,
+    discounted_returns,
+    gae,
+    shaped_rewards,
+)
 
 
 def ragged(seed: int, n: int = 7) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]:

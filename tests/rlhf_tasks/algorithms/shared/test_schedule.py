@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.shared.context import CallContext
-from rlhf_tasks.algorithms.shared.schedule import (
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import (
     MAX_SKIPPED_CALLS,
     STATE_KEY,
     Step,
@@ -19,8 +19,8 @@ from rlhf_tasks.algorithms.shared.schedule import (
     learning_rate,
     optimizer_steps,
 )
-from rlhf_tasks.config.models import OptimizerConfig
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 
 
 def context(iteration: int, mini_batches: int = 4, n_seqs: int = 12, **optimizer: Any) -> CallContext:

@@ -5,9 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.micro_batch import SharedPrefixes, balance, common_prefixes, micro_batch, split
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.layout.work import LEAST_SHARED
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import (
+    SharedPrefixes,
+    balance,
+    common_prefixes,
+    micro_batch,
+    split,
+)
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import LEAST_SHARED
 
 
 def _batch(lengths: list[int]) -> SampleBatch:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, share_batch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.transfers import shares
-from rlhf_tasks.spec import DataSide
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, share_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import shares
+from prefect_rlhf.rlhf_tasks.spec import DataSide
 
 IDS = range(40, 53)
 KEYS = ("input_ids", "response_mask", "columns", "values", "scores", "features")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from rlhf_tasks.parallel.comm.groups import (
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
     ProcessGroups,
     all_reduce,
     device_sets,
@@ -17,7 +17,7 @@ from rlhf_tasks.parallel.comm.groups import (
     stage_set,
     tied_set,
 )
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_tasks.parallel.comm import host_memory
-from rlhf_tasks.parallel.comm.host_memory import HostCopy, ThreadCopier, copier, host_copies, host_zeros
+from prefect_rlhf.rlhf_tasks.parallel.comm import host_memory
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import (
+    HostCopy,
+    ThreadCopier,
+    copier,
+    host_copies,
+    host_zeros,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.comm.reallocation import digest, reallocate, union_set
-from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.transfers import reallocation_bound
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import digest, reallocate, union_set
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import reallocation_bound
 from tests.rlhf_tasks.roles_in_layouts import ADAPTERS, model, place
 from tests.tiny_models import held_slices
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.generate import slots
-from rlhf_tasks.parallel.generate.generation import generate
-from rlhf_tasks.parallel.generate.kv_cache import KVCache
-from rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.work import generation_flops
-from rlhf_tasks.parallel.model.logprobs import Vocabulary, packed_logprobs
-from rlhf_tasks.parallel.model.stage import ROWS, Stage
-from rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.generate import slots
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import KVCache
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops
+from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import Vocabulary, packed_logprobs
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import ROWS, Stage
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from tests.tiny_models import CONFIGS, fill, shape_of, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
@@ -412,7 +412,7 @@ def test_a_pass_over_prompts_has_a_multiple_of_rows_on_the_cpu_which_changes_no_
     padded = draw(engine, prompts(), max_new_tokens=3)
     steps = [len(LENGTHS)] * 3
     assert seen == [ROWS, *steps]
-    monkeypatch.setattr("rlhf_tasks.parallel.model.stage.ROWS", 1)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.model.stage.ROWS", 1)
     seen.clear()
     plain = draw(engine, prompts(), max_new_tokens=3)
     assert seen == [sum(LENGTHS) - len(LENGTHS), *steps]

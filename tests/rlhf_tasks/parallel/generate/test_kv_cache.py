@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf_tasks.parallel.generate import slots
-from rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, KVCache, Piece, vacate
-from rlhf_tasks.parallel.generate.slots import DecodingPace
-from rlhf_tasks.system.rank_process import process_bytes
+from prefect_rlhf.rlhf_tasks.parallel.generate import slots
+from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, KVCache, Piece, vacate
+from prefect_rlhf.rlhf_tasks.parallel.generate.slots import DecodingPace
+from prefect_rlhf.rlhf_tasks.system.rank_process import process_bytes
 from tests.rlhf_tasks.parallel.generate.test_generation import STOPS, Alone, build, draw, prompts, responses
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.generate.sampling import (
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
     SamplingParams,
     StopStrings,
     follow,
@@ -18,9 +18,9 @@ from rlhf_tasks.parallel.generate.sampling import (
     states_after,
     uniform,
 )
-from rlhf_tasks.parallel.layout import work
-from rlhf_tasks.parallel.layout.slices import split
-from rlhf_tasks.parallel.model.logprobs import Vocabulary
+from prefect_rlhf.rlhf_tasks.parallel.layout import work
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import split
+from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import Vocabulary
 
 FIRST = torch.zeros(1, dtype=torch.int64)
 """The number of a response's first token."""

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf_tasks.parallel.layout.families import FAMILIES
-from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
-from rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 
 SIZES = {
     "hidden_size": 24,

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 
 def model(query=6, kv=2, layers=4, **changes) -> ModelShape:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.transfers import (
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import (
     mini_batch_blocks,
     partition,
     plan_reallocation,
@@ -15,7 +15,7 @@ from rlhf_tasks.parallel.layout.transfers import (
     reallocation_bound,
     shares,
 )
-from rlhf_tasks.spec import DataSide
+from prefect_rlhf.rlhf_tasks.spec import DataSide
 
 
 def layout(shape: ModelShape, devices, dp=1, tp=1, pp=1, head="lm") -> Layout:

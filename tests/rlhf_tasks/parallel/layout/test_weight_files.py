@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_tasks.parallel.layout.shape import parameters
-from rlhf_tasks.parallel.layout.weight_files import (
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
     ADAPTER_CONFIG,
     adapter_of,
@@ -20,7 +20,7 @@ from rlhf_tasks.parallel.layout.weight_files import (
     config_digest,
     read_shape,
 )
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.adapter_folders import write_adapter
 from tests.tiny_models import tiny_config, tiny_model
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
-from rlhf_tasks.parallel.layout.work import generation_flops, pass_flops
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops, pass_flops
 
 SHAPE = ModelShape(
     "llama", hidden=8, layers=2, query_heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=16, context=32

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, SharedPrefixes
-from rlhf_tasks.parallel.model import attention
-from rlhf_tasks.parallel.model.attention import in_one_kernel, kv_index, packed_attention
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, SharedPrefixes
+from prefect_rlhf.rlhf_tasks.parallel.model import attention
+from prefect_rlhf.rlhf_tasks.parallel.model.attention import in_one_kernel, kv_index, packed_attention
 from tests.tiny_models import packed
 
 CPU = torch.device("cpu")

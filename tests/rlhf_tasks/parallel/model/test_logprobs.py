@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from planner.pricing.call_formulas import LOGPROB_BYTES
-from rlhf_tasks.parallel.batch.micro_batch import micro_batch, predicting
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.layout.slices import split
-from rlhf_tasks.parallel.model import logprobs as module
-from rlhf_tasks.parallel.model.logprobs import (
+from prefect_rlhf.planner.pricing.call_formulas import LOGPROB_BYTES
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import micro_batch, predicting
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import split
+from prefect_rlhf.rlhf_tasks.parallel.model import logprobs as module
+from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import (
     KeptTokens,
     Vocabulary,
     packed_logprobs,

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlhf_tasks.parallel.model import products as module
-from rlhf_tasks.parallel.model.products import (
+from prefect_rlhf.rlhf_tasks.parallel.model import products as module
+from prefect_rlhf.rlhf_tasks.parallel.model.products import (
     PackedWeights,
     Products,
     by_onednn,

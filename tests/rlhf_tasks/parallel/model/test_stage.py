@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_tasks.doctor import difference, plain_logits, weigh
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.shape import Head, Recompute
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.model.products import products
-from rlhf_tasks.parallel.model.stage import ROWS, Stage, check_model
+from prefect_rlhf.rlhf_tasks.doctor import difference, plain_logits, weigh
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.model.products import products
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import ROWS, Stage, check_model
 from tests.tiny_models import (
     CONFIGS,
     by_our_names,
@@ -185,7 +185,7 @@ def test_layers_compute_a_multiple_of_rows_on_the_cpu_and_what_pads_them_changes
     """Gradients included; float64, so that another order of a sum does not show."""
 
     def passed(rows: int) -> tuple[Tensor, list[Tensor], set[int]]:
-        monkeypatch.setattr("rlhf_tasks.parallel.model.stage.ROWS", rows)
+        monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.model.stage.ROWS", rows)
         config = tiny_config(family)  # the biases of Qwen2 make rows of zeros something else
         [stage] = pipeline(config, tiny_model(config).double(), 1, dtype=torch.float64)
         seen: set[int] = set()
@@ -273,7 +273,7 @@ def test_a_prompt_of_several_samples_is_computed_once_and_gives_the_same(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputation_changes_no_bit(monkeypatch, family: str, grouped: bool, dtype: torch.dtype):
-    monkeypatch.setattr("rlhf_tasks.parallel.model.stage.can_group", lambda *_: grouped)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.model.stage.can_group", lambda *_: grouped)
     config = tiny_config(family)
     model = tiny_model(config, dtype=dtype)
     outputs, gradients = [], []
@@ -328,7 +328,7 @@ def test_selective_recomputation_repeats_neither_products_nor_attention():
 
 
 def test_nor_does_it_repeat_those_of_all_experts_together(monkeypatch):
-    monkeypatch.setattr("rlhf_tasks.parallel.model.stage.can_group", lambda *_: True)
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.model.stage.can_group", lambda *_: True)
     config = tiny_config("mixtral")
     none, selective, full = (computed.grouped for computed in repeated(config, torch.float32))
     # of three products the gradients of both factors; nothing needs the result of the last product

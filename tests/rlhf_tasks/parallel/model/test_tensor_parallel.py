@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.layout.slices import Interval, split
-from rlhf_tasks.parallel.model.tensor_parallel import (
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, split
+from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
     Experts,
     MixtureOfExperts,
     Router,

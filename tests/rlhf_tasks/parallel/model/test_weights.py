@@ -14,15 +14,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_tasks.parallel.layout.shape import Head, Lora, linear_modules
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, LowRank, check_weights
-from rlhf_tasks.parallel.model import weights
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import FolderWriter, _Merged, initialise, load, load_config
-from rlhf_tasks.system.rank_process import give_back, process_bytes
-from rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, linear_modules
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, LowRank, check_weights
+from prefect_rlhf.rlhf_tasks.parallel.model import weights
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import (
+    FolderWriter,
+    _Merged,
+    initialise,
+    load,
+    load_config,
+)
+from prefect_rlhf.rlhf_tasks.system.rank_process import give_back, process_bytes
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.adapter_folders import write_adapter
 from tests.tiny_models import by_our_names, held_slices, packed, shape_of, tiny_config, tiny_model, tokens
 

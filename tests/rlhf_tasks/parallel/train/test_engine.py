@@ -20,18 +20,18 @@ from transformers import (
     Qwen3Config,
 )
 
-from rlhf_tasks.parallel.batch import micro_batch
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.redistribution import share_batch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.work import head_flops, pass_flops
-from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, Output
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.rlhf_tasks.parallel.batch import micro_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import head_flops, pass_flops
+from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, Output
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from tests.tiny_models import by_our_names, held_slices, of_tensor
 
 pytestmark = pytest.mark.dist

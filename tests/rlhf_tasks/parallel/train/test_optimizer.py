@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.comm.host_memory import Copier
-from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.train import optimizer as optimizer_module
-from rlhf_tasks.parallel.train import state_layout
-from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Copier
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.train import optimizer as optimizer_module
+from prefect_rlhf.rlhf_tasks.parallel.train import state_layout
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
 from tests.rlhf_tasks.lazy_copies import LazyCopier
 from tests.tiny_models import held_slices
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.model.attention import packed_attention
-from rlhf_tasks.parallel.train.pipeline import Pipeline, sums_in_order
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.model.attention import packed_attention
+from prefect_rlhf.rlhf_tasks.parallel.train.pipeline import Pipeline, sums_in_order
 from tests.tiny_models import packed
 
 HIDDEN = 5

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from planner.plan.graph import DataflowGraph
-from rlhf_tasks.algorithms.registry import ConfigError, algorithm, in_parts
-from rlhf_tasks.algorithms.shared.graphs import PROMPT_KEYS, ProgramError, concat, traced
+from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.rlhf_tasks.algorithms.registry import ConfigError, algorithm, in_parts
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import PROMPT_KEYS, ProgramError, concat, traced
 from tests.rlhf_tasks.algorithms import listed
 
 GROUP = 4
