@@ -449,7 +449,8 @@ def test_a_project_may_have_folders_of_our_names(tmp_path: Path):
     for name in ("flows", "planner", "rlhf_tasks", "blocks", "deployments"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("theirs = True\n")
-    program = "import flows, planner, rlhf_tasks, blocks, deployments\nfrom prefect_rlhf.flows.cli import main; main()"
+    theirs = "import flows, planner, rlhf_tasks, blocks, deployments"
+    program = f"{theirs}\nfrom prefect_rlhf.flows.cli import main; main()"
     ended = subprocess.run(
         [sys.executable, "-c", program, "graph", "ppo"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PYTHONSAFEPATH": "1"},
