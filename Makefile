@@ -12,7 +12,7 @@ STAMP := $(VENV)/.ready-$(shell { cat requirements.lock pyproject.toml Makefile;
 
 FAST := $(addprefix tests/,planner/plan rlhf_tasks/config rlhf_tasks/parallel/layout rlhf_tasks/user_code/test_forms.py)
 
-.PHONY: help coverage demo check format test test-ci test-slow lint venv lock wheel wheel-check clean
+.PHONY: help coverage demo docs check format test test-ci test-slow lint venv lock wheel wheel-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-12s %s\n", $$1, $$2}'
@@ -90,5 +90,8 @@ lock:  ## needs uv; torch stays out: its CPU and CUDA builds differ in hash and 
 		--no-annotate --no-header -q pyproject.toml -o requirements.lock
 	rm .lock-override
 
+docs: $(STAMP)  ## the site in site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:  ## remove what make has made
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

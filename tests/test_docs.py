@@ -1,6 +1,9 @@
 """The documentation: links lead somewhere, paths exist, decisions are short."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,22 @@ def test_every_page_that_code_names_exists():
 def test_a_decision_is_short(page: Path):
     _title, text = page.read_text().split("\n", 1)
     assert len(text.split()) <= WORDS_OF_A_DECISION
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_the_site_is_built_with_a_reference_of_what_the_code_says(tmp_path: Path):
+    """Strictly: a link or heading that is not there fails."""
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert built.returncode == 0, built.stderr
+    configuration = (tmp_path / "reference/configuration/index.html").read_text()
+    assert "optimizer.learning_rate" in configuration
+    assert "Peak learning rate." in configuration
+    assert "--accept-changes" in (tmp_path / "reference/commands/index.html").read_text()
