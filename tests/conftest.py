@@ -240,3 +240,13 @@ def second_user(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.second_user import second_user as make
 
     return make(tmp_path_factory.mktemp("second_user"))
+
+
+@pytest.fixture
+def hub() -> Iterator[Any]:
+    """A Hub on loopback, empty: see `tests/loopback_hub.py`."""
+    from tests.loopback_hub import Hub
+
+    server = Hub()
+    yield server
+    server.close()
