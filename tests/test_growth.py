@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 250,
-    "hundreds of lines": 559,
+    "files": 251,
+    "hundreds of lines": 560,
     "lines of the longest file": 627,
     "modules of the fullest folder": 12,
     "configuration paths of PPO": 119,
     "configuration paths of GRPO": 114,
-    "hundreds of words in docs": 227,
+    "hundreds of words in docs": 228,
     "files that name a kind of plan node": 16,
 }
 

@@ -11,10 +11,14 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -38,6 +42,10 @@ CONFIGS = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
+    "glm": GlmConfig,
+    "glm4": Glm4Config,
     "phi3": Phi3Config,
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
@@ -62,6 +70,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     # layers 0 and 2 slide, with rotary angles of their own
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2},
+    # all layers but the last slide
+    "olmo3": {"sliding_window": 4},
+    # of a head's 8 columns, 4 rotate
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
     "mixtral": {"num_local_experts": 4},  # two of which a token is given to
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 14},
     "gpt2": {"num_key_value_heads": None, "n_inner": 40},

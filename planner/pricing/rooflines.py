@@ -35,6 +35,7 @@ class Sizes:
     tied                     the head shares the embedding's weights: with several stages, the last one holds them too
     tp                       ranks that a layer is split over
     gated, norm_bias         of the layers, as in `Family`
+    norms_over_ranks         norms of a layer whose sums of squares are summed over the tp group
     """
 
     layer: int
@@ -56,6 +57,7 @@ class Sizes:
     positions: int
     gated: bool
     norm_bias: bool
+    norms_over_ranks: int
 
     @property
     def active(self) -> float:
@@ -164,10 +166,12 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
         positions=positions,
         gated=shape.gated,
         norm_bias=shape.norm_bias,
+        norms_over_ranks=2 if shape.qk_norm == "all heads" else 0,
     )
 
 
 GRADIENT_BYTES = 4  # float32 (gradients.py)
+NORM_BYTES = 4  # a token's sum of squares, float32 (rlhf_tasks/parallel/model/norms.py)
 UPDATE_TRAFFIC_BYTES = (
     30  # per parameter: gradient, master and moments read; master, moments and weight written
 )
@@ -229,7 +233,12 @@ class Roofline:
         attended = context if decoding else context / 2
         passes = 2 if kind == "backward" else 1
         overhead = self._overhead_s(tokens, decoding)
-        return self._work_s(tokens, attended, passes, decoding) + 2 * self._reduce_s(tokens) + overhead
+        reductions = 2 * self._reduce_s(tokens)
+        if self._local.norms_over_ranks:
+            squares = tokens * NORM_BYTES
+            one = self._device.all_reduce_s(squares, self._tp, self._crosses)
+            reductions += self._local.norms_over_ranks * one
+        return self._work_s(tokens, attended, passes, decoding) + reductions + overhead
 
     def _overhead_s(self, tokens: float, decoding: bool) -> float:
         """Host time of a layer. Mixtures of experts decode without CUDA graphs."""

@@ -19,7 +19,9 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 def model(**changes) -> ModelShape:
     """9 query heads on 3 KV heads, 11 columns, 17 tokens: nothing divides evenly by 2 or 4."""
     sizes = {"family": "qwen3", "query_heads": 9, "kv_heads": 3, "layers": 3, **changes}
-    return ModelShape(hidden=8, head_dim=2, intermediate=11, vocab=17, context=64, qk_norm=True, **sizes)
+    return ModelShape(
+        hidden=8, head_dim=2, intermediate=11, vocab=17, context=64, qk_norm="each head", **sizes
+    )
 
 
 def place(devices, dp=1, tp=1, pp=1) -> Placement:

@@ -7,12 +7,25 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 """The norms of a layer of Llama."""
+
+
+HeadNorms = Literal["each head", "all heads"]
+"""RMS norms on query and key: over each head, with weights that all heads share, or over all heads together."""
+
+Packing = Literal["qkv", "gate_up"]
+"""Linear modules that files hold as one tensor: q, k and v; gate and up."""
+
+
+class Unless(NamedTuple):
+    """True unless a config key is false."""
+
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +68,15 @@ class Names:
 class Family:
     """Properties of the models of one `model_type`, and defaults of keys that their configs may omit.
 
-    qkv_bias, out_bias, mlp_bias  True, False, or the config key that says which
-    qk_norm                       RMS norms on the heads of query and key, shared by all heads
+    title                         what people call it
+    qkv_bias, out_bias, mlp_bias  True, False, or the config key that says which (False where it is absent)
+    qk_norm                       norms on query and key; None: none
     head_dim                      default size of a head; None: hidden_size // heads
     kv_heads                      default number of KV heads; None: as many as query heads
     tied                          default of tie_word_embeddings
     norms                         the norms of a layer over hidden states, in the order of the forward pass
     gated                         the MLP is down(act(gate(x)) * up(x)); False: down(act(up(x)))
-    packed                        files hold q, k and v as one tensor, and gate and up where there is a gate
+    packed                        what files hold as one tensor
     mixture                       the experts of every layer; None: a layer has one MLP
     norm_bias                     norms subtract the mean and add a bias (LayerNorm)
     learned_positions             an embedding of positions is added to that of tokens; no rotary angles
@@ -75,16 +89,17 @@ class Family:
     refused                       config keys that must be false: of what is unknown here
     """
 
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
+    title: str = ""
+    qkv_bias: bool | str | Unless = False
+    out_bias: bool | str | Unless = False
+    mlp_bias: bool | str | Unless = False
+    qk_norm: HeadNorms | None = None
     head_dim: int | None = None
     kv_heads: int | None = None
     tied: bool = False
     norms: tuple[str, ...] = LAYER_NORMS
     gated: bool = True
-    packed: bool = False
+    packed: tuple[Packing, ...] = ()
     mixture: Mixture | None = None
     norm_bias: bool = False
     learned_positions: bool = False
@@ -96,22 +111,44 @@ class Family:
     refused: tuple[str, ...] = ()
 
 
-_GEMMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", head_dim=256, kv_heads=16, tied=True)
+_GEMMA = Family(
+    "Gemma", qkv_bias="attention_bias", out_bias="attention_bias", head_dim=256, kv_heads=16, tied=True
+)
 _SANDWICH = (*LAYER_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_GEMMA2 = replace(_GEMMA, kv_heads=4, norms=_SANDWICH)
+_GEMMA2 = replace(_GEMMA, title="Gemma 2", kv_heads=4, norms=_SANDWICH)
+_OLMO2 = Family(
+    "OLMo 2",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm="all heads",
+    norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+_GLM = Family("GLM-4", qkv_bias=Unless("attention_bias"), head_dim=128, kv_heads=2, packed=("gate_up",))
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Family(kv_heads=8),
-    "qwen2": Family(qkv_bias=True, kv_heads=32),
+    "llama": Family("Llama", qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Family("Mistral", kv_heads=8),
+    "qwen2": Family("Qwen2", qkv_bias=True, kv_heads=32),
     "qwen3": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, head_dim=128, kv_heads=32
+        "Qwen3",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm="each head",
+        head_dim=128,
+        kv_heads=32,
     ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
-    "gemma3_text": replace(_GEMMA2, qk_norm=True),
-    "phi3": Family(packed=True),
+    "gemma3_text": replace(_GEMMA2, title="Gemma 3 (text)", qk_norm="each head"),
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, title="OLMo 3"),
+    "glm": _GLM,
+    "glm4": replace(
+        _GLM, title="GLM-4-0414", norms=(*LAYER_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm")
+    ),
+    "phi3": Family("Phi-3", packed=("qkv", "gate_up")),
     "mixtral": Family(
+        "Mixtral",
         kv_heads=8,
         mixture=Mixture(
             "intermediate_size",
@@ -122,20 +159,22 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "qwen3_moe": Family(
+        "Qwen3-MoE",
         qkv_bias="attention_bias",
         out_bias="attention_bias",
-        qk_norm=True,
+        qk_norm="each head",
         kv_heads=4,
         mixture=Mixture("moe_intermediate_size", count=128, per_token=8),
     ),
     "gpt2": Family(
+        "GPT-2",
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
         tied=True,
         norms=("ln_1", "ln_2"),
         gated=False,
-        packed=True,
+        packed=("qkv",),
         norm_bias=True,
         learned_positions=True,
         columns_per_hidden=4,
@@ -161,7 +200,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 """The tested families: tests compare their logits, values and gradients with those of transformers."""
 
-TESTED = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text), Phi-3, Mixtral, Qwen3-MoE and GPT-2"
+TESTED = ", ".join(family.title for family in FAMILIES.values())
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """The config keys of the number of experts: transformers writes either."""
@@ -301,22 +340,27 @@ def read_family(weights: Mapping[str, tuple[int, ...]], source: str) -> Family:
         raise ConfigError(
             f"Model {source!r}: its first layer {what}, so it is unknown how to split it. {_KNOWN}"
         )
-    of_query = layer["self_attn.q_proj.weight"]
-    query, hidden = of_query[:1], of_query[1:]
+    hidden = layer["self_attn.q_proj.weight"][1:]
     norms = {name.removesuffix(".weight"): shape for name, shape in layer.items() if "norm" in name}
     heads = [name for name in norms if name.startswith("self_attn.")]
     unlike = [name for name in norms if name not in heads and norms[name] != hidden]
-    unlike += [name for name in heads if norms[name] == query or len(heads) == 1]
+    rows = {name: layer[name.replace("_norm", "_proj.weight")][:1] for name in heads}
+    over_all = rows.get("self_attn.q_norm") == norms.get("self_attn.q_norm")
+    unlike += [
+        name
+        for name in heads
+        if len(heads) == 1 or len(norms[name]) > 1 or (over_all and norms[name] != rows[name])
+    ]
     if unlike:
         raise ConfigError(
             f"Model {source!r}: {unlike[0]} in its first layer is a norm of shape {list(norms[unlike[0]])}, neither "
-            f"over hidden states nor over each head of query and key, so it cannot be split. {_KNOWN}"
+            f"over hidden states nor over each head of query and key nor over all, so it cannot be split. {_KNOWN}"
         )
     return Family(
         qkv_bias="self_attn.q_proj.bias" in layer,
         out_bias="self_attn.o_proj.bias" in layer,
         mlp_bias="mlp.up_proj.bias" in layer,
-        qk_norm=bool(heads),
+        qk_norm=None if not heads else "all heads" if over_all else "each head",
         tied="lm_head.weight" not in weights,
         norms=tuple(name for name in norms if name not in heads),
         gated="mlp.gate_proj.weight" in layer,

@@ -16,7 +16,10 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
     FAMILIES,
     LAYER_NORMS,
     Family,
+    HeadNorms,
     Mixture,
+    Packing,
+    Unless,
     family_of,
 )
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
@@ -156,10 +159,10 @@ class ModelShape:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: HeadNorms | None = None
     norms: tuple[str, ...] = LAYER_NORMS
     gated: bool = True
-    packed: bool = False
+    packed: tuple[Packing, ...] = ()
     experts: int = 0
     experts_per_token: int = 0
     norm_bias: bool = False
@@ -270,8 +273,10 @@ class _ConfigKeys:
             )
         return value
 
-    def option(self, known: bool | str) -> bool:
+    def option(self, known: bool | str | Unless) -> bool:
         """The family's value, or the config's value where the family names a config key."""
+        if isinstance(known, Unless):
+            return self.flag(known.key, True)
         return self.flag(known, False) if isinstance(known, str) else known
 
 
@@ -411,14 +416,19 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
             specs.append(spec(f"{name}.bias", (out,), *how, partial))
         return specs
 
-    def norm(name: str, size: int, inside_heads: bool = False) -> list[ParameterSpec]:
+    def norm(name: str, size: int) -> list[ParameterSpec]:
         parts = ("weight", "bias") if shape.norm_bias else ("weight",)
-        return [spec(f"{name}.{part}", (size,), partial=inside_heads) for part in parts]
+        return [spec(f"{name}.{part}", (size,)) for part in parts]
 
-    head_norms = [
-        *norm(f"{attention}.q_norm", shape.head_dim, True),
-        *norm(f"{attention}.k_norm", shape.head_dim, True),
-    ]
+    q_norm, k_norm = (f"{attention}.{name}.weight" for name in ("q_norm", "k_norm"))
+    head_norms = {
+        None: [],
+        "each head": [spec(name, (shape.head_dim,), partial=True) for name in (q_norm, k_norm)],
+        "all heads": [
+            spec(q_norm, (query,), 0, "query_head"),
+            spec(k_norm, (kv,), 0, "kv_head", partial=True),
+        ],
+    }[shape.qk_norm]
     into_heads = [
         *linear(f"{attention}.q_proj", query, shape.hidden, "query_head", 0, shape.qkv_bias),
         *linear(f"{attention}.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
@@ -430,9 +440,10 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         for name in into_mlp
         for spec in linear(f"mlp.{name}", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias)
     ]
-    if shape.packed:
+    if "qkv" in shape.packed:
         into_heads = _packed(into_heads, names.qkv)
-        into_columns = _packed(into_columns, names.gate_up) if shape.gated else into_columns
+    if "gate_up" in shape.packed:
+        into_columns = _packed(into_columns, names.gate_up)
     mixture = family.mixture if shape.experts else None
     mlp = [
         *into_columns,
@@ -440,7 +451,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
     ]
     return [
         *into_heads,
-        *(head_norms if shape.qk_norm else []),
+        *head_norms,
         *linear(f"{attention}.{names.out}", shape.hidden, query, "query_head", 1, shape.out_bias),
         *(mlp if mixture is None else _mixture(shape, mixture, layer)),
         *(spec for name in shape.norms for spec in norm(name, shape.hidden)),

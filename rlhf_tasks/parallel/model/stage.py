@@ -1,8 +1,7 @@
 """One pipeline stage of a decoder on one rank: Hugging Face's layers, their slices, our attention.
 
 The decoder layers are the classes of transformers with their real layer numbers, because some behaviour depends on
-the number (sliding window or full attention). The model's own `base_model_tp_plan` says which modules are split and
-how; the `Layout` says which rows a rank holds.
+the number (sliding window or full attention). The `Layout` says which modules are split, and which rows a rank holds.
 """
 
 import re
@@ -25,6 +24,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate
 from prefect_rlhf.rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
+from prefect_rlhf.rlhf_tasks.parallel.model.norms import NormOverRanks, RMSNorm, norm_offset, own_norm
 from prefect_rlhf.rlhf_tasks.parallel.model.products import linear
 from prefect_rlhf.rlhf_tasks.parallel.model.recomputation import recomputing
 from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
@@ -39,67 +39,6 @@ from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
     copy_to_ranks,
 )
 
-
-def norm_offset(theirs: nn.Module) -> float:
-    """What a norm of transformers adds to its weight: 1.0 for Gemma's, else 0.0.
-
-    Raises ValueError when it is neither a root mean square norm nor a LayerNorm.
-    """
-    if type(theirs) is nn.LayerNorm:
-        return 0.0
-    x = torch.tensor([[3e-3, -1e-3, 2e-3, 5e-3]])  # so small that eps counts
-    eps = _eps(theirs)
-    with torch.no_grad():
-        small: Any = type(theirs)(4, eps=eps)
-        for offset in (0.0, 1.0):
-            ours = RMSNorm(4, eps, offset, torch.device("cpu"))
-            for norm in (small, ours):
-                norm.weight.copy_(torch.tensor([0.5, -0.25, 1.0, 2.0]))
-            if torch.allclose(small(x), ours(x), rtol=1e-4):
-                return offset
-    raise ValueError(f"{type(theirs).__name__} is neither a root mean square norm nor a LayerNorm.")
-
-
-def _eps(theirs: Any) -> float:
-    return theirs.variance_epsilon if hasattr(theirs, "variance_epsilon") else theirs.eps
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467), computed in float32, or in float64 for float64 inputs.
-
-    It replaces Hugging Face's norms, which always round to float32: in float64 runs, layouts would differ by 1e-7.
-
-    size    length of the normalised last dim
-    eps     added to the mean square
-    offset  added to the weight: 1.0 for Gemma, whose weights are stored around zero
-    """
-
-    def __init__(self, size: int, eps: float, offset: float, device: torch.device) -> None:
-        super().__init__()
-        self.eps = eps
-        self.offset = offset
-        self.weight = nn.Parameter(torch.empty(size, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
-        if self.offset == 0.0:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(wide) + self.offset
-        return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
-
-
-def own_norm(theirs: Any, offset: float) -> RMSNorm | nn.LayerNorm:
-    """A norm that computes what one of transformers does, on the meta device.
-
-    offset  as from `norm_offset`
-    """
-    if type(theirs) is nn.LayerNorm:
-        bias = theirs.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
-        return nn.LayerNorm(list(theirs.normalized_shape), theirs.eps, bias=bias, device="meta")
-    return RMSNorm(theirs.weight.shape[0], _eps(theirs), offset, torch.device("meta"))
-
-
 ROWS = 32
 """On the CPU, passes that read no cache have a multiple of so many rows; those after the last token are zeros.
 
@@ -109,35 +48,21 @@ gradients, and .6 MB that it keeps for each shape. Micro-batches of natural leng
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
-_OWN_PLANS: Mapping[str, Mapping[str, str]] = {
-    "phi3": {
-        "layers.*.self_attn.qkv_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    },
-    "gpt2": {
-        "layers.*.attn.c_attn": "colwise",
-        "layers.*.attn.c_proj": "rowwise",
-        "layers.*.mlp.c_fc": "colwise",
-        "layers.*.mlp.c_proj": "rowwise",
-    },
-}
-"""Plans where transformers has none, or one that keeps the outputs of packed projections whole on every rank."""
 
-
-def _plan(config: PreTrainedConfig) -> Mapping[str, str] | None:
-    """Module, as in `layers.*.mlp.up_proj` -> how tensor parallelism splits it. Experts split themselves."""
-    plan = _OWN_PLANS.get(config.model_type, config.base_model_tp_plan)
-    return plan and {module: style for module, style in plan.items() if ".experts" not in module}
+def _plan(config: PreTrainedConfig) -> Mapping[str, str]:
+    """transformers' plan: module, as in `layers.*.mlp.up_proj` -> how tensor parallelism splits it."""
+    return config.base_model_tp_plan or {}
 
 
 def check_model(config: PreTrainedConfig) -> None:
     """Raises ValueError, with a sentence for the user, when a model cannot be split faithfully.
 
-    Models that the config file alone rules out have been refused by `ModelShape` before.
+    Models that the config file alone rules out have been refused by `ModelShape` before. How tested families are
+    split, their layout says; of others, transformers' plan must agree with it.
     """
     family = config.model_type
+    if family in FAMILIES:
+        return
     plan = _plan(config)
     if not plan:
         raise ValueError(f"{family} declares no base_model_tp_plan, so it is unknown how to split it.")
@@ -314,7 +239,7 @@ class Stage(nn.Module):
         for i, layer in self.model.layers.items():
             if self.layout.shape.experts:
                 layer.mlp = self._mixture_of_experts()
-            self._split_layer(layer, f"model.layers.{i}", _plan(config) or {})
+            self._split_layer(layer, f"model.layers.{i}")
         if self.is_first or (self.is_last and self._tied):
             # Gemma's classes of embeddings multiply by the root of the hidden size.
             theirs, vocab = (
@@ -351,33 +276,53 @@ class Stage(nn.Module):
         experts = Experts(shape.experts, shape.hidden, columns, activation, meta, grouped, rows)
         return MixtureOfExperts(router, experts, self.tp_group)
 
-    def _split_layer(self, layer: Any, prefix: str, plan: Mapping[str, str]) -> None:
+    def _split_layer(self, layer: Any, prefix: str) -> None:
         """Replace a decoder layer's linear modules and norms, and put `copy_to_ranks` before its blocks."""
         for parent_name, parent in list(layer.named_modules()):
             if isinstance(parent, MixtureOfExperts):
                 continue
-            styles = set()
+            enters = False
             for name, child in list(parent.named_children()):
                 path = ".".join(filter(None, (prefix, parent_name, name)))
-                style = plan.get(re.sub(r"^model\.layers\.\d+", "layers.*", path))
                 kind = type(child).__name__
                 is_linear = isinstance(child, nn.Linear | Conv1D)
                 if is_linear and f"{path}.weight" not in self.layout.specs:
                     setattr(parent, name, self._packed_linear(child, path))
                     self._count_own_heads(parent)
+                    enters = True
                 elif is_linear:
+                    style = self._style(path)
                     setattr(parent, name, self._parallel_linear(child, path, style))
+                    enters = enters or style == "colwise"
                 elif isinstance(child, NewGELUActivation):  # the same, in one kernel that keeps less
                     setattr(parent, name, nn.GELU("tanh"))
                 elif kind.endswith("Norm"):
-                    setattr(parent, name, own_norm(child, self._norm_offset))
+                    setattr(parent, name, self._norm(child, path))
                 elif any(True for _ in child.parameters(recurse=False)):
                     raise ValueError(f"{path} is a {kind}: neither a linear module nor an RMS norm.")
-                styles.add(style)
-            if "colwise" in styles:
+            if enters:
                 parent.register_forward_pre_hook(self._enter_block, with_kwargs=True)
             if hasattr(parent, "layer_idx"):
                 parent.kv_index = kv_index(self.layout.kv_head_map(self.coordinate.tp), self.device)
+
+    def _style(self, path: str) -> str:
+        """How tensor parallelism splits a linear module: as the layout says. Raises ValueError where, of an untested
+        family, transformers' plan does not say the same."""
+        style = "colwise" if self.layout.specs[f"{path}.weight"].shard_dim == 0 else "rowwise"
+        family = self.layout.shape.family
+        said = _plan(self.config).get(re.sub(r"^model\.layers\.\d+", "layers.*", path))
+        if family not in FAMILIES and said != style:
+            raise ValueError(f"the tensor-parallel plan of {family} does not say how to split {path}.")
+        return style
+
+    def _norm(self, theirs: Any, path: str) -> nn.Module:
+        """A norm of a layer."""
+        spec = self.layout.specs[f"{path}.weight"]
+        if spec.unit is None:
+            return own_norm(theirs, self._norm_offset)
+        rows = self.layout.interval(spec, self.coordinate.tp)
+        counted = self.layout.primary(self.holder)[spec.name]
+        return NormOverRanks(theirs, rows.size, counted.within(rows), self.tp_group)
 
     def _enter_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Pass the block's input, which its column-parallel modules share, through `copy_to_ranks` once."""
@@ -385,17 +330,13 @@ class Stage(nn.Module):
             return (copy_to_ranks(args[0], self.tp_group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": copy_to_ranks(kwargs["hidden_states"], self.tp_group)}
 
-    def _parallel_linear(self, whole: nn.Linear | Conv1D, path: str, style: str | None) -> nn.Linear:
+    def _parallel_linear(self, whole: nn.Linear | Conv1D, path: str, style: str) -> nn.Linear:
         if style == "colwise":
             local = self._column_parallel(whole, path)
-        elif style == "rowwise":
+        else:
             rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
             bias = whole.bias is not None
             local = RowParallelLinear(columns, rows, bias, self.tp_group, torch.device("meta"))
-        else:
-            raise ValueError(
-                f"the tensor-parallel plan of {self.layout.shape.family} does not say how to split {path}."
-            )
         if self.trained.lora is not None and f"{path}.lora_A.weight" in self.trained.specs:
             local.adapt(self.trained.lora)
         return local

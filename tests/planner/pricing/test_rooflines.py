@@ -29,7 +29,7 @@ GPT2 = {
     "norm_bias": True,
     "learned_positions": True,
     "gated": False,
-    "packed": True,
+    "packed": ("qkv",),
 }
 MIXTURE = {"family": "mixtral", "experts": 8, "experts_per_token": 2}
 

@@ -17,7 +17,7 @@ def model(query=6, kv=2, layers=4, **changes) -> ModelShape:
         "intermediate": 10,
         "vocab": 17,
     }
-    return ModelShape(family="qwen3", context=64, qk_norm=True, **{**sizes, **changes})
+    return ModelShape(family="qwen3", context=64, qk_norm="each head", **{**sizes, **changes})
 
 
 def layout(shape: ModelShape, dp=1, tp=1, pp=1, head="lm", first=0) -> Layout:

@@ -23,7 +23,9 @@ def layout(shape: ModelShape, devices, dp=1, tp=1, pp=1, head="lm") -> Layout:
 
 
 def model(query=6, kv=2, layers=3, tied=False) -> ModelShape:
-    return ModelShape("qwen3", 8, layers, query, kv, 2, 10, 17, 64, tied=tied, qkv_bias=True, qk_norm=True)
+    return ModelShape(
+        "qwen3", 8, layers, query, kv, 2, 10, 17, 64, tied=tied, qkv_bias=True, qk_norm="each head"
+    )
 
 
 @st.composite

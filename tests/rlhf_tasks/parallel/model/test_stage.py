@@ -8,17 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 from prefect_rlhf.rlhf_tasks.doctor import difference, plain_logits, weigh
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
-from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate, ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.model.products import products
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import ROWS, Stage, check_model
 from tests.tiny_models import (
     CONFIGS,
+    SIZES,
     by_our_names,
     fill,
     of_tensor,
@@ -357,14 +359,14 @@ def test_float64_is_not_rounded_to_float32_on_the_way():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"base_model_tp_plan": {"layers.*.mlp": "packed_colwise"}}, "packed_colwise"),
-        ("llama", {"base_model_tp_plan": None}, "declares no base_model_tp_plan"),
+        ("smollm3", {"base_model_tp_plan": {"layers.*.mlp": "packed_colwise"}}, "packed_colwise"),
+        ("smollm3", {"base_model_tp_plan": None}, "declares no base_model_tp_plan"),
     ],
 )
 def test_a_model_that_nothing_says_how_to_split_is_refused(
     family: str, changes: dict[str, Any], message: str
 ):
-    config = tiny_config(family)
+    config = AutoConfig.for_model(family)
     check_model(config)
     for key, value in changes.items():
         setattr(config, key, value)
@@ -372,13 +374,16 @@ def test_a_model_that_nothing_says_how_to_split_is_refused(
         check_model(config)
 
 
-def test_a_linear_module_without_a_plan_is_refused():
-    config = tiny_config("llama")
-    model = tiny_model(config)
+def test_a_linear_module_of_an_untested_family_without_a_plan_is_refused():
+    config = AutoConfig.for_model("smollm3", **SIZES)
+    shape = replace(shape_of(tiny_config("llama")), family="smollm3")
+    layout, at = Layout(shape, "lm", Placement((0,), ParallelStrategy())), Coordinate(0, 0, 0)
+    how: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
+    Stage(config, layout, at, None, **how)
     plan = config.base_model_tp_plan
     config.base_model_tp_plan = {key: style for key, style in plan.items() if "up_proj" not in key}
     with pytest.raises(ValueError, match=r"does not say how to split model.layers.0.mlp.up_proj"):
-        pipeline(config, model, 1)
+        Stage(config, layout, at, None, **how)
 
 
 # Several ranks: each compares its output with its slice, and hands back its gradients
@@ -425,6 +430,11 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("gemma", {"num_key_value_heads": 1, "pad_token_id": 0}),
     ("gemma2", {"pad_token_id": 0}),
     ("phi3", {**UNEVEN, "sliding_window": 3}),
+    ("olmo2", UNEVEN),
+    ("olmo2", {"num_key_value_heads": 1}),
+    ("olmo3", {"num_key_value_heads": 4}),
+    ("glm", {**UNEVEN, "attention_bias": False}),
+    ("glm4", {}),
     ("gemma3_text", {**UNEVEN, "tie_word_embeddings": False}),
     ("mixtral", {"sliding_window": 3}),
     ("qwen3_moe", {**UNEVEN, "norm_topk_prob": True, "tie_word_embeddings": True}),
@@ -443,8 +453,8 @@ SPLITS: list[tuple[ParallelStrategy, Head, tuple[str, ...]]] = [
 ]
 """How other families are split, and of which continuous integration runs that: of each the split of both kinds, which
 has all that either has; a value head differs after the last layer, which families do not. The default suite runs
-those of Gemma 2, Mixtral and GPT-2."""
-BY_DEFAULT = ("gemma2", "mixtral", "gpt2")
+those of Gemma 2, OLMo 2, Mixtral and GPT-2."""
+BY_DEFAULT = ("gemma2", "olmo2", "mixtral", "gpt2")
 
 
 @pytest.mark.dist

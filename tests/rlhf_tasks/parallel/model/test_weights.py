@@ -50,11 +50,13 @@ def make_stage(config, head: Head = "lm", dtype=torch.float32, lora=None) -> Sta
         ("qwen3", {**UNEVEN, "tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2)),
         ("gemma", {}, ParallelStrategy(tp=4)),
         ("phi3", UNEVEN, ParallelStrategy(tp=2, pp=2)),
+        ("olmo2", UNEVEN, ParallelStrategy(tp=2, pp=2)),
+        ("glm4", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("mixtral", {}, ParallelStrategy(tp=4)),
         ("qwen3_moe", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("gpt2", {"hidden_size": 36, "num_attention_heads": 9}, ParallelStrategy(tp=2, pp=2)),
     ],
-    ids=["llama", "qwen3", "gemma", "phi3", "mixtral", "qwen3_moe", "gpt2"],
+    ids=["llama", "qwen3", "gemma", "phi3", "olmo2", "glm4", "mixtral", "qwen3_moe", "gpt2"],
 )
 def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, family, changes, strategy):
     model = tiny_model(tiny_config(family, **changes))
@@ -204,9 +206,11 @@ def test_a_random_start_depends_on_the_seed():
         ("llama", UNEVEN, ParallelStrategy(dp=2, tp=2)),
         ("qwen3", {"tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2)),
         ("phi3", UNEVEN, ParallelStrategy(tp=2, pp=2)),
+        ("olmo2", UNEVEN, ParallelStrategy(tp=2, pp=2)),
+        ("glm4", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("gpt2", {"hidden_size": 36, "num_attention_heads": 9}, ParallelStrategy(tp=2, pp=2)),
     ],
-    ids=["llama", "qwen3", "phi3", "gpt2"],
+    ids=["llama", "qwen3", "phi3", "olmo2", "glm4", "gpt2"],
 )
 def test_an_adapters_folder_is_read_as_the_model_that_peft_merges(tmp_path: Path, family, changes, strategy):
     base, folder = tmp_path / "base", tmp_path / "adapter"
@@ -275,11 +279,13 @@ def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], sh
         ("gemma", {}),
         ("qwen2", {}),
         ("phi3", {}),
+        ("olmo3", {}),
+        ("glm", {}),
         ("mixtral", {}),
         ("qwen3_moe", {}),
         ("gpt2", {}),
     ],
-    ids=["llama", "qwen3", "gemma", "qwen2", "phi3", "mixtral", "qwen3_moe", "gpt2"],
+    ids=["llama", "qwen3", "gemma", "qwen2", "phi3", "olmo3", "glm", "mixtral", "qwen3_moe", "gpt2"],
 )
 def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[str, Any]):
     source, folder = tmp_path / "source", tmp_path / "out"

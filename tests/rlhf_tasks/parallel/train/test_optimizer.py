@@ -26,7 +26,7 @@ pytestmark = pytest.mark.dist
 
 # Nothing divides: neither heads, columns and vocabulary over tp, nor the flat buffer over dp.
 SIZES = {"hidden": 6, "layers": 2, "head_dim": 2, "intermediate": 7, "vocab": 11, "context": 32}
-UNEVEN = {"family": "qwen3", "qk_norm": True, **SIZES}
+UNEVEN = {"family": "qwen3", "qk_norm": "each head", **SIZES}
 GROUPED = ModelShape(query_heads=9, kv_heads=3, tied=True, **UNEVEN)
 FEW_KV = ModelShape(query_heads=4, kv_heads=1, tied=False, **UNEVEN)
 EXPERTS = replace(FEW_KV, family="qwen3_moe", experts=3, experts_per_token=2)
