@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 251,
-    "hundreds of lines": 560,
+    "hundreds of lines": 561,
     "lines of the longest file": 627,
     "modules of the fullest folder": 12,
     "configuration paths of PPO": 119,

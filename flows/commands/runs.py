@@ -4,6 +4,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -60,8 +61,8 @@ def run(
         ppo, grpo, dpo, sft, reward-model, rollout, evaluate, or another algorithm (docs/algorithms.md); or
         pipeline, whose stages are such runs. The same command continues an interrupted pipeline.
     overrides
-        `key.sub=value`, the value being YAML; with --resume only `cluster.*`, `patience` and `max_restarts`,
-        unless changes are accepted.
+        `key.sub=value`, the value being YAML. With --resume only ordinary changes: `total_iterations`, learning
+        rates, when to evaluate, and what no result depends on; all others need --accept-changes.
     config
         The run's configuration, a YAML file.
     resume
@@ -82,16 +83,13 @@ def run(
     if resume is not None:
         folder, settings = existing_run_folder(resume)
         refuse_foreign(folder)
-        foreign = [
-            change
-            for change in overrides
-            if not change.startswith(("cluster.", "patience=", "max_restarts="))
-        ]
+        keys = {change.partition("=")[0].strip(): change for change in overrides}
+        foreign = [change for key, change in keys.items() if not run_identity.may_be_stated(key)]
         if foreign and not accept_changes:
             raise ConfigError(
                 f"--resume keeps the configuration of {resume}, but {' '.join(foreign)} would change it. Leave that "
-                "out (only cluster.*, patience and max_restarts may be given), add --accept-changes, or start a new "
-                "run."
+                "out, add --accept-changes, or start a new run. Ordinary changes (total_iterations, learning rates, "
+                "evaluation.every) need no --accept-changes."
             )
         settings = override(settings, overrides)
     else:
@@ -101,23 +99,36 @@ def run(
         refuse_used_name(settings)
     # Taken from the first look to the end: of two that resume a run at once, one continues.
     with taken(folder) if folder is not None else nullcontext():
-        _run_in(algorithm, settings, config, folder, accept_changes)
+        stated = [change.partition("=")[0].strip() for change in overrides]
+        _run_in(algorithm, settings, config, folder, stated, accept_changes)
 
 
 def _run_in(
-    algorithm: str, settings: RunConfig, config: Path | None, folder: Path | None, accept_changes: bool
+    algorithm: str,
+    settings: RunConfig,
+    config: Path | None,
+    folder: Path | None,
+    stated: Sequence[str],
+    accept_changes: bool,
 ) -> None:
-    """Check a run's configuration, then run it. folder: of a run that is resumed, which is taken."""
+    """Check a run's configuration, then run it.
+
+    folder  of a run that is resumed, which is taken
+    stated  keys that the command line gives
+    """
     _refuse_other_type(algorithm, settings.type, config, folder)
     with phase("models, data and plan"):
         prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
     if folder is None and accept_changes:
         raise ConfigError("--accept-changes is only for a run that is resumed: give --resume FOLDER, too.")
-    if folder is not None and accept_changes:
-        show_warnings([f"accepted: {change}" for change in run_identity.accept_changes(folder, prepared)])
-    elif folder is not None:
-        run_identity.refuse_changes(folder, prepared)
+    if folder is not None:
+        accepted = (
+            run_identity.accept_changes(folder, prepared)
+            if accept_changes
+            else run_identity.accept_stated(folder, prepared, stated)
+        )
+        show_warnings([f"accepted: {change}" for change in accepted])
     begin_to_load_for(prepared.config.cluster)
     # Prefect takes seconds to import, so a faulty configuration is refused before that. The run folder is made after
     # it, when Ctrl-C already says how to resume.

@@ -1,8 +1,9 @@
 """What must be unchanged when a run is resumed: commits, journals, configuration, data and models.
 
 If something has changed since the last commit, resuming is refused with the difference, until the user accepts it:
-`prefect-rlhf run TYPE --resume FOLDER --accept-changes`. The cluster and the timeouts may always change; the shape of
-a trained model may never. So it is with a pipeline's stages, which are checked before the first one starts.
+`prefect-rlhf run TYPE --resume FOLDER --accept-changes`. An ordinary change (`ORDINARY`) is accepted by being given
+on the command line. The cluster and the timeouts may always change; the shape of a trained model may never. So it is
+with a pipeline's stages, which are checked before the first one starts.
 
 Loads neither Prefect nor torch.
 """
@@ -10,7 +11,7 @@ Loads neither Prefect nor torch.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -60,6 +61,17 @@ FREE = (
     "snapshot_every",
 )
 """Keys of a configuration on which no result depends."""
+ORDINARY = (
+    "total_iterations",
+    "optimizer.learning_rate",
+    "critic_learning_rate",
+    "optimizer.lr_scheduler_type",
+    "optimizer.warmup_steps",
+    "evaluation.every",
+    "evaluation.keep_best",
+)
+"""Keys that people change between two parts of one training."""
+_OF_A_NEW_RUN = ("name", "output_dir", "resume")
 
 _DIGESTS = TypeAdapter(dict[str, dict[str, str]])
 _READ_OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model")
@@ -85,6 +97,26 @@ def refuse_changes(folder: Path, prepared: Prepared) -> None:
         raise ConfigError(
             f"{folder}: changed since the last commit: {'; '.join(changes)}. Undo that, or accept it: {command}"
         )
+
+
+def may_be_stated(key: str) -> bool:
+    """Whether the command line may give a run that is resumed another value of a dotted key: no result depends on it,
+    or it is an ordinary change."""
+    return key in ORDINARY or (key.partition(".")[0] in FREE and key not in _OF_A_NEW_RUN)
+
+
+def accept_stated(folder: Path, prepared: Prepared, stated: Collection[str]) -> tuple[str, ...]:
+    """Accept what has changed since a run's last commit where the command line has stated it, as `accept_changes`
+    does. Raises ConfigError, as `refuse_changes` does, where something else has changed, too.
+
+    stated  dotted keys that `may_be_stated`
+    """
+    changes = differences(folder, prepared)
+    others = [change for change in changes if change.partition(" ")[0] not in stated]
+    if others or not any(key in ORDINARY for key in stated):
+        refuse_changes(folder, prepared)
+        return ()
+    return accept_changes(folder, prepared)  # where nothing is committed yet, the configuration alone
 
 
 def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
@@ -132,10 +164,16 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     """A sentence for each thing that has changed since the last commit; none where there is no commit yet.
 
     Raises ConfigError when a trained model has another shape, or sync_ref_model has changed: the commit does not fit.
+    So it is where the run is to end before its newest commit.
     """
     manifest = _newest_manifest(folder)
     if manifest is None:
         return ()
+    if prepared.iterations < manifest.step:
+        raise ConfigError(
+            f"total_iterations={prepared.iterations}, but {folder} has committed {manifest.step} iterations. Give at "
+            "least that many, or start a new run."
+        )
     _refuse_another_model(folder, manifest, prepared.config)
     changes = list(_changed_keys(_committed_config(folder, manifest), compared(prepared.config)))
     for name, rows, source in _data_of(prepared):

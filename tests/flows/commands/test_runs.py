@@ -55,7 +55,7 @@ def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, 
     began = make_config({**document, "name": "mine"})
     folder = new_run_folder(began)
     resume = ("run", "ppo", "--resume", str(folder))
-    refused(call, "total_iterations=9 would change it", command=(*resume, "total_iterations=9"))
+    refused(call, "batch_size=16 would change it", command=(*resume, "batch_size=16"))
     ran = []
     monkeypatch.setattr(
         "prefect_rlhf.flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments)

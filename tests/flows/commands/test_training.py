@@ -46,8 +46,21 @@ def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
     # The run that continues is the one written down; fewer iterations make the test short.
     done = newest_step(folder)
     assert 1 <= done < 40
-    fewer = (f"total_iterations={done + 1}", "--accept-changes")
-    assert go_on(folder, tmp_path / "again", *fewer)["iterations"] == done + 1
+    assert go_on(folder, tmp_path / "again", f"total_iterations={done + 1}")["iterations"] == done + 1
+
+
+@pytest.mark.whole
+def test_a_finished_run_that_goes_on_ends_as_one_that_was_longer_from_the_beginning(prefect, tmp_path):
+    written = {}
+    for name, iterations in (("short", 1), ("long", 3)):
+        command, folder = begin(tmp_path / name, total_iterations=iterations)
+        with MarkedCommand(tmp_path / f"{name}.log", *command, environment=prefect.environment) as run:
+            assert run.process.wait(300) == 0, run.output
+        if iterations == 1:
+            again = go_on(folder, tmp_path / "again", "total_iterations=3", environment=prefect.environment)
+            assert (again["iterations"], again["model_step"]) == (3, 3)
+        written[name] = (folder / "model" / "model.safetensors").read_bytes()
+    assert written["short"] == written["long"]
 
 
 MOMENTS = {

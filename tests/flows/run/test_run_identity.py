@@ -39,7 +39,7 @@ def run(document, tmp_path):
     """The folder of a run that has committed two iterations, with a reference model of its own."""
     model_folder(tmp_path / "ref")
     document["models"]["ref"] = str(tmp_path / "ref")
-    document["name"] = "mine"
+    document |= {"name": "mine", "total_iterations": 4}
     prepared = prepare(make_config(document))
     folder = new_run_folder(prepared.config)
     keep_identity(folder, prepared)
@@ -199,19 +199,73 @@ def test_an_unchanged_run_goes_on_wherever_its_ranks_are(resume):
 
 
 def test_a_wanted_change_may_be_said_on_the_command_line(run, resume):
-    status, said, begun = resume("total_iterations=9")
+    status, said, begun = resume("batch_size=4")
     assert (status, begun) == (2, [])
-    assert "total_iterations=9 would change it" in said
+    assert "batch_size=4 would change it" in said
     assert "--accept-changes" in said
-    status, said, begun = resume("total_iterations=9", "--accept-changes")
+    status, said, begun = resume("total_iterations=9", "batch_size=4", "--accept-changes")
     assert status == 0, said
-    assert "accepted: total_iterations 2 (now 9)" in said
+    assert "accepted: total_iterations 4 (now 9)" in said
     assert begun[0].total_iterations == json.loads((run / "config.json").read_text())["total_iterations"] == 9
     prepared = prepare(begun[0], run)
     snapshots = snapshots_of(run, prepared)
     snapshots.latest()
     commit(snapshots, prepared, run, 3)
     assert read_manifest(step_folder(run, 3)).config["total_iterations"] == 9
+
+
+ORDINARY = {
+    "total_iterations=9": "total_iterations 4 (now 9)",
+    "optimizer.learning_rate=0.5": "optimizer.learning_rate 3e-06 (now 0.5)",
+    "critic_learning_rate=0.5": "critic_learning_rate null (now 0.5)",
+    "optimizer.warmup_steps=2": "optimizer.warmup_steps 0 (now 2)",
+}
+
+
+@pytest.mark.parametrize("stated", ORDINARY)
+def test_an_ordinary_change_is_accepted_by_being_stated_and_recorded(run, resume, stated):
+    status, said, begun = resume(stated)
+    assert (status, len(begun)) == (0, 1), said
+    assert f"accepted: {ORDINARY[stated]}" in said
+    accepted = json.loads((run / "accepted.jsonl").read_text())
+    assert (accepted["step"], accepted["changes"]) == (2, [ORDINARY[stated]])
+    status, said, begun = resume()
+    assert (status, begun[0] == begun[1], "accepted" in said) == (0, True, False), (
+        "it is the run's own from now on"
+    )
+
+
+def test_a_change_before_the_first_commit_is_the_runs_own_from_then_on(run, resume):
+    for made in (*run.glob("step-*"), *run.glob("*.jsonl"), *(run / "attempts").iterdir()):
+        shutil.rmtree(made) if made.is_dir() else made.unlink()
+    status, said, begun = resume("total_iterations=9")
+    assert status == 0, said
+    assert begun[0].total_iterations == json.loads((run / "config.json").read_text())["total_iterations"] == 9
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_stated_change_accepts_no_other(run, resume, change):
+    do, words = CHANGES[change]
+    do(run)
+    status, said, begun = resume("total_iterations=9")
+    assert (status, begun) == (2, [])
+    assert words in said
+    assert not (run / "accepted.jsonl").exists()
+
+
+def test_what_no_result_depends_on_may_be_stated(run, resume):
+    status, said, begun = resume("keep_last=5", "snapshot_every=7", "report_to=[tensorboard]")
+    assert (status, "accepted" in said) == (0, False), said
+    assert (begun[0].keep_last, begun[0].snapshot_every) == (5, 7)
+    for change in ("name=other", "output_dir=elsewhere", "resume=auto"):
+        assert resume(change)[0] == 2
+
+
+@pytest.mark.parametrize("more", [(), ("--accept-changes",)])
+def test_a_run_cannot_end_before_what_it_has_committed(run, resume, more):
+    status, said, begun = resume("total_iterations=1", *more)
+    assert (status, begun) == (2, [])
+    assert f"total_iterations=1, but {run} has committed 2 iterations. Give at least that many" in said
 
 
 def another_model(run):
