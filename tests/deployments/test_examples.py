@@ -17,7 +17,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, P
 from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import Machines
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment
 
-EXAMPLES = Path(deployments.__file__).with_name("examples")
+EXAMPLES = Path(deployments.__file__).with_name("examples").resolve()
 LONGEST = ["sampling.max_completion_length=896", "batch_size=128"]
 HOSTS = {
     "plan-ppo-7b-7b": 1,
