@@ -33,6 +33,7 @@ COMMANDS = {
     "cancel": "runs",
     "ui": "runs",
     "export": "runs",
+    "report": "reports",
     "graph": "plans",
 }
 CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}

@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 251,
-    "hundreds of lines": 561,
+    "files": 265,
+    "hundreds of lines": 577,
     "lines of the longest file": 627,
     "modules of the fullest folder": 12,
     "configuration paths of PPO": 119,
     "configuration paths of GRPO": 114,
-    "hundreds of words in docs": 228,
+    "hundreds of words in docs": 230,
     "files that name a kind of plan node": 16,
 }
 

@@ -19,6 +19,7 @@ from prefect_rlhf.flows.plan import rlhf_profile
 from prefect_rlhf.flows.run.orders import Interrupted
 from prefect_rlhf.flows.run.planning import profile_folder
 from prefect_rlhf.flows.run.prepare import Prepared
+from prefect_rlhf.flows.run.reporting import REPORT
 from prefect_rlhf.flows.run.run_folder import SUMMARY, full_disk
 from prefect_rlhf.flows.run.run_identity import CheckedStages
 from prefect_rlhf.flows.run.runs import run_as_flow
@@ -47,7 +48,7 @@ def run_here(folder: Path, prepared: Prepared) -> None:
     """
     again = f"prefect-rlhf run {prepared.config.type.replace('_', '-')} --resume {folder}"
     summary = _watched(folder, again, lambda: run_as_flow(folder, prepared))
-    tell(f"done in {since_start_s():.0f} s: {in_short(summary)}; {folder / SUMMARY}")
+    tell(f"done in {since_start_s():.0f} s: {in_short(summary)}; {folder / SUMMARY}, {REPORT}")
     if "scores" in summary:
         tell(_means(summary["scores"]))
 

@@ -18,7 +18,7 @@ from uuid import UUID
 from prefect.logging import get_run_logger
 
 from prefect_rlhf.flows.run.prepare import Prepared
-from prefect_rlhf.flows.run.summary import read_jsonl
+from prefect_rlhf.flows.run.summary import model_name, read_jsonl
 from prefect_rlhf.flows.trackers import Trackers
 from prefect_rlhf.flows.view import artifacts
 from prefect_rlhf.flows.view.clocks import spans_of
@@ -281,12 +281,8 @@ def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
 
 def run_tags(config: RunConfig) -> list[str]:
     """`algo:`, `model:` and `plan:`, by which runs are found in the UI."""
-    folder = Path(config.roles()[next(iter(config.roles()))].folder)
-    model = (
-        folder.parent.name if folder.name == "model" else folder.name
-    )  # a run leaves its model as RUN/model
     plan = config.plan if config.plan in MADE_PLANS else "manual"
-    return [f"algo:{config.type.replace('_', '-')}", f"model:{model}", f"plan:{plan}"]
+    return [f"algo:{config.type.replace('_', '-')}", f"model:{model_name(config)}", f"plan:{plan}"]
 
 
 # --- a run that cannot learn ---

@@ -23,6 +23,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
                            one file per iteration, dp rank and part
           model/           the trained model of the finished run, a Hugging Face folder
           summary.json     figures of the finished run
+          report.html      the run as a page, which opens offline
           prefect/         database, login and log of the run's own Prefect server
           order            an order of `prefect-rlhf pause`, resume, stop or cancel; the run's process removes it
           restarts.json    count of restarts since the last commit

@@ -38,6 +38,7 @@ from prefect_rlhf.flows.run.orders import (
 from prefect_rlhf.flows.run.prepare import Prepared, prepare
 from prefect_rlhf.flows.run.progress import RunView
 from prefect_rlhf.flows.run.replanning import Replanning
+from prefect_rlhf.flows.run.reporting import leave_report
 from prefect_rlhf.flows.run.run_folder import (
     SUMMARY,
     full_disk,
@@ -53,6 +54,7 @@ from prefect_rlhf.flows.run.summary import (
     model_card,
     planned,
     planned_and_measured,
+    planned_lanes,
     read_jsonl,
     rows_by_plan,
     run_figures,
@@ -191,6 +193,10 @@ async def run_prepared(
                 with patient(lambda: patience_s(orders)) if by_worker else nullcontext():
                     order = await attempts.run(rebuilds)
             return await _end(order, orders, prepared, folder, view, replanning)
+        except RunFailed as fault:
+            cause = str(fault).partition("\n")[0]
+            await asyncio.to_thread(leave_report, folder, f"It has ended by a fault: {cause}")
+            raise
         finally:
             await replanning.close()
             await view.close()
@@ -218,6 +224,7 @@ async def _end(
     if order is Order.LEAVE:
         await leave_to_prefect(flow_run.id, newest_step(folder) or 0, orders.left)
     if order is Order.CANCEL:
+        await asyncio.to_thread(leave_report, folder, "It was cancelled.")
         return Cancelled(message=f"at commit {newest_step(folder) or 0}; {orders.why}")
     view.finishing()
     await view.end()  # first: the summary says what Prefect does not show
@@ -237,13 +244,14 @@ async def _end(
 
 
 def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: PrefectApi) -> dict[str, Any]:
-    """Export the trained model and write `summary.json`."""
+    """Export the trained model, write `summary.json` and the report."""
     metrics, lineage = read_jsonl(folder / METRICS), read_jsonl(folder / LINEAGE)
     summary = run_figures(replanning.plans, lineage)
     parts = rows_by_plan(replanning.plans, lineage)
     last, rows = parts[-1] if parts else (replanning.present, [])
     expected = replanning.expected[last.iteration]
     summary["planned_and_measured"] = planned_and_measured(last.plan, expected, rows)
+    summary["planned_lanes"] = planned_lanes(last.plan, expected.price)
     keep_drift(last.plan, expected, summary["planned_and_measured"])
     summary["run"] = folder.name
     summary["metrics"] = metrics[-1] if metrics else {}
@@ -259,6 +267,7 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
     if missing := api.missing():
         summary["prefect"] = missing
     replace_file(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    leave_report(folder)
     return summary
 
 

@@ -33,7 +33,7 @@ from prefect_rlhf.planner.pricing.figures import RanCall, drifted, keep_figures
 from prefect_rlhf.planner.pricing.plans import PlanPrice, price_plan
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.report import figures_source, not_measured
-from prefect_rlhf.planner.text import plan_table
+from prefect_rlhf.planner.text import format_devices, plan_table, steady_bars
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan, plan_at
 from prefect_rlhf.rlhf_tasks.config.settings import public_document
@@ -186,6 +186,14 @@ def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[JournalRow], kind: str) -
     return sum(row["bytes_sent"] for row in lineage if row["node"] in names)
 
 
+def model_name(config: RunConfig) -> str:
+    """How people call the model of a run, by its first role."""
+    folder = Path(next(iter(config.roles().values())).folder)
+    return (
+        folder.parent.name if folder.name == "model" else folder.name
+    )  # a run leaves its model as RUN/model
+
+
 # --- planned and measured ---
 
 
@@ -332,6 +340,16 @@ def _spare_rounds(plan: ExecutionPlan) -> set[str]:
     return {node.name for node in calls if node.part.number > 0}
 
 
+def planned_lanes(plan: ExecutionPlan, price: PlanPrice) -> dict[str, list[list[Any]]]:
+    """Devices, e.g. `0-3` -> the bars of the planned iteration: [node, kind, start in seconds, end]."""
+    return {
+        format_devices(lane.devices): [
+            [bar.node, bar.kind, round(bar.start_s, 5), round(bar.end_s, 5)] for bar in lane.bars
+        ]
+        for lane in steady_bars(plan, price)
+    }
+
+
 def _evaluations(plan: ExecutionPlan) -> list[EvaluateNode]:
     return [node for node in plan.nodes if isinstance(node, EvaluateNode)]
 
@@ -433,7 +451,6 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         for name, value in metrics.items()
         if name != "iteration"  # counted from 0: the heading has it as people count
     )
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n",
         f"# {run}\n",
@@ -445,10 +462,15 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         f"## Data\n\n{len(prepared.rows)} rows of `{config.data.name}`, SHA-256 of their content "
         f"`{prepared.rows.digest}`.\n",
         f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
-        "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions.items()),
+        "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions().items()),
         f"## Configuration\n\n```yaml\n{yaml.safe_dump(public_document(config), sort_keys=False)}```\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that results depend on."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
 def _version(package: str) -> str:

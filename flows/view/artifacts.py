@@ -1,8 +1,8 @@
 """Artifacts of a run in the Prefect UI: plan, curves, timeline, completions, progress.
 
-Pictures are base64 PNG in markdown, which both versions of the UI draw. Neither draws inline SVG; only one draws
-Mermaid, and too small. Texts are in markdown tables, which wrap them and show them as plain text: a table artifact
-would load an image whose address a sample contains.
+Pictures are images in markdown, SVG files as data URIs, which both versions of the UI draw. Neither draws inline SVG;
+only one draws Mermaid, and too small. Texts are in markdown tables, which wrap them and show them as plain text: a
+table artifact would load an image whose address a sample contains.
 """
 
 import base64
@@ -20,8 +20,12 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.runtime import flow_run
 
-from prefect_rlhf.flows.view.clocks import Span
-from prefect_rlhf.flows.view.pictures import curves, drawn_metrics, plan_graph, timeline
+from prefect_rlhf.flows.view.clocks import Span, without_waits
+from prefect_rlhf.flows.view.pictures.curves import curves, drawn_metrics
+from prefect_rlhf.flows.view.pictures.plan_graph import plan_graph
+from prefect_rlhf.flows.view.pictures.svg import Picture
+from prefect_rlhf.flows.view.pictures.timeline import timeline
+from prefect_rlhf.flows.view.words import measured_against, plain_text, right_answer
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.report import (
     ALTERNATIVES,
@@ -43,8 +47,6 @@ BAR = 20  # characters of a progress bar
 PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that could be markdown syntax
 LINKED = re.compile(r"([\[\]|\\<>`*])")  # the same in a link's text: the UI shows other escapes as they are
 MOST_ROWS = 100  # of the data, in a table
-ANSWERS = ("answer", "ground_truth", "solution", "target", "label")
-"""Columns of the data that may have a row's right answer."""
 LONGEST = 400  # characters of a sample's prompt or completion that are shown
 WORD = re.compile(r"\S{24}(?=\S)")  # a word may be broken after this many characters
 
@@ -78,9 +80,10 @@ async def show_page(page: Page, written: UUID | None = None) -> UUID:
     return written
 
 
-def picture(png: bytes, caption: str) -> str:
-    """Markdown of a PNG as a data URI."""
-    return f"![{caption}](data:image/png;base64,{base64.b64encode(png).decode()})"
+def image(picture: Picture, caption: str) -> str:
+    """Markdown of a picture as a data URI."""
+    encoded = base64.b64encode(picture.alone().encode()).decode()
+    return f"![{caption}](data:image/svg+xml;base64,{encoded})"
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -128,14 +131,14 @@ async def tag_flow_run(tags: Sequence[str]) -> None:
 
 def plan_page(plan: ExecutionPlan) -> Page:
     """The plan as a graph and as a table."""
-    png = plan_graph(plan)
     names = short_names(plan)
     rows = [
         {"node": names[node.name], "devices": node_devices(node), "what": node_detail(node)}
         for node in plan.nodes
     ]
     markdown = (
-        f"# Execution plan of {plan.algorithm} on {plan.n_devices} devices\n\n{picture(png, 'one iteration')}\n\n"
+        f"# Execution plan of {plan.algorithm} on {plan.n_devices} devices\n\n"
+        f"{image(plan_graph(plan), 'one iteration')}\n\n"
         "Each box names its devices. ↻ waits for that node of the previous iteration.\n\n"
         f"{markdown_table(rows)}\n"
     )
@@ -178,7 +181,7 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
     await acreate_markdown_artifact(
         f"# {proof_sentence(result)}\n\n{result.proof_class}\n\nPriced by: {figures_source(model)}."
         f"{''.join(f' {sentence}' for sentence in reserve_sentences(model.classes))}\n\n"
-        f"{warned}{picture(timeline(spans, title, labels), title)}\n",
+        f"{warned}{image(timeline(spans, title, labels), title)}\n",
         key="plan-timeline",
         description="Predicted seconds per iteration, the proof, and when each device works.",
     )
@@ -223,7 +226,7 @@ def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
         heading = "# After 1 iteration"
         shown = markdown_table([{"metric": name, "value": row[name]} for name in drawn_metrics(list(row))])
     else:
-        heading, shown = f"# After {len(metrics)} iterations", picture(curves(metrics), "curves")
+        heading, shown = f"# After {len(metrics)} iterations", image(curves(metrics), "curves")
     return Page("curves", "Rewards, KL and losses.", f"{heading}\n\n{shown}\n")
 
 
@@ -233,7 +236,9 @@ def timeline_page(spans: Sequence[Span]) -> Page | None:
         return None
     shown = sorted({span.iteration + 1 for span in spans})
     title = f"iterations {shown[0]} to {shown[-1]}"
-    markdown = f"# Devices over time\n\n{picture(timeline(spans, title, lines=len(shown)), title)}\n"
+    markdown = (
+        f"# Devices over time\n\n{image(timeline(without_waits(spans), title, lines=len(shown)), title)}\n"
+    )
     return Page("device-timeline", "The nodes that each rank ran, by its own clock.", markdown)
 
 
@@ -252,11 +257,10 @@ def completions_page(samples: Sequence[Mapping[str, Any]]) -> Page | None:
 
 def _answered(sample: Mapping[str, Any]) -> str:
     """A sample's completion, beside its row's right answer where that has one."""
-    completion, columns = _shown(sample["completion"]), sample.get("columns", {})
-    right = next((columns[name] for name in ANSWERS if columns.get(name) is not None), None)
+    completion, right = _shown(sample["completion"]), right_answer(sample)
     if right is None:
         return completion
-    return f"| completion | right answer |\n| --- | --- |\n| {completion} | {_shown(str(right))} |\n"
+    return f"| completion | right answer |\n| --- | --- |\n| {completion} | {_shown(right)} |\n"
 
 
 async def show_scores(scores: Mapping[str, float]) -> None:
@@ -289,9 +293,7 @@ def score_rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _shown(text: str | Sequence[Mapping[str, Any]]) -> str:
     """A text, or the messages of a conversation, as markdown of at most LONGEST characters."""
-    if not isinstance(text, str):
-        text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
-    return _plain(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…") or "(nothing)"
+    return _plain(plain_text(text, LONGEST)) or "(nothing)"
 
 
 async def show_skipped_rows(skipped: Sequence[tuple[str, str]]) -> None:
@@ -321,19 +323,6 @@ def _planned_row(what: str, unit: str, pair: Mapping[str, float]) -> dict[str, A
     planned, measured = pair["planned"], pair["measured"]
     row = {"what": what, "planned": planned, "measured": measured, "unit": unit}
     return row | {"measured is": measured_against(planned, measured)}
-
-
-def measured_against(planned: float, measured: float) -> str:
-    """A measured figure relative to the planned one, in words; both in the same unit."""
-    if planned <= 0:
-        return ""
-    ratio = measured / planned
-    if ratio >= 2:
-        return f"{ratio:.3g} times the plan"
-    percent = round(100 * abs(ratio - 1))
-    if not percent:
-        return "as planned"
-    return f"{percent}% {'more' if ratio > 1 else 'less'} than planned"
 
 
 async def start_progress(total: int) -> UUID:

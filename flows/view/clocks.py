@@ -1,7 +1,7 @@
 """Figures from the ranks' clocks: spans of nodes, overhead of orchestration, overlap of iterations."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +9,7 @@ from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 
 # A span or a predecessor is named by iteration and node.
 Key = tuple[int, str]
+WAITING, OVERHEAD = "waiting", "overhead"  # what a rank's time goes to beside the kinds of its nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +111,45 @@ def overlapping_s(spans: Sequence[Span], first: str, second: str, shift: int) ->
             other_low, other_high = reach[iteration + shift, second]
             total += max(0.0, min(high, other_high) - max(low, other_low))
     return total
+
+
+def begun_by_all(spans: Iterable[Span]) -> dict[Key, float]:
+    """(iteration, node) -> when its last rank had begun it. Before that the other ranks waited in it."""
+    begun: dict[Key, float] = {}
+    for span in spans:
+        key = (span.iteration, span.node)
+        begun[key] = max(begun.get(key, span.started_s), span.started_s)
+    return begun
+
+
+def without_waits(spans: Sequence[Span]) -> list[Span]:
+    """The spans cut where their last rank had begun: the parts before that have the kind `waiting`."""
+    begun, parts = begun_by_all(spans), list[Span]()
+    for span in spans:
+        from_s = min(begun[span.iteration, span.node], span.ended_s)
+        if from_s > span.started_s:
+            parts.append(replace(span, kind=WAITING, ended_s=from_s))
+        parts.append(replace(span, started_s=from_s))
+    return parts
+
+
+def work_s(spans: Sequence[Span], predecessors: Mapping[Key, Sequence[Key]]) -> dict[int, dict[str, float]]:
+    """Rank -> what its time goes to -> seconds: kinds of nodes, `waiting` for another rank, and `overhead`, in which
+    no node runs although the next one could.
+
+    spans, predecessors  as for `idle_while_ready_s`
+    A node's work begins when its last rank has begun it, so the time before that is waiting. The time between two
+    generations does not count.
+    """
+    all_begun = begun_by_all(spans)
+    work: dict[int, dict[str, float]] = {}
+    for span in spans:
+        waited = min(all_begun[span.iteration, span.node], span.ended_s) - span.started_s
+        spent = work.setdefault(span.rank, {WAITING: 0.0, OVERHEAD: 0.0})
+        spent[WAITING] += waited
+        spent[span.kind] = spent.get(span.kind, 0.0) + span.ended_s - span.started_s - waited
+    whole_s = running_s(spans)
+    for rank, idle_s in idle_while_ready_s(spans, predecessors).items():
+        work[rank][OVERHEAD] += idle_s
+        work[rank][WAITING] += max(whole_s - sum(work[rank].values()), 0.0)
+    return work

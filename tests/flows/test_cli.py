@@ -279,6 +279,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "of the ui's run": (("ui", LONG), (LONG, "File name too long")),
     "of the run of an export": (("export", LONG, "out"), (LONG, "File name too long")),
+    "of the run of a report": (("report", LONG), (LONG, "File name too long")),
     "of a run to pause": (("pause", LONG), (LONG, "File name too long")),
     "of a run to continue": (("resume", LONG), (LONG, "File name too long")),
     "of a run to stop": (("stop", LONG), (LONG, "File name too long")),

@@ -83,8 +83,8 @@ def test_the_seed_is_the_one_that_was_given_or_else_the_configurations(planned, 
 def test_table_graph_and_timeline_are_artifacts(planned):
     _, artifacts, _ = planned
     assert {row["call"] for row in table_of(artifacts["plan-calls"].data)} == set(PPO_CALLS)
-    assert "data:image/png;base64," in artifacts["execution-plan"].data
-    assert "data:image/png;base64," in artifacts["plan-timeline"].data
+    assert "data:image/svg+xml;base64," in artifacts["execution-plan"].data
+    assert "data:image/svg+xml;base64," in artifacts["plan-timeline"].data
     assert "lower bound" in artifacts["plan-timeline"].data
 
 

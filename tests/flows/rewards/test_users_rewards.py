@@ -70,6 +70,7 @@ def test_a_reward_that_fails_in_the_second_iteration_ends_the_run_at_the_first_c
         [json.loads(line) for line in (run.folder / "lineage.jsonl").read_text().splitlines()] if step else []
     )
     assert {row["generation"] for row in rows} <= {0}
+    assert "It has ended by a fault: rank " in (run.folder / "report.html").read_text()
 
 
 @pytest.mark.slow

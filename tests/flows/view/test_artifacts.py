@@ -13,11 +13,11 @@ from prefect_rlhf.flows.view.artifacts import (
     completions_page,
     curves_page,
     markdown_table,
-    measured_against,
     progress_bar,
     score_rows,
     tag_flow_run,
 )
+from prefect_rlhf.flows.view.words import measured_against
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from tests.tiny_runs import ppo_config
 

@@ -1,0 +1,307 @@
+"""The report of a run, from what its folder has. Loads neither Prefect nor torch.
+
+Of a long run's lineage only the newest part is read, so a report takes seconds and a bounded size.
+"""
+
+import json
+import logging
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from prefect_rlhf.flows.run.run_folder import SUMMARY, existing_run_folder
+from prefect_rlhf.flows.run.summary import model_name, rows_by_plan, versions
+from prefect_rlhf.flows.view.clocks import Span, predecessors_of, spans_of, work_s
+from prefect_rlhf.flows.view.pictures.bars import Measured
+from prefect_rlhf.flows.view.pictures.curves import Curve
+from prefect_rlhf.flows.view.report.contents import Contents, Samples
+from prefect_rlhf.flows.view.report.page import run_page
+from prefect_rlhf.flows.view.report.trace import trace_events
+from prefect_rlhf.flows.view.words import plain_text
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step, step_folders
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, read_manifest
+from prefect_rlhf.rlhf_tasks.config.settings import public_document
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
+from prefect_rlhf.rlhf_tasks.system.reading import read_json
+from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES
+
+REPORT = "report.html"
+NEWEST_BYTES = 32 << 20  # of the lineage that are read: tens of thousands of nodes
+TIMELINE_ITERATIONS = 3  # more would be too fine to read
+SAMPLES_READ = 64  # of an iteration, among which those of equal prompts are looked for
+SAMPLES_SHOWN = 6
+MOST_COMMITS = 12
+
+Row = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(folder: Path, ended: str | None = None, to: Path | None = None) -> Path:
+    """Write the report of a run. Returns the file's path. Raises ConfigError for a folder that is no run's.
+
+    ended  how the run has ended, in words; default: as its folder shows
+    to     the file; default: `report.html` in the run folder
+    """
+    file = to or folder / REPORT
+    replace_file(file, run_page(contents_of(folder, ended)))
+    return file
+
+
+def write_trace(folder: Path, to: Path) -> int:
+    """Write a run's newest iterations as a Chrome trace. Returns the number of events. Raises ConfigError for a
+    folder that is no run's, or has no committed iteration."""
+    folder, _ = existing_run_folder(folder)
+    part, rows = newest_part(folder)
+    if part is None:
+        raise ConfigError(f"{folder} has no committed iteration yet, so there is nothing to trace.")
+    events = trace_events(part.plan, rows, spans_of(part.plan, rows))
+    replace_file(to, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return len(events)
+
+
+def leave_report(folder: Path, ended: str | None = None) -> None:
+    """Write the report at a run's end. Nothing that goes wrong here counts against the run."""
+    try:
+        write_report(folder, ended)
+    except Exception:
+        logger.exception("the report of %s could not be written", folder)
+
+
+def contents_of(folder: Path, ended: str | None = None) -> Contents:
+    """What the report of a run shows. Raises ConfigError for a folder that is no run's."""
+    folder, config = existing_run_folder(folder)
+    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else {}
+    complete, total = newest_step(folder) or 0, getattr(config, "total_iterations", None)
+    part, rows = newest_part(folder)
+    spans = spans_of(part.plan, rows) if part else []
+    last = max((span.iteration for span in spans), default=0)
+    looked_at = (min((span.iteration for span in spans), default=0), last)
+    return Contents(
+        run=folder.name,
+        folder=str(folder),
+        algorithm=config.type.replace("_", " "),
+        model=model_name(config),
+        complete=complete,
+        total=total,
+        ended=ended or _ending(bool(summary), complete, total),
+        curves=_curves(folder / METRICS),
+        plan=part.plan if part else None,
+        nodes=_nodes(part.plan, rows, summary) if part else [],
+        lanes=_lanes(summary),
+        spans=[span for span in spans if span.iteration > last - TIMELINE_ITERATIONS],
+        looked_at=looked_at,
+        work_s=_work(part.plan, spans) if part else {},
+        summary=summary,
+        samples=early_and_late(folder / SAMPLES),
+        lineage=_lineage(folder, config, rows),
+        configuration=yaml.safe_dump(public_document(config), sort_keys=False, allow_unicode=True),
+        versions=", ".join(f"{name} {number}" for name, number in versions().items()),
+    )
+
+
+def _ending(finished: bool, complete: int, total: int | None) -> str:
+    if finished:
+        return (
+            "It has finished." if total in (None, complete) else "It was stopped before its last iteration."
+        )
+    return f"It has not finished: {complete} iterations are committed."
+
+
+# --- journals ---
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON-lines file, one after the other; a last line that is not complete is left out."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _curves(path: Path) -> dict[str, Curve]:
+    """Metric -> its finite values."""
+    iterations: dict[str, array[int]] = defaultdict(lambda: array("q"))
+    values: dict[str, array[float]] = defaultdict(lambda: array("d"))
+    for row in _lines(path):
+        for name, value in row.items():
+            if value is not None and name != "iteration":
+                iterations[name].append(row["iteration"] + 1)
+                values[name].append(value)
+    return {name: Curve(np.array(iterations[name]), np.array(values[name])) for name in values}
+
+
+def newest_part(folder: Path, most_bytes: int = NEWEST_BYTES) -> tuple[RunPlan | None, list[Row]]:
+    """The plan of a run's last iterations, and their rows of the lineage: whole iterations in its last `most_bytes`.
+    (None, []) where no iteration is committed, or its plan is not there any more."""
+    path = folder / LINEAGE
+    if not path.exists() or not (folder / PLAN).exists():
+        return None, []
+    plans = [RunPlan(iteration=0, plan=read_plan(folder / PLAN, "Put it back.")), *logged_changes(folder)]
+    parts = rows_by_plan(plans, _tail(path, NEWEST_BYTES))
+    return parts[-1] if parts else (None, [])
+
+
+def _tail(path: Path, most_bytes: int) -> list[dict[str, Any]]:
+    """The rows of the whole iterations at the end of a lineage."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(max(size - most_bytes, 0))
+        lines = file.read(most_bytes).split(b"\n")
+    is_cut = size > most_bytes
+    rows = [json.loads(line) for line in (lines[1:-1] if is_cut else lines[:-1]) if line]
+    if is_cut and rows:
+        first = rows[0]["iteration"]
+        rows = [row for row in rows if row["iteration"] > first]
+    return rows
+
+
+# --- seconds ---
+
+
+def _nodes(plan: ExecutionPlan, rows: Sequence[Row], summary: Row) -> list[Measured]:
+    """The seconds of calls and evaluations, from the last rank's start to the last rank's end, in the plan's order.
+    The first iteration counts only if it is the only one."""
+    calls = summary.get("planned_and_measured", {}).get("calls", {})
+    numbers = {row["iteration"] for row in rows}
+    first = min(numbers) if len(numbers) > 1 else -1
+    spent: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["iteration"] > first:
+            spent[row["node"]].append(row["ended_s"] - max(start for start, _ in row["clocks"].values()))
+    bars = []
+    for node in plan.nodes:
+        if node.kind in ("call", "evaluate") and spent[node.name]:
+            low, median, high = np.quantile(spent[node.name], (0.1, 0.5, 0.9)).clip(0).tolist()
+            kind = node.call.kind if node.kind == "call" else node.kind
+            planned = calls[node.name]["planned"] if node.name in calls else None
+            bars.append(Measured(node.name, kind, median, low, high, planned))
+    return bars
+
+
+def _work(plan: ExecutionPlan, spans: Sequence[Span]) -> dict[int, dict[str, float]]:
+    return work_s(spans, predecessors_of(plan, sorted({span.iteration for span in spans})))
+
+
+def _lanes(summary: Row) -> dict[str, list[Span]]:
+    """Devices -> their bars in the planned iteration."""
+    return {
+        devices: [Span(0, 0, node, kind, start_s, end_s) for node, kind, start_s, end_s in bars]
+        for devices, bars in summary.get("planned_lanes", {}).items()
+    }
+
+
+# --- samples ---
+
+
+def early_and_late(folder: Path) -> list[Samples]:
+    """Samples of the first and of the last iteration that wrote some: first those of prompts that are in both."""
+    files: dict[int, Path] = {}
+    for path in sorted(folder.glob("*.jsonl"), reverse=True):
+        files[int(path.name.partition("-")[0])] = path  # of several dp ranks the first
+    ends = sorted({min(files), max(files)}) if files else []
+    both = [list(islice(_lines(files[iteration]), SAMPLES_READ)) for iteration in ends]
+    prompts = [{plain_text(row["prompt"], 1 << 20): row for row in rows} for rows in both]
+    common = [prompt for prompt in prompts[0] if all(prompt in other for other in prompts)] if prompts else []
+    if len(ends) > 1 and common:
+        both = [
+            [rows[prompt] for prompt in common]
+            + [row for prompt, row in rows.items() if prompt not in common]
+            for rows in prompts
+        ]
+    return [
+        Samples(iteration, rows[:SAMPLES_SHOWN]) for iteration, rows in zip(ends, both, strict=True) if rows
+    ]
+
+
+# --- lineage ---
+
+
+def _lineage(folder: Path, config: RunConfig, rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        "Data": _data(folder, config),
+        "Models at the start": _models(folder),
+        "Commits that are kept": _commits(folder),
+        "Attempts and rebuilds of the ranks": _attempts(rows),
+        "Plans": _plans(folder),
+    }
+
+
+def _data(folder: Path, config: RunConfig) -> list[dict[str, Any]]:
+    rows = []
+    for what, file in (("rows", "data.sha256"), ("held-out rows", "held-out.sha256")):
+        if (folder / file).exists():
+            digest = (folder / file).read_text(encoding="utf-8").strip()
+            name = config.data.name if what == "rows" else "evaluation"
+            rows.append({"what": what, "from": str(name), "SHA-256 of their content": digest[:64]})
+    return rows
+
+
+def _models(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "models.json"
+    if not path.exists():
+        return []
+    return [
+        {"model": model, "file": name, "SHA-256": str(digest)[:16]}
+        for model, files in read_json(path).items()
+        if isinstance(files, Mapping)
+        for name, digest in files.items()
+        if str(name).endswith((".safetensors", "config.json"))
+    ][:MOST_COMMITS]
+
+
+def _commits(folder: Path) -> list[dict[str, Any]]:
+    commits = []
+    for step in sorted(step_folders(folder))[-MOST_COMMITS:]:
+        try:
+            manifest = read_manifest(step)
+        except CheckpointError:
+            commits.append({"commit": step.name, "attempt": None, "versions": "damaged", "written": ""})
+            continue
+        roles = ", ".join(f"{role} {version}" for role, version in manifest.versions.items())
+        written = datetime.fromtimestamp(step.stat().st_mtime, UTC)
+        commits.append(
+            {
+                "commit": step.name,
+                "attempt": manifest.attempt,
+                "versions": roles,
+                "written": f"{written:%Y-%m-%d %H:%M:%S} UTC",
+            }
+        )
+    return commits
+
+
+def _attempts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A row for each life of the process groups, of the iterations that were read; none where there was one only."""
+    lives: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for row in rows:
+        lives[row["attempt"], row["generation"]].append(row["iteration"])
+    if len(lives) < 2:
+        return []
+    return [
+        {"attempt": attempt, "rebuild": generation, "iterations": f"{min(of) + 1} to {max(of) + 1}"}
+        for (attempt, generation), of in sorted(lives.items())
+    ]
+
+
+def _plans(folder: Path) -> list[dict[str, Any]]:
+    changes = logged_changes(folder) if (folder / PLAN).exists() else ()
+    if not changes:
+        return []
+    return [{"from iteration": 1, "plan": PLAN}] + [
+        {"from iteration": change.iteration + 1, "plan": f"plan-{number}.json"}
+        for number, change in enumerate(changes, 2)
+    ]
