@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.core_model_loading import revert_weight_conversion
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
@@ -48,7 +48,7 @@ from prefect_rlhf.rlhf_tasks.parallel.model.weights import load, load_config, st
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.child_processes import die_with_parent
 from prefect_rlhf.rlhf_tasks.system.rank_process import OutOfMemory, told_when_out
-from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, read_json
 
 LOGITS, GRADIENTS, GREEDY = "logits.safetensors", "gradients.safetensors", "greedy.safetensors"
 
@@ -160,6 +160,9 @@ def write_answers(case: Case, device: torch.device) -> Tolerances:
 
 
 def _plain_model(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
+    as_floats: dict[str, Any] = {}
+    if read_json(base_of(folder) / "config.json").get("quantization_config"):  # MXFP4: others are refused
+        as_floats = {"quantization_config": Mxfp4Config(dequantize=True)}
     model: Any = AutoModelForCausalLM.from_pretrained(
         base_of(folder),
         dtype=dtype,
@@ -168,7 +171,10 @@ def _plain_model(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
+        **as_floats,
     )
+    if as_floats:
+        model._weight_conversions = []  # which would give a gradient the name of the blocks
     adapter = adapter_of(folder)
     if adapter is not None:  # peft, which would merge it, need not be installed
         halves = load_file(adapter.folder / ADAPTER)

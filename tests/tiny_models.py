@@ -14,6 +14,7 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -50,6 +51,7 @@ CONFIGS = {
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "gpt2": GPT2Config,
+    "gpt_oss": GptOssConfig,
 }
 SIZES = {
     "vocab_size": 61,
@@ -77,6 +79,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 8},
     "mixtral": {"num_local_experts": 4},  # two of which a token is given to
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 14},
+    # layers 0 and 2 slide; gates and columns are large enough to be bounded
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4, "swiglu_limit": 1.5},
     "gpt2": {"num_key_value_heads": None, "n_inner": 40},
 }
 

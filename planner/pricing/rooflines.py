@@ -129,11 +129,11 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
     """
     layout = Layout(shape, head, Placement(tuple(range(tp)), ParallelStrategy(tp=tp)), lora)
 
-    def local(tp_rank: int, *, layer: int | None, place: tuple[str, ...], stacked: bool = False) -> int:
+    def local(tp_rank: int, *, layer: int | None, place: tuple[str, ...], experts: bool = False) -> int:
         return sum(
             layout.interval(spec, tp_rank).size * spec.row_size
             for spec in layout.parameters
-            if spec.place in place and spec.layer == layer and (spec.stacked is not None or not stacked)
+            if spec.place in place and spec.layer == layer and (spec.of_experts or not experts)
         )
 
     def shared(tp_rank: int) -> int:
@@ -149,7 +149,7 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
     return Sizes(
         layer=max(local(rank, layer=0, place=("layer",)) for rank in ranks),
         shared=max(map(shared, ranks)),
-        of_experts=max(local(rank, layer=0, place=("layer",), stacked=True) for rank in ranks),
+        of_experts=max(local(rank, layer=0, place=("layer",), experts=True) for rank in ranks),
         experts=shape.experts,
         chosen=per_token / shape.experts if shape.experts else 1.0,
         embedding=max(local(rank, layer=None, place=("first", "ends")) for rank in ranks) - positions,

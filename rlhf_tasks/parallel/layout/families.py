@@ -38,6 +38,11 @@ class Mixture:
     count, per_token default numbers of experts, and of those that a token is given to
     block            the name in files of what is `mlp` in the module
     projections      the names in files of an expert's gate, up and down
+    router           the name in files of the router
+    biased           router and experts have biases
+    alternating      files hold all experts of a layer in one tensor [experts, in, out], gate's and up's columns in
+                     turns; it may be quantised as MXFP4
+    clamped          gates and columns are bounded, as GPT-OSS does (`clamped`, model/tensor_parallel.py)
     """
 
     width: str
@@ -45,6 +50,10 @@ class Mixture:
     per_token: int
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    biased: bool = False
+    alternating: bool = False
+    clamped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ class Family:
 
     title                         what people call it
     qkv_bias, out_bias, mlp_bias  True, False, or the config key that says which (False where it is absent)
+    sinks                         each head may attend to nothing, to a score of its own
     qk_norm                       norms on query and key; None: none
     head_dim                      default size of a head; None: hidden_size // heads
     kv_heads                      default number of KV heads; None: as many as query heads
@@ -93,6 +103,7 @@ class Family:
     qkv_bias: bool | str | Unless = False
     out_bias: bool | str | Unless = False
     mlp_bias: bool | str | Unless = False
+    sinks: bool = False
     qk_norm: HeadNorms | None = None
     head_dim: int | None = None
     kv_heads: int | None = None
@@ -165,6 +176,24 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="each head",
         kv_heads=4,
         mixture=Mixture("moe_intermediate_size", count=128, per_token=8),
+    ),
+    "gpt_oss": Family(
+        "GPT-OSS",
+        qkv_bias=Unless("attention_bias"),
+        out_bias=Unless("attention_bias"),
+        sinks=True,
+        head_dim=64,
+        kv_heads=8,
+        mixture=Mixture(
+            "intermediate_size",
+            count=128,
+            per_token=4,
+            projections=("gate_up_proj", "gate_up_proj", "down_proj"),
+            router="router",
+            biased=True,
+            alternating=True,
+            clamped=True,
+        ),
     ),
     "gpt2": Family(
         "GPT-2",
@@ -302,13 +331,21 @@ def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
                 f"Model {source!r} has rope_type {shown(kind)}: {why}. "
                 f"Use a model with one of {', '.join(_STATIC_ROPE)}."
             )
-    if config.get("quantization_config"):
+    quantised = config.get("quantization_config")
+    if quantised and not _reads(config.get("model_type"), quantised):
         raise ConfigError(
             f"Model {source!r} has quantised weights (quantization_config), which cannot be trained. "
             "Save it unquantised."
         )
     if config.get("use_bidirectional_attention"):
         raise ConfigError(f"Model {source!r} has use_bidirectional_attention. Use a causal decoder.")
+
+
+def _reads(kind: Any, quantised: Any) -> bool:
+    """Whether the weights of a model_type are read that its quantization_config describes: MXFP4, as floats."""
+    mixture = FAMILIES[kind].mixture if isinstance(kind, str) and kind in FAMILIES else None
+    described = cast(Mapping[str, Any], quantised) if isinstance(quantised, Mapping) else {}
+    return mixture is not None and mixture.alternating and described.get("quant_method") == "mxfp4"
 
 
 _FIRST = "model.layers.0."

@@ -32,17 +32,21 @@ StagePlace = Literal["layer", "first", "last", "ends"]
 
 
 class FileTensor(NamedTuple):
-    """A tensor in files that holds a parameter, or several, one after the other on the parameters' dim 0.
+    """A tensor in files that holds a parameter, or several, one after the other or in turns.
 
     shape       of the whole tensor in files
     start       the first row of this parameter
-    transposed  files have the parameters' dims in the opposite order (GPT-2's Conv1D)
+    transposed  files have the parameters' last two dims in the opposite order (GPT-2's Conv1D)
+    step        from one row of this parameter to its next: more than 1 where parameters take turns
+    dim         of the parameters, whose rows these are
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     transposed: bool = False
+    step: int = 1
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,12 @@ class ParameterSpec:
     def is_linear(self) -> bool:
         """Whether it is the weight of a linear module in a layer, which files hold in a tensor of its own."""
         alone = self.packed is None or (self.packed.transposed and self.packed.shape == self.shape[::-1])
-        return self.place == "layer" and len(self.shape) == 2 and alone
+        return self.place == "layer" and len(self.shape) == 2 and self.name.endswith(".weight") and alone
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether its dim 0 counts the experts of a layer."""
+        return ".experts." in self.name
 
     @property
     def module(self) -> str:
@@ -160,6 +169,7 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: HeadNorms | None = None
+    sinks: bool = False
     norms: tuple[str, ...] = LAYER_NORMS
     gated: bool = True
     packed: tuple[Packing, ...] = ()
@@ -201,6 +211,7 @@ class ModelShape:
             out_bias=read.option(family.out_bias),
             mlp_bias=read.option(family.mlp_bias),
             qk_norm=family.qk_norm,
+            sinks=family.sinks,
             norms=family.norms,
             gated=family.gated,
             packed=family.packed,
@@ -385,11 +396,11 @@ def _in_files(spec: ParameterSpec, family: Family) -> ParameterSpec:
     prefix = next((prefix for prefix in family.files if spec.name.startswith(prefix)), None)
     if prefix is None:
         return spec
-    name, shape, start, _ = spec.packed or FileTensor(spec.name, spec.shape, 0)
-    transposed = family.transposed and spec.place == "layer" and len(shape) == 2
-    shape = shape[::-1] if transposed else shape
-    name = family.files[prefix] + name.removeprefix(prefix)
-    return replace(spec, packed=FileTensor(name, shape, start, transposed))
+    place = spec.packed or FileTensor(spec.name, spec.shape, 0)
+    transposed = family.transposed and spec.place == "layer" and len(place.shape) == 2
+    shape = place.shape[::-1] if transposed else place.shape
+    name = family.files[prefix] + place.name.removeprefix(prefix)
+    return replace(spec, packed=place._replace(name=name, shape=shape, transposed=transposed))
 
 
 def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]:
@@ -444,6 +455,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         into_heads = _packed(into_heads, names.qkv)
     if "gate_up" in shape.packed:
         into_columns = _packed(into_columns, names.gate_up)
+    sinks = replace(spec(f"{attention}.sinks", (shape.query_heads,), 0, "query_head"), unit_size=1)
     mixture = family.mixture if shape.experts else None
     mlp = [
         *into_columns,
@@ -452,6 +464,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
     return [
         *into_heads,
         *head_norms,
+        *([sinks] if shape.sinks else []),
         *linear(f"{attention}.{names.out}", shape.hidden, query, "query_head", 1, shape.out_bias),
         *(mlp if mixture is None else _mixture(shape, mixture, layer)),
         *(spec for name in shape.norms for spec in norm(name, shape.hidden)),
@@ -461,34 +474,39 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
 def _mixture(shape: ModelShape, mixture: Mixture, layer: int) -> list[ParameterSpec]:
     """A layer's router and its experts, each of which is split as an MLP is.
 
-    Each tp rank computes a part of every expert's output, so it has a part of the router's gradient.
+    Each tp rank computes a part of every expert's output, so it has a part of the gradients of the router and of what
+    is added to the outputs.
     """
     prefix, stored = (f"model.layers.{layer}.{block}" for block in ("mlp", mixture.block))
     experts, columns, hidden = shape.experts, shape.intermediate, shape.hidden
-    router = ParameterSpec(
-        f"{prefix}.gate.weight",
-        (experts, hidden),
-        "layer",
-        layer,
-        partial_gradient=True,
-        packed=FileTensor(f"{stored}.gate.weight", (experts, hidden), 0),
-    )
-    shapes = {
-        "gate_proj": (experts, columns, hidden),
-        "up_proj": (experts, columns, hidden),
-        "down_proj": (experts, hidden, columns),
-    }
-    return [router] + [
-        ParameterSpec(
-            f"{prefix}.experts.{name}",
-            dims,
-            "layer",
-            layer,
-            shard_dim=2 if name == "down_proj" else 1,
-            unit="column",
-            stacked=f"{stored}.experts.{{}}.{theirs}.weight",
-        )
-        for (name, dims), theirs in zip(shapes.items(), mixture.projections, strict=True)
+
+    def whole(name: str, dims: tuple[int, ...], theirs: str) -> ParameterSpec:
+        place = FileTensor(f"{stored}.{theirs}", dims, 0)
+        return ParameterSpec(f"{prefix}.{name}", dims, "layer", layer, partial_gradient=True, packed=place)
+
+    def of_columns(name: str, dims: tuple[int, ...], dim: int, place: FileTensor | str) -> ParameterSpec:
+        packed, stacked = (place, None) if isinstance(place, FileTensor) else (None, place)
+        named = f"{prefix}.experts.{name}"
+        return ParameterSpec(named, dims, "layer", layer, dim, "column", packed=packed, stacked=stacked)
+
+    router = [whole("gate.weight", (experts, hidden), f"{mixture.router}.weight")]
+    if mixture.biased:
+        router.append(whole("gate.bias", (experts,), f"{mixture.router}.bias"))
+    into, out = (experts, columns, hidden), (experts, hidden, columns)
+    if not mixture.alternating:
+        names = [f"{stored}.experts.{{}}.{theirs}.weight" for theirs in mixture.projections]
+        specs = zip(("gate_proj", "up_proj", "down_proj"), (into, into, out), (1, 1, 2), names, strict=True)
+        return router + [of_columns(*spec) for spec in specs]
+    gate, up, down = (f"{stored}.experts.{theirs}" for theirs in mixture.projections)
+    weights, biases = (experts, hidden, 2 * columns), (experts, 2 * columns)
+    return [
+        *router,
+        of_columns("gate_proj", into, 1, FileTensor(gate, weights, 0, True, 2, 1)),
+        of_columns("up_proj", into, 1, FileTensor(up, weights, 1, True, 2, 1)),
+        of_columns("gate_proj_bias", into[:2], 1, FileTensor(f"{gate}_bias", biases, 0, False, 2, 1)),
+        of_columns("up_proj_bias", into[:2], 1, FileTensor(f"{up}_bias", biases, 1, False, 2, 1)),
+        of_columns("down_proj", out, 2, FileTensor(down, (experts, columns, hidden), 0, True)),
+        whole("experts.down_proj_bias", out[:2], f"experts.{mixture.projections[2]}_bias"),
     ]
 
 

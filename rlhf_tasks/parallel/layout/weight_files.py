@@ -194,11 +194,23 @@ class LowRank(NamedTuple):
 
 
 class InFile(NamedTuple):
-    """A tensor of a file, and its name there; with what an adapter adds to it, where the folder is an adapter's."""
+    """A tensor of a file, and its name there; with what an adapter adds to it, where the folder is an adapter's.
+
+    scales  of a tensor in MXFP4, whose blocks these are: the file and the name of its scales
+    """
 
     file: Path
     name: str
     added: LowRank | None = None
+    scales: tuple[Path, str] | None = None
+
+
+BLOCK = 32
+"""Elements of a block, which have one scale, in MXFP4 (Open Compute Project, Microscaling Formats, version 1.0)."""
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""The ends of the names of the two tensors in files in place of one [..., in, out] in MXFP4: uint8 [..., out, blocks,
+bytes], each of which holds two elements, the first one in its low half, and uint8 [..., out, blocks]."""
 
 
 def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: bool) -> dict[str, InFile]:
@@ -216,7 +228,7 @@ def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: boo
         return _through_adapter(adapter, specs, needs_head)
     wanted = {name: shape for spec in specs for name, shape in spec.stored.items()}
     files = _files_of(folder)
-    theirs = {name: name if name in files else name.partition(".")[2] for name in wanted}
+    theirs = {name: _name_in_files(name, files) for name in wanted}
     missing = [name for name in wanted if theirs[name] not in files]
     if needs_head and NEW_HEAD in missing:
         raise ConfigError(
@@ -229,12 +241,29 @@ def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: boo
             "Save the whole model with save_pretrained."
         )
     held = {name: InFile(files[there], there) for name, there in theirs.items() if there in files}
-    by_file = defaultdict[Path, dict[str, tuple[int, ...]]](dict)
-    for name, (file, there, _) in held.items():
-        by_file[file][there] = wanted[name]
-    for file, shapes in by_file.items():
+    quantised, plain = (defaultdict[Path, dict[str, tuple[int, ...]]](dict) for _ in range(2))
+    for name, its in held.items():
+        if its.name != f"{name}{_BLOCKS}":
+            plain[its.file][its.name] = wanted[name]
+            continue
+        (*_, into, out), scales = wanted[name], f"{name}{_SCALES}"
+        if scales not in files:
+            raise ConfigError(f"Model folder {str(folder)!r} lacks {scales}, the scales of {its.name}.")
+        held[name] = its._replace(scales=(files[scales], scales))
+        blocks = (*wanted[name][:-2], out, into // BLOCK)
+        quantised[its.file][its.name] = (*blocks, BLOCK // 2)
+        quantised[files[scales]][scales] = blocks
+    for file, shapes in plain.items():
         _check_shapes(file, shapes)
+    for file, shapes in quantised.items():
+        _check_shapes(file, shapes, dtypes=("U8",))
     return held
+
+
+def _name_in_files(name: str, files: Collection[str]) -> str:
+    """What a tensor is called in a folder: its blocks in MXFP4 stand for it."""
+    names = (name, f"{name}{_BLOCKS}", name.partition(".")[2])
+    return next((each for each in names if each in files), name)
 
 
 def _through_adapter(
@@ -311,7 +340,7 @@ def check_weights(folder: Path, specs: Collection[ParameterSpec], needs_head: bo
         _check_adapter(adapter, held)
         check_weights(adapter.base, specs, needs_head=False)
         return
-    names = {its.name for its in held.values()}
+    names = {its.name for its in held.values()} | {its.scales[1] for its in held.values() if its.scales}
     extra = [name for name in _files_of(folder) if name not in names and not _IDLE.fullmatch(name)]
     if extra:
         raise ConfigError(
@@ -412,7 +441,12 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return dict.fromkeys(_header(single), single)
 
 
-def _check_shapes(file: Path, wanted: Mapping[str, tuple[int, ...]], says: str = "config.json says") -> None:
+def _check_shapes(
+    file: Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    says: str = "config.json says",
+    dtypes: Collection[str] = FLOATS,
+) -> None:
     header = _header(file)
     for name, shape in wanted.items():
         if name not in header:
@@ -421,9 +455,9 @@ def _check_shapes(file: Path, wanted: Mapping[str, tuple[int, ...]], says: str =
             raise ConfigError(
                 f"{file}: {name} has shape {shown(header[name]['shape'])}; {says} {list(shape)}."
             )
-        if header[name]["dtype"] not in FLOATS:
+        if header[name]["dtype"] not in dtypes:
             raise ConfigError(
-                f"{file}: {name} has dtype {header[name]['dtype']}, not one of {', '.join(FLOATS)}. Save the model "
+                f"{file}: {name} has dtype {header[name]['dtype']}, not one of {', '.join(dtypes)}. Save the model "
                 "unquantised."
             )
 

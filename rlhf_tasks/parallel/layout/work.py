@@ -89,8 +89,8 @@ def layer_size(shape: ModelShape, head: Head, lora: Lora | None = None) -> int:
     With `lora`, only those of its adapters.
     """
     specs = parameters(shape, head) if lora is None else trained_parameters(shape, head, lora)
-    whole = [spec.size for spec in specs if spec.layer == 0 and spec.stacked is None]
-    of_expert = [spec.size // spec.shape[0] for spec in specs if spec.layer == 0 and spec.stacked]
+    whole = [spec.size for spec in specs if spec.layer == 0 and not spec.of_experts]
+    of_expert = [spec.size // spec.shape[0] for spec in specs if spec.layer == 0 and spec.of_experts]
     return sum(whole) + shape.experts_per_token * sum(of_expert)
 
 

@@ -72,6 +72,7 @@ def packed_attention(
     cache: Cache | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a micro-batch.
@@ -85,6 +86,7 @@ def packed_attention(
     cache           keys and values are written to it and, where sequences continue, read from it; None: no cache
     sliding_window  tokens that one may attend to, itself included; None: all before it
     softcap         scores s become softcap * tanh(s / softcap) (Gemma 2); None: they stay as they are
+    s_aux           sinks [heads]: of each head, the score of attending to nothing (GPT-OSS); None: there are none
     Returns ([1, T, heads, head_dim], None), as transformers expects of an attention function.
     """
     assert attention_mask is None, "the micro-batch says what attends to what"
@@ -100,14 +102,16 @@ def packed_attention(
             t = query.shape[2] // sum(len(keys) for keys, _, _ in runs)
             queries = query.split([len(keys) * t for keys, _, _ in runs], dim=2)
             outputs = [
-                _cached(own, *run, kv_index, scaling, softcap) for own, run in zip(queries, runs, strict=True)
+                _cached(own, *run, kv_index, scaling, softcap, s_aux)
+                for own, run in zip(queries, runs, strict=True)
             ]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
     if kv_index is not None:
         key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)
-    if softcap is None and in_one_kernel(query.device, query.dtype, query.shape[-1]):
+    in_memory = softcap is not None or s_aux is not None
+    if not in_memory and in_one_kernel(query.device, query.dtype, query.shape[-1]):
         return _varlen(query, key, value, micro, scaling, sliding_window), None
-    return _per_sequence(query, key, value, micro, scaling, sliding_window, softcap), None
+    return _per_sequence(query, key, value, micro, scaling, sliding_window, softcap, s_aux), None
 
 
 AttentionInterface.register(PACKED, packed_attention)
@@ -141,6 +145,7 @@ def _per_sequence(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """scaled_dot_product_attention on any device and dtype. Shapes as in `packed_attention`; of shared tokens, there
     are keys and values for each of their sequences, queries only once.
@@ -162,10 +167,11 @@ def _per_sequence(
     for (begin, length, n), *of_run in zip(runs, *parts, strict=True):
         q, k, v = (x.unflatten(1, (n, -1)).transpose(0, 1) for x in of_run)  # [n, heads, rows, head_dim]
         seen = length if window is None else min(window, length)
-        causal = softcap is None and seen == length and not begin
+        in_memory = softcap is not None or sinks is not None
+        causal = not in_memory and seen == length and not begin
         mask = None if causal else _window_mask(begin, length, seen, query.device)
-        if softcap is not None:
-            output = _capped(q, k, v, mask, scaling, softcap)
+        if in_memory:
+            output = _in_memory(q, k, v, mask, scaling, softcap, sinks)
         else:
             if _converts(query) and (length <= LONGEST_IN_FLOAT32 or widens(query.device, query.dtype)):
                 q, k, v = q.float(), k.float(), v.float()
@@ -190,23 +196,34 @@ def _converts(query: Tensor) -> bool:
     )
 
 
-def _capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float
+def _in_memory(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with capped scores, which no kernel of torch's computes; the scores stand in memory.
+    """Attention with capped scores or sinks, which no kernel of torch's computes; the scores stand in memory.
 
     query [n, heads, L, head_dim]; key, value [n, KV heads, S, head_dim]; mask bool, as [n, 1, L, S]; None: all
+    sinks [heads]
     Returns [n, heads, L, head_dim].
     """
     n, heads, length, head_dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(n, kv_heads, heads // kv_heads * length, head_dim)
     scores = (grouped @ key.transpose(2, 3)).reshape(n, heads, length, key.shape[2]) * scaling
-    scores = torch.tanh(scores / softcap) * softcap
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     wide = torch.promote_types(query.dtype, torch.float32)
-    weights = scores.softmax(-1, dtype=wide).to(query.dtype)
+    if sinks is not None:
+        nothing = sinks[:, None, None].to(scores.dtype).expand(n, heads, length, 1)
+        scores = torch.cat([scores, nothing], -1)
+    weights = scores.softmax(-1, dtype=wide)[..., : key.shape[2]].to(query.dtype)
     output = weights.reshape(n, kv_heads, heads // kv_heads * length, key.shape[2]) @ value
     return output.reshape(n, heads, length, head_dim)
 
@@ -250,6 +267,7 @@ def _cached(
     kv_index: Tensor | None,
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """t new tokens of each of n sequences against its cached ones, in which they are included.
 
@@ -263,11 +281,11 @@ def _cached(
     t, group = tokens // n, heads // kv_heads
     # The query heads of a KV head become the rows of one query, so that no KV head is copied.
     of_sequence = query[0].unflatten(1, (n, t)).transpose(0, 1)  # [n, heads, t, head_dim]
+    if softcap is not None or sinks is not None:
+        output = _in_memory(of_sequence, keys, values, mask, scaling, softcap, sinks)
+        return output.transpose(1, 2).reshape(1, tokens, heads, head_dim)
     grouped = of_sequence.reshape(n, kv_heads, group * t, head_dim)
     if mask is not None and t > 1:
         mask = mask.repeat(1, 1, group, 1)
-    if softcap is None:
-        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-    else:
-        output = _capped(grouped, keys, values, mask, scaling, softcap)
+    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
     return output.reshape(n, heads, t, head_dim).transpose(1, 2).reshape(1, tokens, heads, head_dim)

@@ -36,7 +36,9 @@ from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     can_group,
+    clamped,
     copy_to_ranks,
+    gated,
 )
 
 ROWS = 32
@@ -265,16 +267,28 @@ class Stage(nn.Module):
         return getattr(whole, files.get(f"model.{name}.", f"model.{name}.").split(".")[1])
 
     def _mixture_of_experts(self) -> MixtureOfExperts:
-        shape, meta = self.layout.shape, torch.device("meta")
-        # Mixtral has no such key: it always normalises.
-        normalised: bool = getattr(self.config, "norm_topk_prob", True)
-        router = Router(shape.experts, shape.hidden, shape.experts_per_token, normalised, meta)
+        shape, meta, config = self.layout.shape, torch.device("meta"), self.config
+        mixture = FAMILIES[shape.family].mixture
+        assert mixture is not None
+        # Mixtral and GPT-OSS have no such key: they always normalise.
+        normalised: bool = getattr(config, "norm_topk_prob", True)
+        sizes = (shape.experts, shape.hidden, shape.experts_per_token)
+        router = Router(*sizes, normalised, meta, mixture.biased)
         columns = self.layout.units("column", self.coordinate.tp).size
-        grouped = can_group(self.device, self.dtype, shape.hidden, columns)
-        rows = ROWS if self.device.type == "cpu" else 1
-        activation = ACT2FN[self.config.hidden_act]
-        experts = Experts(shape.experts, shape.hidden, columns, activation, meta, grouped, rows)
-        return MixtureOfExperts(router, experts, self.tp_group)
+        experts = Experts(
+            shape.experts,
+            shape.hidden,
+            columns,
+            clamped(config.swiglu_alpha, config.swiglu_limit)
+            if mixture.clamped
+            else gated(ACT2FN[config.hidden_act]),
+            meta,
+            grouped=can_group(self.device, self.dtype, shape.hidden, columns),
+            rows=ROWS if self.device.type == "cpu" else 1,
+            biased=mixture.biased,
+            adds_bias=self.coordinate.tp == 0,
+        )
+        return MixtureOfExperts(router, experts, self.tp_group, in_pair=mixture.clamped)
 
     def _split_layer(self, layer: Any, prefix: str) -> None:
         """Replace a decoder layer's linear modules and norms, and put `copy_to_ranks` before its blocks."""
@@ -298,8 +312,8 @@ class Stage(nn.Module):
                     setattr(parent, name, nn.GELU("tanh"))
                 elif kind.endswith("Norm"):
                     setattr(parent, name, self._norm(child, path))
-                elif any(True for _ in child.parameters(recurse=False)):
-                    raise ValueError(f"{path} is a {kind}: neither a linear module nor an RMS norm.")
+                elif not isinstance(child, MixtureOfExperts):
+                    self._take_slices(child, path)
             if enters:
                 parent.register_forward_pre_hook(self._enter_block, with_kwargs=True)
             if hasattr(parent, "layer_idx"):
@@ -329,6 +343,15 @@ class Stage(nn.Module):
         if args:
             return (copy_to_ranks(args[0], self.tp_group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": copy_to_ranks(kwargs["hidden_states"], self.tp_group)}
+
+    def _take_slices(self, module: nn.Module, path: str) -> None:
+        """Give a module that we do not replace this rank's slices of its own parameters (sinks)."""
+        for name, _ in list(module.named_parameters(recurse=False)):
+            if f"{path}.{name}" not in self.layout.specs:
+                kind = type(module).__name__
+                raise ValueError(f"{path} is a {kind}: neither a linear module nor an RMS norm.")
+            size = self.layout.slice_shape(f"{path}.{name}", self.holder)
+            setattr(module, name, nn.Parameter(torch.empty(size, device="meta")))
 
     def _parallel_linear(self, whole: nn.Linear | Conv1D, path: str, style: str) -> nn.Linear:
         if style == "colwise":

@@ -188,19 +188,29 @@ class Router(nn.Module):
     """Chooses experts by the largest probabilities of a softmax over all, in float32 or wider.
 
     normalised  the weights of a token's experts are divided by their sum
+    biased      a bias is added before the softmax
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
-        self, experts: int, hidden: int, per_token: int, normalised: bool, device: torch.device
+        self,
+        experts: int,
+        hidden: int,
+        per_token: int,
+        normalised: bool,
+        device: torch.device,
+        biased: bool = False,
     ) -> None:
         super().__init__()
         self.per_token = per_token
         self.normalised = normalised
         self.weight = nn.Parameter(torch.empty(experts, hidden, device=device))
+        self.bias = nn.Parameter(torch.empty(experts, device=device)) if biased else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> (numbers of the chosen experts [T, per_token], their weights, of the same shape)."""
-        logits = linear(x, self.weight)
+        logits = linear(x, self.weight, self.bias)
         probabilities = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         weights, chosen = probabilities.topk(self.per_token, dim=-1)
         return chosen, weights / weights.sum(-1, keepdim=True) if self.normalised else weights
@@ -212,13 +222,38 @@ def can_group(device: torch.device, dtype: torch.dtype, hidden: int, columns: in
     return device.type == "cuda" and dtype == torch.bfloat16 and aligned
 
 
+Inner = Callable[[Tensor, Tensor], Tensor]
+"""(gate [n, columns], up [n, columns]) -> what an expert's last product is given, of the same shape."""
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Inner:
+    """activation(gate) * up."""
+
+    def inner(gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
+
+    return inner
+
+
+def clamped(alpha: float, limit: float) -> Inner:
+    """GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), of a gate of at most `limit` and columns within +-limit."""
+
+    def inner(gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
+
+    return inner
+
+
 class Experts(nn.Module):
     """Gated MLPs side by side, of each of which a rank holds the same columns.
 
-    activation  of the gate
+    inner       between the products
     grouped     the products of all experts are one kernel (`can_group`)
     rows        if they are not: an expert's product has a multiple of so many rows if it has more of them; those
                 after are zeros
+    biased      all products have biases. Every rank holds that of the outputs whole
+    adds_bias   whether this rank adds the bias of the outputs: one of a tp group does, before the sum over them
     """
 
     def __init__(
@@ -226,18 +261,26 @@ class Experts(nn.Module):
         experts: int,
         hidden: int,
         columns: int,
-        activation: Callable[[Tensor], Tensor],
+        inner: Inner,
         device: torch.device,
         grouped: bool = False,
         rows: int = 1,
+        biased: bool = False,
+        adds_bias: bool = True,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.inner = inner
         self.grouped = grouped
         self.rows = rows
+        self.biased = biased
+        self.share = 1.0 if adds_bias else 0.0  # a factor, so that the bias has a gradient on every rank
         self.gate_proj = nn.Parameter(torch.empty(experts, columns, hidden, device=device))
         self.up_proj = nn.Parameter(torch.empty(experts, columns, hidden, device=device))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, columns, device=device))
+        if biased:
+            self.gate_proj_bias = nn.Parameter(torch.empty(experts, columns, device=device))
+            self.up_proj_bias = nn.Parameter(torch.empty(experts, columns, device=device))
+            self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden, device=device))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of what each token's experts give, of which this rank's columns are a part.
@@ -263,43 +306,68 @@ class Experts(nn.Module):
         def product(x: Tensor, weights: Tensor) -> Tensor:
             return F.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
 
-        inner = self.activation(product(rows, self.gate_proj)) * product(rows, self.up_proj)
-        return product((inner * factors).to(rows.dtype), self.down_proj)
+        gate, up = product(rows, self.gate_proj), product(rows, self.up_proj)
+        if not self.biased:
+            return product((self.inner(gate, up) * factors).to(rows.dtype), self.down_proj)
+        experts = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+        biases = (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias)
+        of_gate, of_up, of_output = (_OfExperts.apply(bias, experts, counts) for bias in biases)
+        inner = self.inner(gate + of_gate, up + of_up) * factors
+        output = product(inner.to(rows.dtype), self.down_proj)
+        return output + (of_output * (factors * self.share)).to(rows.dtype)
 
     def _in_turn(self, rows: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
         """The same, expert by expert."""
         sizes = counts.tolist()
         matrices = zip(self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind(), strict=True)
-        outputs = [
-            self._expert(part, factor, *of_expert)
-            for part, factor, of_expert in zip(rows.split(sizes), factors.split(sizes), matrices, strict=True)
-            if len(part)
-        ]
-        return torch.cat(outputs)
+        biases: Any = [(None, None, None)] * len(sizes)
+        if self.biased:
+            each = (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias)
+            biases = zip(*(bias.unbind() for bias in each), strict=True)
+        experts = zip(rows.split(sizes), factors.split(sizes), matrices, biases, strict=True)
+        return torch.cat([self._expert(*expert) for expert in experts if len(expert[0])])
 
-    def _expert(self, x: Tensor, factor: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def _expert(
+        self,
+        x: Tensor,
+        factor: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor],
+        biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ) -> Tensor:
         """One expert's output for its tokens. x [n, hidden], factor [n, 1] -> [n, hidden]."""
         n = len(x)
         if n > self.rows and n % self.rows:
             padding = (0, 0, 0, self.rows - n % self.rows)
             x, factor = F.pad(x, padding), F.pad(factor, padding)
-        inner = self.activation(linear(x, gate)) * linear(x, up)
-        return linear((inner * factor).to(x.dtype), down)[:n]
+        gate, up, down = weights
+        of_gate, of_up, of_output = biases
+        inner = self.inner(linear(x, gate, of_gate), linear(x, up, of_up))
+        output = linear((inner * factor).to(x.dtype), down)
+        if of_output is not None:
+            output = output + (of_output * (factor * self.share)).to(x.dtype)
+        return output[:n]
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts, in place of a layer's MLP."""
+    """A router and its experts, in place of a layer's MLP.
 
-    def __init__(self, gate: Router, experts: Experts, group: ProcessGroup | None) -> None:
+    in_pair  the layer expects a pair, whose second part it does not use (GPT-OSS)
+    """
+
+    def __init__(
+        self, gate: Router, experts: Experts, group: ProcessGroup | None, in_pair: bool = False
+    ) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
         self.group = group
+        self.in_pair = in_pair
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [..., hidden] -> the same shape, equal on all ranks."""
         x = copy_to_ranks(hidden_states, self.group).flatten(0, -2)
-        return sum_over_ranks(self.experts(x, *self.gate(x)), self.group).view_as(hidden_states)
+        output = sum_over_ranks(self.experts(x, *self.gate(x)), self.group).view_as(hidden_states)
+        return (output, None) if self.in_pair else output
 
 
 # Each of these two is the other's transpose, and so its backward pass. torch's own backward pass of an index adds
@@ -335,6 +403,22 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0].index_select(0, ctx.tokens), None, None
+
+
+class _OfExperts(torch.autograd.Function):
+    """Each row's expert's bias. bias [experts, n], experts [rows] in order, counts [experts] -> [rows, n]."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return bias.index_select(0, experts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (counts,), gradient = ctx.saved_tensors, gradients[0]
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        # the sum of each expert's rows, in their order; an expert without rows has zeros
+        return torch.segment_reduce(wide, "sum", lengths=counts, unsafe=True).to(gradient.dtype), None, None
 
 
 def _summed(y: Tensor, places: Tensor) -> Tensor:

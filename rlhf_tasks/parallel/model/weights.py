@@ -24,11 +24,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES, Family
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ParameterSpec
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import FileTensor, Head, ParameterSpec
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
     ADAPTER_CONFIG,
+    BLOCK,
     INDEX,
     SINGLE,
     VERDICT,
@@ -50,7 +51,7 @@ CACHED = 1 << 16  # numbers of a sum that stay in a core's cache
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
     """The model's config from its folder, or from that of an adapter's base. Never uses the network, and never runs
-    code from the folder.
+    code from the folder. It says nothing of how files are quantised, since weights are floats here.
 
     Raises ValueError naming the folder when it has no config.json.
     """
@@ -59,7 +60,9 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
         raise ValueError(
             f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
         )
-    return AutoConfig.from_pretrained(whole, local_files_only=True, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(whole, local_files_only=True, trust_remote_code=False)
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def load(
@@ -110,6 +113,8 @@ def opened(files: Mapping[str, InFile]) -> Iterator[ReadTensor]:
         def tensor(name: str) -> Any:
             place = files[name]
             own = tensors(place.file).get_slice(place.name)
+            if place.scales is not None:
+                own = _Dequantised(own, tensors(place.scales[0]).get_slice(place.scales[1]))
             if place.added is None:
                 return own
             a, b = (tensors(place.added.file).get_tensor(half) for half in (place.added.a, place.added.b))
@@ -141,6 +146,45 @@ class _Merged:
         return own.to(wide) + (product.T if self.added.transposed else product)
 
 
+@dataclass(frozen=True, slots=True)
+class _Dequantised:
+    """The weights [experts, in, out] of which files hold blocks in MXFP4. Only the wanted part is computed.
+
+    blocks, scales  slices of safetensors: [experts, out, in / 32, 16], [experts, out, in / 32]
+    """
+
+    blocks: Any
+    scales: Any
+
+    def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor:
+        """bfloat16, which has these numbers exactly."""
+        experts, into, out = wanted
+        first, last = into.start // BLOCK, -(-into.stop // BLOCK)
+        numbers = range(experts.start, experts.stop)
+        whole = torch.empty(len(numbers), out.stop - out.start, into.stop - into.start, dtype=torch.bfloat16)
+        for place, number in enumerate(numbers):  # one after the other, so that little stands in memory
+            part = (slice(number, number + 1), out, slice(first, last))
+            blocks: Tensor = self.blocks[part][0]
+            scales: Tensor = self.scales[part][0]
+            inner = slice(into.start - first * BLOCK, into.stop - first * BLOCK)
+            whole[place] = from_mxfp4(blocks, scales)[:, inner]
+        return whole.mT
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Numbers in MXFP4 (Open Compute Project, Microscaling Formats, version 1.0): those of a block times one scale.
+
+    blocks  uint8 [rows, blocks, 16]: two numbers of 4 bits in a byte, the first one in its low half
+    scales  uint8 [rows, blocks]: exponents of 2, plus 127
+    Returns float32 [rows, columns].
+    """
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat([sizes, -sizes])  # the first bit is the sign
+    halves = torch.stack([blocks & 15, blocks >> 4], -1)
+    factors = torch.ones(scales.shape).ldexp(scales.int() - 127)
+    return (numbers[halves.int()].flatten(2) * factors[..., None]).flatten(1)
+
+
 def _outer_sum(b: Tensor, a: Tensor) -> Tensor:
     """B A, whose elements are sums in the order of the ranks: any part has the bits of the whole. A matrix product
     sums in an order that depends on the shapes, so that the layout would show.
@@ -170,12 +214,20 @@ def stored_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval) -> Tens
 
 
 def _part(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
-    """Some rows of a parameter that a tensor in files holds, alone or with others after each other."""
-    start, transposed = (0, False) if spec.packed is None else (spec.packed.start, spec.packed.transposed)
-    wanted = [slice(start, start + spec.shape[0]), *(slice(None) for _ in spec.shape[1:])]
-    first = start if spec.dim == 0 else 0
-    wanted[spec.dim] = slice(first + rows.start, first + rows.stop)
-    return tensor[tuple(reversed(wanted))].T if transposed else tensor[tuple(wanted)]
+    """Some rows of a parameter that a tensor in files holds, alone or with others."""
+    place = spec.packed or FileTensor(spec.name, spec.shape, 0)
+    wanted = [slice(0, length) for length in spec.shape]
+    wanted[spec.dim] = slice(*rows)
+    mine, step = wanted[place.dim], place.step
+    # Of parameters that take turns, the rows of all are read: they lie side by side.
+    begin = place.start if step == 1 else 0
+    wanted[place.dim] = slice(begin + mine.start * step, begin + mine.stop * step)
+    if place.transposed:
+        wanted[-2:] = reversed(wanted[-2:])
+    part: Tensor = tensor[tuple(wanted)]
+    part = part.mT if place.transposed else part
+    turns = (slice(None),) * place.dim + (slice(place.start, None, step),)
+    return part if step == 1 else part[turns]
 
 
 def initialise(stage: Stage, seed: int, moved: ByteCount | None = None) -> None:
@@ -209,8 +261,8 @@ def _randomise(stage: Stage, names: Iterable[str], seed: int, moved: ByteCount |
     parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
     for name in names:
         spec, rows = stage.layout.specs[name], held[name]
-        if len(spec.shape) == 1:
-            constant = 0.0 if name.endswith(".bias") else stage.neutral_norm
+        if name.endswith("bias") or (name.endswith(".weight") and len(spec.shape) == 1):
+            constant = 0.0 if name.endswith("bias") else stage.neutral_norm
             _fill(parameters[name], torch.tensor(constant), moved)
         else:
             whole = _drawn(spec, seed, stage.config)
@@ -299,16 +351,15 @@ class FolderWriter:
         self._waiting[name] = whole.detach().to("cpu").contiguous()
         if self._waiting.keys() == {other for other, its in self._file_of.items() if its == file}:
             parts = defaultdict[str, list[Tensor]](list)
-            transposed = set[str]()
+            places = dict[str, FileTensor]()
             for waiting, tensor in self._waiting.items():
                 spec = self._specs[waiting]
                 pieces = [tensor] if spec.stacked is None else tensor.unbind()
                 for stored, piece in zip(spec.stored, pieces, strict=True):
                     parts[f"{self._prefix}{stored}"].append(piece)
-                    if spec.packed is not None and spec.packed.transposed:
-                        transposed.add(f"{self._prefix}{stored}")
-            tensors = {stored: of[0] if len(of) == 1 else torch.cat(of) for stored, of in parts.items()}
-            tensors |= {stored: tensors[stored].T.contiguous() for stored in transposed}
+                    if spec.packed is not None:
+                        places[f"{self._prefix}{stored}"] = spec.packed
+            tensors = {stored: _joined(of, places.get(stored)) for stored, of in parts.items()}
             save_file(tensors, self._unfinished / file, metadata={"format": "pt"})
             self._written |= self._waiting.keys()
             self._waiting = {}
@@ -332,6 +383,19 @@ class FolderWriter:
         sync(self._unfinished)
         self._unfinished.rename(self.folder)
         sync(self.folder.parent)
+
+
+def _joined(parts: list[Tensor], place: FileTensor | None) -> Tensor:
+    """The tensor that files hold, of all parameters that are parts of it."""
+    if place is None:
+        return parts[0]
+    whole = parts[0]
+    if len(parts) > 1:
+        dim = place.dim
+        whole = (
+            torch.cat(parts, dim) if place.step == 1 else torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+        )
+    return whole.mT.contiguous() if place.transposed else whole
 
 
 def _files(layout: Layout, itemsize: int, shard_bytes: int) -> dict[str, str]:

@@ -136,6 +136,9 @@ OF_LAYER_TYPES = {
         # layers 2 and 3 slide: a stage that numbered its layers from 0 would let none of them
         ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
+        ("gpt_oss", {"rope_parameters": {**ROPE, "rope_type": "yarn", **YARN, "truncate": False}}),
+        ("gpt_oss", {"swiglu_alpha": 1.0, "swiglu_limit": 0.7, "num_experts_per_tok": 4}),
+        ("gpt_oss", {"attention_bias": False}),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
         ("gpt2", {"scale_attn_weights": False}),
         ("gpt2", {"activation_function": "relu"}),
@@ -222,6 +225,7 @@ def samples_of_prompts() -> list[Tensor]:
         ("gemma3_text", {"sliding_window": 13}),
         ("phi3", {"sliding_window": 4}),
         ("qwen3_moe", {}),
+        ("gpt_oss", {}),
         ("gpt2", {}),
     ],
 )
@@ -270,6 +274,7 @@ def test_a_prompt_of_several_samples_is_computed_once_and_gives_the_same(
         ("phi3", False),
         ("mixtral", False),
         ("mixtral", True),
+        ("gpt_oss", True),
         ("gpt2", False),
     ],
 )
@@ -438,6 +443,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {**UNEVEN, "tie_word_embeddings": False}),
     ("mixtral", {"sliding_window": 3}),
     ("qwen3_moe", {**UNEVEN, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    ("gpt_oss", {**UNEVEN, "sliding_window": 3}),
     ("gpt2", {"hidden_size": 36, "num_attention_heads": 9, "pad_token_id": 0}),
 ]
 
@@ -453,8 +459,8 @@ SPLITS: list[tuple[ParallelStrategy, Head, tuple[str, ...]]] = [
 ]
 """How other families are split, and of which continuous integration runs that: of each the split of both kinds, which
 has all that either has; a value head differs after the last layer, which families do not. The default suite runs
-those of Gemma 2, OLMo 2, Mixtral and GPT-2."""
-BY_DEFAULT = ("gemma2", "olmo2", "mixtral", "gpt2")
+those of Gemma 2, OLMo 2, Mixtral, GPT-OSS and GPT-2."""
+BY_DEFAULT = ("gemma2", "olmo2", "mixtral", "gpt_oss", "gpt2")
 
 
 @pytest.mark.dist

@@ -20,6 +20,7 @@ from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
     _Spread,
     can_group,
     copy_to_ranks,
+    gated,
     sum_over_ranks,
 )
 
@@ -134,7 +135,7 @@ def mixture(
     torch.manual_seed(2)
     router = Router(EXPERTS, HIDDEN, PER_TOKEN, normalised, CPU)
     block = MixtureOfExperts(
-        router, Experts(EXPERTS, HIDDEN, columns, F.silu, CPU, grouped, rows), None
+        router, Experts(EXPERTS, HIDDEN, columns, gated(F.silu), CPU, grouped, rows), None
     ).double()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5)

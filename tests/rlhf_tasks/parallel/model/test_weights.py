@@ -12,20 +12,33 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Mxfp4Config,
+    PreTrainedConfig,
+)
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, linear_modules
-from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, linear_modules, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, LowRank, check_weights
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
+    INDEX,
+    SINGLE,
+    LowRank,
+    check_weights,
+    read_shape,
+)
 from prefect_rlhf.rlhf_tasks.parallel.model import weights
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import (
     FolderWriter,
     _Merged,
+    from_mxfp4,
     initialise,
     load,
     load_config,
+    stored_rows,
 )
 from prefect_rlhf.rlhf_tasks.system.rank_process import give_back, process_bytes
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
@@ -54,9 +67,10 @@ def make_stage(config, head: Head = "lm", dtype=torch.float32, lora=None) -> Sta
         ("glm4", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("mixtral", {}, ParallelStrategy(tp=4)),
         ("qwen3_moe", UNEVEN, ParallelStrategy(tp=2, pp=2)),
+        ("gpt_oss", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("gpt2", {"hidden_size": 36, "num_attention_heads": 9}, ParallelStrategy(tp=2, pp=2)),
     ],
-    ids=["llama", "qwen3", "gemma", "phi3", "olmo2", "glm4", "mixtral", "qwen3_moe", "gpt2"],
+    ids=["llama", "qwen3", "gemma", "phi3", "olmo2", "glm4", "mixtral", "qwen3_moe", "gpt_oss", "gpt2"],
 )
 def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, family, changes, strategy):
     model = tiny_model(tiny_config(family, **changes))
@@ -283,9 +297,22 @@ def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], sh
         ("glm", {}),
         ("mixtral", {}),
         ("qwen3_moe", {}),
+        ("gpt_oss", {}),
         ("gpt2", {}),
     ],
-    ids=["llama", "qwen3", "gemma", "qwen2", "phi3", "olmo3", "glm", "mixtral", "qwen3_moe", "gpt2"],
+    ids=[
+        "llama",
+        "qwen3",
+        "gemma",
+        "qwen2",
+        "phi3",
+        "olmo3",
+        "glm",
+        "mixtral",
+        "qwen3_moe",
+        "gpt_oss",
+        "gpt2",
+    ],
 )
 def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[str, Any]):
     source, folder = tmp_path / "source", tmp_path / "out"
@@ -307,6 +334,98 @@ def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[st
     [sequence] = tokens(6)
     theirs, ours = model(sequence[None]).logits, again.eval()(sequence[None]).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # tensors may lie otherwise in memory
+
+
+def in_mxfp4(folder: Path, config: PreTrainedConfig) -> None:
+    """Write a tiny GPT-OSS as it is published: experts in MXFP4, blocks and scales of random bytes."""
+    model = tiny_model(config)
+    model.save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(described))
+    stored, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, into, out = stored.pop(name).shape
+        size = (experts, out, into // 32)
+        blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, size, generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_in_mxfp4_are_read_in_slices_as_transformers_dequantises_them_and_written_as_floats(
+    tmp_path: Path,
+):
+    source, folder = tmp_path / "source", tmp_path / "out"
+    in_mxfp4(source, tiny_config("gpt_oss", hidden_size=64, intermediate_size=96))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
+    )
+    config, strategy = load_config(source), ParallelStrategy(tp=3, pp=2)
+    placement = Placement(tuple(range(strategy.size)), strategy)
+    layout = Layout(read_shape(source), "lm", placement)
+    check_weights(source, layout.parameters, needs_head=True)
+    dequantised = {name: p.detach() for name, p in theirs.named_parameters()}
+    wanted = {
+        spec.name: stored_rows(dequantised.__getitem__, spec, Interval(0, spec.length))
+        for spec in layout.parameters
+    }
+    for device in placement.devices:  # a third of 96 columns begins inside a block of 32 gates and columns
+        at, group = placement.coordinate(device), cast(Any, object())
+        stage = Stage(config, layout, at, group, device=CPU, dtype=torch.float32)
+        load(stage, source, seed=0)
+        for name, expected in held_slices(layout, device, wanted).items():
+            assert torch.equal(stage.named_slices()[name], expected), name
+
+    write(folder, source, "lm", {name: tensor.bfloat16() for name, tensor in wanted.items()}, 10**9)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    again, loading = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    for name, tensor in dequantised.items():
+        assert torch.equal(again.get_parameter(name), tensor.bfloat16().float()), name
+        if "_proj" in name and "experts" in name and "bias" not in name:
+            assert torch.equal(again.get_parameter(name), tensor), (
+                name
+            )  # 4 bits and a scale: nothing is rounded
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"down_proj_scales": None},
+            r"lacks model\.layers\.0\.mlp\.experts\.down_proj_scales, the scales of",
+        ),
+        (
+            {"down_proj_blocks": torch.zeros(5, 64, 3, 15, dtype=torch.uint8)},
+            r"shape \[5, 64, 3, 15\]; .*16\]",
+        ),
+        ({"down_proj_scales": torch.zeros(5, 64, 3)}, r"down_proj_scales has dtype F32, not one of U8"),
+        ({"other_blocks": torch.zeros(1)}, r"has 'model\.layers\.0\.mlp\.experts\.other_blocks'"),
+    ],
+    ids=["no scales", "shape", "dtype", "another tensor"],
+)
+def test_mxfp4_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], said: str):
+    in_mxfp4(tmp_path, tiny_config("gpt_oss", hidden_size=64, intermediate_size=96))
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, tensor in changes.items():
+        stored.pop(f"model.layers.0.mlp.experts.{name}", None)
+        if tensor is not None:
+            stored[f"model.layers.0.mlp.experts.{name}"] = tensor
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=said):
+        check_weights(tmp_path, parameters(read_shape(tmp_path), "lm"), needs_head=True)
+
+
+def test_the_numbers_of_mxfp4():
+    numbers = torch.arange(16, dtype=torch.uint8).reshape(1, 1, 16)  # as low halves; the high ones are 0
+    found = from_mxfp4(numbers, torch.tensor([[128]], dtype=torch.uint8))[0, ::2].tolist()
+    assert found[:8] == [0, 1, 2, 3, 4, 6, 8, 12]
+    assert found[8:] == [-0.0, -1, -2, -3, -4, -6, -8, -12]
+    assert from_mxfp4(numbers << 4, torch.tensor([[126]], dtype=torch.uint8))[0, 1::2].tolist()[7] == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
