@@ -1,9 +1,12 @@
 """Tiny models of every verified family, for tests of the engine. Import as `tests.tiny_models`."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -107,6 +110,23 @@ def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = 
         offset = 1.0 if is_norm and not config.model_type.startswith("gemma") else 0.0
         parameter.data.normal_(offset, 0.3)
     return model.eval()
+
+
+def in_mxfp4(folder: Path, config: PreTrainedConfig) -> None:
+    """Write a tiny GPT-OSS as it is published: experts in MXFP4, blocks and scales of random bytes."""
+    model = tiny_model(config)
+    model.save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(described))
+    stored, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, into, out = stored.pop(name).shape
+        size = (experts, out, into // 32)
+        blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, size, generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:

@@ -25,7 +25,7 @@ from prefect_rlhf.rlhf_tasks.doctor import (
 )
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
-from tests.tiny_models import SIZES, tiny_config, tiny_model, tokens
+from tests.tiny_models import SIZES, in_mxfp4, tiny_config, tiny_model, tokens
 
 STRATEGIES = (ParallelStrategy(tp=2), ParallelStrategy(pp=2), ParallelStrategy(dp=2))
 CHECKS = ("logits", "gradients", "greedy tokens", "reallocation")
@@ -33,8 +33,12 @@ CHECKS = ("logits", "gradients", "greedy tokens", "reallocation")
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    """A model, by default of a family with scaled embeddings, tied, and its answers."""
-    tiny_model(tiny_config(getattr(request, "param", "gemma"))).save_pretrained(tmp_path / "model")
+    """A model, by default of a family with scaled embeddings, tied, and its answers. GPT-OSS is in MXFP4."""
+    family = getattr(request, "param", "gemma")
+    if family == "gpt_oss":
+        in_mxfp4(tmp_path / "model", tiny_config(family, hidden_size=64, intermediate_size=96))
+    else:
+        tiny_model(tiny_config(family)).save_pretrained(tmp_path / "model")
     (tmp_path / "answers").mkdir()
     sequences = tuple(tuple(s.tolist()) for s in tokens(5, 9, 1, 7))
     return Case(str(tmp_path / "model"), str(tmp_path / "answers"), "float32", sequences, 6)

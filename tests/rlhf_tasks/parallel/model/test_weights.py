@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Mxfp4Config,
-    PreTrainedConfig,
 )
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, linear_modules, parameters
@@ -43,7 +42,16 @@ from prefect_rlhf.rlhf_tasks.parallel.model.weights import (
 from prefect_rlhf.rlhf_tasks.system.rank_process import give_back, process_bytes
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.adapter_folders import write_adapter
-from tests.tiny_models import by_our_names, held_slices, packed, shape_of, tiny_config, tiny_model, tokens
+from tests.tiny_models import (
+    by_our_names,
+    held_slices,
+    in_mxfp4,
+    packed,
+    shape_of,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 CPU = torch.device("cpu")
 ALONE = Placement((0,), ParallelStrategy())
@@ -334,23 +342,6 @@ def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[st
     [sequence] = tokens(6)
     theirs, ours = model(sequence[None]).logits, again.eval()(sequence[None]).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # tensors may lie otherwise in memory
-
-
-def in_mxfp4(folder: Path, config: PreTrainedConfig) -> None:
-    """Write a tiny GPT-OSS as it is published: experts in MXFP4, blocks and scales of random bytes."""
-    model = tiny_model(config)
-    model.save_pretrained(folder)
-    described = json.loads((folder / "config.json").read_text())
-    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(described))
-    stored, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
-    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, into, out = stored.pop(name).shape
-        size = (experts, out, into // 32)
-        blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(120, 126, size, generator=generator, dtype=torch.uint8)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_weights_in_mxfp4_are_read_in_slices_as_transformers_dequantises_them_and_written_as_floats(
