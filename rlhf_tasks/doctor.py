@@ -18,8 +18,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.quantization_config import Mxfp4Config
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch

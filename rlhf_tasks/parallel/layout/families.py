@@ -344,8 +344,9 @@ def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
 def _reads(kind: Any, quantised: Any) -> bool:
     """Whether the weights of a model_type are read that its quantization_config describes: MXFP4, as floats."""
     mixture = FAMILIES[kind].mixture if isinstance(kind, str) and kind in FAMILIES else None
-    described = cast(Mapping[str, Any], quantised) if isinstance(quantised, Mapping) else {}
-    return mixture is not None and mixture.alternating and described.get("quant_method") == "mxfp4"
+    if mixture is None or not mixture.alternating or not isinstance(quantised, Mapping):
+        return False
+    return cast(Mapping[str, Any], quantised).get("quant_method") == "mxfp4"
 
 
 _FIRST = "model.layers.0."

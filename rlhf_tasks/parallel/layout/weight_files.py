@@ -240,16 +240,16 @@ def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: boo
             f"Model folder {str(folder)!r} lacks {missing[0]} (and {len(missing) - 1} more parameters). "
             "Save the whole model with save_pretrained."
         )
-    held = {name: InFile(files[there], there) for name, there in theirs.items() if there in files}
+    places = {name: InFile(files[there], there) for name, there in theirs.items() if there in files}
     quantised, plain = (defaultdict[Path, dict[str, tuple[int, ...]]](dict) for _ in range(2))
-    for name, its in held.items():
+    for name, its in places.items():
         if its.name != f"{name}{_BLOCKS}":
             plain[its.file][its.name] = wanted[name]
             continue
         (*_, into, out), scales = wanted[name], f"{name}{_SCALES}"
         if scales not in files:
             raise ConfigError(f"Model folder {str(folder)!r} lacks {scales}, the scales of {its.name}.")
-        held[name] = its._replace(scales=(files[scales], scales))
+        places[name] = its._replace(scales=(files[scales], scales))
         blocks = (*wanted[name][:-2], out, into // BLOCK)
         quantised[its.file][its.name] = (*blocks, BLOCK // 2)
         quantised[files[scales]][scales] = blocks
@@ -257,7 +257,7 @@ def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: boo
         _check_shapes(file, shapes)
     for file, shapes in quantised.items():
         _check_shapes(file, shapes, dtypes=("U8",))
-    return held
+    return places
 
 
 def _name_in_files(name: str, files: Collection[str]) -> str:

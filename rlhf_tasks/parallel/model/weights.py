@@ -112,13 +112,13 @@ def opened(files: Mapping[str, InFile]) -> Iterator[ReadTensor]:
 
         def tensor(name: str) -> Any:
             place = files[name]
-            own = tensors(place.file).get_slice(place.name)
+            weight = tensors(place.file).get_slice(place.name)
             if place.scales is not None:
-                own = _Dequantised(own, tensors(place.scales[0]).get_slice(place.scales[1]))
+                weight = _Dequantised(weight, tensors(place.scales[0]).get_slice(place.scales[1]))
             if place.added is None:
-                return own
+                return weight
             a, b = (tensors(place.added.file).get_tensor(half) for half in (place.added.a, place.added.b))
-            return _Merged(own, a, b, place.added)
+            return _Merged(weight, a, b, place.added)
 
         yield tensor
 
