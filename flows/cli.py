@@ -20,6 +20,7 @@ app = App(
     version_flags=["--version"],
 )
 config_app = App(name="config", help="Show and check run configurations.")
+runs_app = App(name="runs", help="List runs, and compare them.")
 COMMANDS = {
     "run": "runs",
     "demo": "runs",
@@ -37,7 +38,8 @@ COMMANDS = {
     "graph": "plans",
 }
 CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}
-"""Command -> its module in flows/commands."""
+RUNS_COMMANDS = {"list": "records:list_runs", "compare": "records:compare_runs"}
+"""Command -> its module in flows/commands, and its function there if that has another name."""
 
 
 def _about(name: str, module: str) -> str:
@@ -47,10 +49,14 @@ def _about(name: str, module: str) -> str:
     return (ast.get_docstring(function) or "").partition("\nParameters\n")[0].strip()
 
 
-for group, commands in ((app, COMMANDS), (config_app, CONFIG_COMMANDS)):
-    for name, module in commands.items():
-        group.command(f"prefect_rlhf.flows.commands.{module}:{name}", name=name, help=_about(name, module))
+for group, commands in ((app, COMMANDS), (config_app, CONFIG_COMMANDS), (runs_app, RUNS_COMMANDS)):
+    for name, place in commands.items():
+        module, _, function = place.partition(":")
+        function = function or name
+        target = f"prefect_rlhf.flows.commands.{module}:{function}"
+        group.command(target, name=name, help=_about(function, module))
 app.command(config_app)
+app.command(runs_app)
 
 USER_ERROR = 2  # exit status after a mistake of the user
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

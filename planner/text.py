@@ -60,7 +60,7 @@ def dataflow_table(graph: DataflowGraph) -> str:
         (call.name, call.role, call.kind, ", ".join(call.inputs), ", ".join(call.outputs) or "-")
         for call in graph.calls
     ]
-    return _table(("call", "role", "kind", "inputs", "outputs"), rows)
+    return text_table(("call", "role", "kind", "inputs", "outputs"), rows)
 
 
 def short_names(plan: ExecutionPlan) -> dict[str, str]:
@@ -92,7 +92,7 @@ def plan_table(plan: ExecutionPlan) -> str:
         (str(number), node.name, node.kind, node_devices(node), node_detail(node))
         for number, node in enumerate(plan.nodes)
     ]
-    return _table(("", "node", "kind", "devices", "what"), rows)
+    return text_table(("", "node", "kind", "devices", "what"), rows)
 
 
 def format_devices(devices: Sequence[int]) -> str:
@@ -136,7 +136,7 @@ def _keys(keys: Sequence[str]) -> str:
     return "<br/>".join(keys)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned columns with a rule under the head."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     rule = ["─" * width for width in widths]

@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 265,
-    "hundreds of lines": 580,
+    "files": 267,
+    "hundreds of lines": 584,
     "lines of the longest file": 627,
     "modules of the fullest folder": 12,
     "configuration paths of PPO": 119,
     "configuration paths of GRPO": 114,
-    "hundreds of words in docs": 231,
+    "hundreds of words in docs": 233,
     "files that name a kind of plan node": 16,
 }
 

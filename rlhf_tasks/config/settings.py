@@ -115,14 +115,15 @@ ARGUMENTS = ("kwargs", "headers")
 
 def public_document(config: BaseModel) -> dict[str, Any]:
     """The configuration, JSON-able, without arguments of a user's code, and without logins and queries of URLs."""
-    return _public(config.model_dump(mode="json"))
+    return public(config.model_dump(mode="json"))
 
 
-def _public(value: Any) -> Any:
+def public(value: Any) -> Any:
+    """`public_document` of a part of a configuration that was read from a file."""
     if isinstance(value, dict):
-        return {key: _public(item) for key, item in value.items() if key not in ARGUMENTS}
+        return {key: public(item) for key, item in value.items() if key not in ARGUMENTS}
     if isinstance(value, list):
-        return [_public(item) for item in value]
+        return [public(item) for item in value]
     if isinstance(value, str) and "://" in value:
         scheme, _, rest = value.partition("://")
         address, asked, _ = rest.partition("?")

@@ -1,0 +1,117 @@
+"""`prefect-rlhf runs`: which runs there are, and what differs between some of them. Loads no torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from prefect_rlhf.flows.run.records import Comparison, RunRecord, comparison, records_in
+from prefect_rlhf.flows.view.terminal import as_time
+from prefect_rlhf.planner.text import text_table
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, printable
+
+MOST_CELL = 60  # characters of a setting's value in a table
+
+
+def list_runs(folder: Path = Path("runs"), /) -> None:
+    """List the runs in a folder, the latest first: algorithm, model, iterations, state, last metric, time.
+
+    Parameters
+    ----------
+    folder
+        The folder of the run folders.
+    """
+    records = records_in(folder)
+    if not records:
+        print(printable(f"{folder} has no runs yet."))
+        return
+    head = ("run", "algorithm", "model", "iterations", "state", "last metric", "started (UTC)", "took")
+    print(printable(text_table(head, list(map(_row, records)))), end="")
+
+
+def _row(record: RunRecord) -> tuple[str, ...]:
+    metric = record.headline
+    return (
+        one_line(record.name),
+        one_line(record.algorithm),
+        one_line(_tail(record.model)),
+        f"{record.done}/{'?' if record.total is None else record.total}",
+        record.state,
+        "" if metric is None else f"{metric[0]} {metric[1]:.4g}",
+        f"{record.started:%Y-%m-%d %H:%M}",
+        as_time(record.seconds),
+    )
+
+
+def _tail(model: str) -> str:
+    """The last two parts of a model's path; an id of the Hub has no more."""
+    return "/".join(Path(model).parts[-2:]) if model else ""
+
+
+def compare_runs(
+    first: Path,
+    second: Path,
+    /,
+    *further: Path,
+    as_json: Annotated[bool, Parameter("--json", negative="")] = False,
+) -> None:
+    """Compare runs: the settings that differ, their last metrics, seconds and plans.
+
+    Parameters
+    ----------
+    first
+        A run's folder; its values are in the first column.
+    second
+        Another run's folder.
+    further
+        Folders of more runs.
+    as_json
+        Print JSON, with whole values.
+    """
+    folders = (first, second, *further)
+    twice = next((folder for folder in folders if folders.count(folder) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice} is named twice. Name different runs.")
+    compared = comparison(folders)
+    if as_json:
+        print(json.dumps(_document(compared), indent=2))
+        return
+    names = [one_line(str(folder)) for folder in folders]
+    state = {
+        "state": tuple(run.state for run in compared.runs),
+        "iterations": tuple(run.done for run in compared.runs),
+    }
+    parts: Sequence[tuple[str, Mapping[str, tuple[Any, ...]]]] = (
+        ("run", state),
+        ("setting", compared.settings),
+        ("metric", compared.metrics),
+        ("seconds", compared.seconds),
+        ("call", compared.plan),
+    )
+    tables = [
+        text_table((head, *names), [(one_line(key), *map(_cell, row)) for key, row in values.items()])
+        for head, values in parts
+        if values
+    ]
+    print(printable("\n".join(tables)), end="")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    text = (
+        f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+    )
+    return one_line(text, most=MOST_CELL)
+
+
+def _document(compared: Comparison) -> dict[str, Any]:
+    return {
+        "runs": [str(run.folder) for run in compared.runs],
+        "settings": compared.settings,
+        "metrics": compared.metrics,
+        "seconds": compared.seconds,
+        "plan": compared.plan,
+    }
