@@ -35,6 +35,9 @@ COMMANDS = {
     "ui": "runs",
     "export": "runs",
     "report": "reports",
+    "init": "init",
+    "chat": "answers",
+    "generate": "answers",
     "graph": "plans",
 }
 CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}

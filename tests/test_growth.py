@@ -21,10 +21,10 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 267,
-    "hundreds of lines": 584,
+    "files": 271,
+    "hundreds of lines": 593,
     "lines of the longest file": 627,
-    "modules of the fullest folder": 12,
+    "modules of the fullest folder": 14,
     "configuration paths of PPO": 119,
     "configuration paths of GRPO": 114,
     "hundreds of words in docs": 233,

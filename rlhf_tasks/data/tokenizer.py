@@ -129,6 +129,11 @@ class Tokenizer:
         return self.stop_ids[0]
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether `render` can write conversations."""
+        return self._template is not None
+
+    @property
     def size(self) -> int:
         """One more than the largest token id, added tokens included: so many embeddings a model needs."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)

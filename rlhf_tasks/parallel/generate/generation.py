@@ -7,7 +7,7 @@ token before it computes the next one. From the tokens alone each stage derives 
 enter in their place, and which shapes come next, so no other communication is needed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,28 @@ def generate(
     new_tokens = sum(lengths) - sum(batch["prompt_ids"].lengths)
     engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
     return answered
+
+
+def stream(
+    engine: Engine, prompt_ids: Sequence[int], params: SamplingParams, seed: int, sample: int = 0
+) -> Iterator[int]:
+    """The tokens of one response as they are drawn: those that `generate` gives the sample in iteration 0, all ranks
+    of the replica being one. Between two of them others may use the device. Raises ValueError as `generate` does."""
+    prompt = torch.tensor(list(prompt_ids), dtype=torch.int64)
+    if not len(prompt):
+        raise ValueError("an empty prompt: there is nothing to predict from.")
+    batch = SampleBatch((sample,), {"prompt_ids": Packed.of([prompt])})
+    drawing = Drawing(params, seed, "rollout", None, False, 1, PREFILL_TOKENS)
+    with torch.inference_mode():
+        group = Group(engine, _begun(batch, 0).to(engine.device), drawing)
+    count = 0
+    while not group.done:
+        with torch.inference_mode(), products(engine.stage.device, engine.stage.dtype):
+            group.compute()
+            group.settle()
+            tokens = group.drawn(0).tolist()
+        yield from tokens[count:]
+        count = len(tokens)
 
 
 def _begun(batch: SampleBatch, iteration: int) -> SampleBatch:

@@ -377,6 +377,13 @@ class Group:
         """The ids of the samples that have ended: none of their tokens is still to be drawn."""
         return [sample for sample, ended in zip(self._ids, self._responses.ended(), strict=True) if ended]
 
+    def drawn(self, place: int) -> Tensor:
+        """The tokens [n] int64 of a response as far as they are stored."""
+        responses, rows = self._responses, self._rows
+        counts = responses.lengths.clone()
+        counts[rows.order] = torch.minimum(counts[rows.order], rows.drawn)
+        return responses.tokens[place, : int(counts[place])]
+
     def next_segment(self) -> None:
         """Begin the next segment: all that has not ended is drawn further."""
         responses = self._responses
