@@ -28,7 +28,7 @@ nav{position:sticky;top:0;background:var(--page);border-bottom:1px solid var(--r
 display:flex;gap:4px 16px;flex-wrap:wrap;font-size:14px}
 a{color:var(--s0);text-decoration:none}
 a:hover{text-decoration:underline}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(165px,1fr));gap:10px;margin:18px 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(200px,1fr));gap:10px;margin:18px 0}
 .tile{background:var(--lane);border-radius:8px;padding:10px 14px}
 .tile b{display:block;font-size:20px;font-weight:600;overflow-wrap:anywhere}
 .tile span{color:var(--pale);font-size:13px}
