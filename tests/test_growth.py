@@ -21,7 +21,7 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 271,
+    "files": 272,
     "hundreds of lines": 593,
     "lines of the longest file": 627,
     "modules of the fullest folder": 14,

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from prefect_rlhf.flows.run.records import Comparison, RunRecord, comparison, records_in
+from prefect_rlhf.flows.run.reporting import write_comparison
+from prefect_rlhf.flows.run.run_folder import refuse_unwritable
 from prefect_rlhf.flows.view.terminal import as_time
 from prefect_rlhf.planner.text import text_table
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, printable
@@ -56,6 +58,7 @@ def compare_runs(
     /,
     *further: Path,
     as_json: Annotated[bool, Parameter("--json", negative="")] = False,
+    html: Annotated[Path | None, Parameter("--html")] = None,
 ) -> None:
     """Compare runs: the settings that differ, their last metrics, seconds and plans.
 
@@ -69,12 +72,18 @@ def compare_runs(
         Folders of more runs.
     as_json
         Print JSON, with whole values.
+    html
+        A file: write it as a page that opens offline, with the runs' curves and samples side by side.
     """
     folders = (first, second, *further)
     twice = next((folder for folder in folders if folders.count(folder) > 1), None)
     if twice is not None:
         raise ConfigError(f"{twice} is named twice. Name different runs.")
     compared = comparison(folders)
+    if html is not None:
+        refuse_unwritable(html.parent, "--html")
+        print(printable(str(write_comparison(compared, html))))
+        return
     if as_json:
         print(json.dumps(_document(compared), indent=2))
         return

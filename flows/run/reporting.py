@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from prefect_rlhf.flows.run.records import Comparison
 from prefect_rlhf.flows.run.run_folder import SUMMARY, existing_run_folder
 from prefect_rlhf.flows.run.summary import model_name, rows_by_plan, versions
 from prefect_rlhf.flows.view.clocks import Span, predecessors_of, spans_of, work_s
 from prefect_rlhf.flows.view.pictures.bars import Measured
 from prefect_rlhf.flows.view.pictures.curves import Curve
+from prefect_rlhf.flows.view.report.comparison import MOST_RUNS, comparison_page
 from prefect_rlhf.flows.view.report.contents import Contents, Samples
 from prefect_rlhf.flows.view.report.page import run_page
 from prefect_rlhf.flows.view.report.trace import trace_events
@@ -57,6 +59,22 @@ def write_report(folder: Path, ended: str | None = None, to: Path | None = None)
     file = to or folder / REPORT
     replace_file(file, run_page(contents_of(folder, ended)))
     return file
+
+
+def write_comparison(compared: Comparison, to: Path) -> Path:
+    """Write runs beside each other as one page. Returns its path. Raises ConfigError for more runs than colours."""
+    if len(compared.runs) > MOST_RUNS:
+        raise ConfigError(
+            f"{len(compared.runs)} runs are too many for one page, whose curves have {MOST_RUNS} colours. Name fewer."
+        )
+    tables = {
+        "Settings that differ": compared.settings,
+        "Seconds": compared.seconds,
+        "Plans": compared.plan,
+        "Metrics of the last iteration": compared.metrics,
+    }
+    replace_file(to, comparison_page([contents_of(run.folder) for run in compared.runs], tables))
+    return to
 
 
 def write_trace(folder: Path, to: Path) -> int:

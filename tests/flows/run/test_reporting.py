@@ -186,6 +186,33 @@ def test_what_cannot_be_written_is_said_in_a_sentence(tmp_path, capsys, argument
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+def test_runs_that_are_compared_have_a_page_with_their_curves_and_what_differs(tmp_path, capsys):
+    first, second = (recorded_run(tmp_path / base, kl_coef=kl) for base, kl in (("a", 0.05), ("b", 0.1)))
+    write_samples(second, 11, [{**RECORDED["samples"][0], "completion": HOSTILE}])
+    write_rows(second / "metrics.jsonl", [{**row, "only/here": 1.0} for row in RECORDED["metrics"]])
+    file = tmp_path / "compared.html"
+    assert run_command(["runs", "compare", str(first), str(second), "--html", str(file)]) == 0
+    page = Tags(file.read_text())
+    for words in ("2 runs compared", "kl_coef", "0.05", "0.1", "Samples of the last iteration", "only/here"):
+        assert words in page.text
+    reward = next(
+        v for tag, v in page.tags if tag == "svg" and (v["aria-label"] or "").startswith("reward over")
+    )
+    assert reward["data-names"] == "tiny|tiny"
+    alone = next(
+        v for tag, v in page.tags if tag == "svg" and (v["aria-label"] or "").startswith("only/here")
+    )
+    assert alone["data-runs"] == "1", "a run keeps its colour where the other lacks a metric"
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert "s3cret" not in file.read_text()
+
+
+def test_more_runs_than_colours_are_refused(tmp_path, capsys):
+    runs = [str(write_run(tmp_path, f"run-{number}")) for number in range(9)]
+    assert run_command(["runs", "compare", *runs, "--html", str(tmp_path / "page.html")]) == 2
+    assert "9 runs are too many for one page" in capsys.readouterr().err
+
+
 def test_a_report_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     folder = recorded_run(tmp_path)
     (folder / "samples" / "00000000-0000.jsonl").write_text("not JSON\n")
