@@ -16,6 +16,7 @@ from prefect_rlhf.blocks.plan import StoredPlan
 from prefect_rlhf.flows.cluster.forks import refuse_unguarded_script
 from prefect_rlhf.flows.cluster.server import prefect_server
 from prefect_rlhf.flows.cluster.shutdown import ending_in_time
+from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.orders import cancelled_by_signals
 from prefect_rlhf.flows.run.planning import (
     compare,
@@ -76,7 +77,7 @@ async def plan(
         comparison: Whether to also find the plans of the other modes, and why each call is not placed elsewhere.
         seed: Seed of the search; default: the configuration's.
     """
-    settings = decided(resolve_paths(config, Path.cwd()))
+    settings = decided(fetched(resolve_paths(config, Path.cwd()), weights=False).config)
     hardware = hardware_of(settings, Path(cluster) if cluster else None)
     problem = problem_of(settings, hardware, Path(profile) if profile else None)
     warnings = [*hardware.warnings, *problem.warnings]

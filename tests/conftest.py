@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+# Only the Hub of a test's own is asked (the fixture `hub`): no test needs the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tiny tensors: more threads only cost, and change the last digits
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

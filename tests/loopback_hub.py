@@ -108,6 +108,7 @@ class Hub:
         self.leaked: list[str] = []
         """Requests to the second origin that carried a token."""
         self.faults: list[Fault] = []
+        self.is_down = False
         self.lock = Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler) for _ in range(2)]
@@ -116,6 +117,7 @@ class Hub:
             Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def close(self) -> None:
+        self.is_down = True
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -230,6 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_POST
 
     def _take(self, body: bytes) -> None:
+        if self.hub.is_down:  # connections that the client has kept open
+            self.close_connection = True
+            return None
         self._fault = None
         request = f"{self.command} {self.path}"
         at = f" {ranged}" if (ranged := self.headers.get("Range")) else ""
@@ -254,6 +259,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
+        if path in ("/api/models", "/api/datasets"):
+            return self._list(path.removeprefix("/api/").removesuffix("s"), parse_qs(url.query))
         if found := _LFS.fullmatch(path):
             return self._lfs(json.loads(body))
         if found := _FILE.fullmatch(path):
@@ -324,6 +331,11 @@ class _Handler(BaseHTTPRequestHandler):
         return repository
 
     # --- reading ---
+
+    def _list(self, kind: str, query: Mapping[str, list[str]]) -> None:
+        owner = query.get("author", [""])[0]
+        public = [each for each in self.hub.repositories.values() if each.kind == kind and not each.private]
+        self._json([{"id": each.id} for each in public if each.id.startswith(f"{owner}/")])
 
     def _api(self, repository: Repository, what: str, rest: str, body: bytes, query: str) -> None:
         if what in ("preupload", "commit", "branch", "tag"):

@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 272,
-    "hundreds of lines": 593,
+    "files": 276,
+    "hundreds of lines": 603,
     "lines of the longest file": 627,
     "modules of the fullest folder": 14,
     "configuration paths of PPO": 119,
     "configuration paths of GRPO": 114,
-    "hundreds of words in docs": 233,
+    "hundreds of words in docs": 236,
     "files that name a kind of plan node": 16,
 }
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from prefect_rlhf.flows.commands.options import show_warnings
 from prefect_rlhf.flows.rewards import try_environment, try_rewards
+from prefect_rlhf.flows.run.downloads import local_model
 from prefect_rlhf.flows.run.examination import (
     Patient,
     default_strategies,
@@ -96,7 +97,7 @@ def validate(
     show_warnings(prepared.warnings)
     print(plan_table(prepared.plan))
     if rewards:
-        _try_rewards(settings)
+        _try_rewards(prepared.config)
     print(f"{config}: valid. {len(prepared.rows)} rows, {prepared.iterations} iterations.")
 
 
@@ -135,13 +136,13 @@ def doctor(
     Parameters
     ----------
     model
-        A Hugging Face model folder.
+        A model on the Hugging Face Hub, ORG/NAME[@REVISION], or a folder.
     strategy
         dp,tp,pp, such as 1,2,1; several may follow. Default: one rank, and two under dp, tp and pp each.
     dtype
         Of weights and activations.
     """
-    patient = Patient.of(model, dtype)
+    patient = Patient.of(Path(local_model(str(model))), dtype)
     strategies = [strategy_of(text) for text in strategy or ()] or default_strategies(patient)
     patient.check(strategies)
     console.print(f"{escape(str(model))}: {patient.described}")

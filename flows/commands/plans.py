@@ -28,6 +28,7 @@ from prefect_rlhf.flows.commands.options import (
     whole_seed,
     write_output,
 )
+from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.planning import (
     Ranks,
     compare,
@@ -161,7 +162,7 @@ def plan(
     if time_limit is not None:
         seconds = f"a search takes more than 0 and at most {MOST_SECONDS:g} seconds"
         check_range("--time-limit", time_limit, 0.0, MOST_SECONDS, seconds)
-    settings = load_config(config, overrides)
+    settings = fetched(load_config(config, overrides), weights=False).config
     if cluster is None and evaluate is None and mode == "search":
         choices = rank_choices(settings, profile=profile)
     else:
@@ -375,7 +376,7 @@ def profile(
     """
     if out is not None:
         check_writable(out)
-    settings = load_config(config, overrides)
+    settings = fetched(load_config(config, overrides), weights=False).config
     refuse_unwritable(Path(settings.output_dir), "output_dir")
     if analytic:
         _compute(decided(settings), out)

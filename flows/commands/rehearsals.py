@@ -22,6 +22,7 @@ from prefect_rlhf.flows.commands.options import (
     whole_seed,
     write_output,
 )
+from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.planning import (
     Ranks,
     fastest,
@@ -116,7 +117,7 @@ def rehearse(
     check_range("--disk-bytes-per-s", disk_bytes_per_s, *DISKS, "a disk moves 1e6 to 1e13 bytes per second")
     check_writable(json_file)
     stated_seed = None if seed is None else whole_seed(seed)
-    settings = load_config(config, overrides)
+    settings = fetched(load_config(config, overrides), weights=False).config
     fault_plan = None if faults is None else read_faults(faults)
     run = rehearsable(settings, cluster, profile)
     show_warnings(run.warnings)

@@ -16,6 +16,7 @@ from prefect_rlhf.flows.commands.options import show_warnings, whole_seed
 from prefect_rlhf.flows.demo import DATA, refuse_without_task
 from prefect_rlhf.flows.rewards import refuse_blocks_without_server
 from prefect_rlhf.flows.run import run_identity
+from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.flows.run.run_folder import (
     CONFIG,
@@ -243,6 +244,7 @@ def export(
         Write the whole model with the adapter merged in.
     """
     run_folder, config = existing_run_folder(run)
+    config, _ = fetched(config, run_folder)
     if os.path.lexists(folder):  # a link that leads nowhere, too
         raise ConfigError(f"{folder} already exists. Remove it or name another folder.")
     refuse_unwritable(folder, "FOLDER")

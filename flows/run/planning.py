@@ -57,7 +57,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
 )
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
-from prefect_rlhf.rlhf_tasks.config.files import how_to_download
+from prefect_rlhf.rlhf_tasks.config.hub_names import FORM_OF_MODEL
 from prefect_rlhf.rlhf_tasks.config.models import Role
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
@@ -410,7 +410,7 @@ def _shape(role: str, parts: Role) -> ModelShape:
     if not Path(parts.folder).is_dir():
         raise ConfigError(
             f"the folder of role {role!r}, {parts.folder}, is not there. Name a Hugging Face model folder."
-            f"{how_to_download(parts.folder)}"
+            f"{FORM_OF_MODEL}"
         )
     return read_shape(parts.folder)
 

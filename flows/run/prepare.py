@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect_rlhf.flows.cluster.shutdown import run_in_thread
 from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
 from prefect_rlhf.flows.rewards import check_environment, check_rewards, literal_secrets
+from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.examination import refuse_unexamined
 from prefect_rlhf.flows.run.planning import (
     ITEMSIZES,
@@ -37,7 +38,9 @@ from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import ActorOnly
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
+from prefect_rlhf.rlhf_tasks.data.hub import Pin
 from prefect_rlhf.rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
@@ -51,7 +54,8 @@ PLAN_REMEDY = "Remove it, and the run is planned again."
 class Prepared:
     """A configuration that has passed all checks, with its plan.
 
-    config       with a decided `dtype`; of `plan: auto` with the number of ranks that it chose (`fastest`)
+    config       its models are folders; with a decided `dtype`; of `plan: auto` with the number of ranks that it
+                 chose (`fastest`)
     plan         that the run begins by; changes: the later ones that are decided
     problem      what the configuration asks of the planner
     rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest
@@ -60,6 +64,8 @@ class Prepared:
                  was put aside, for a number of ranks other than the stated one, for prices by extrapolation, for
                  ranks that crowd this machine, and for held-out rows that are among the data
     disk         what the run writes
+    pins         what each name on a Hub was resolved to; a run that continues keeps it
+    models       the section as its user wrote it
     """
 
     config: RunConfig
@@ -71,11 +77,18 @@ class Prepared:
     warnings: tuple[str, ...] = ()
     disk: DiskNeed = NO_DISK
     held_out: Mapping[str, TokenFile] = field(default_factory=dict)
+    pins: Mapping[str, Pin] = field(default_factory=dict)
+    models: ActorOnly | None = None
 
     @property
     def plans(self) -> tuple[RunPlan, ...]:
         """Which plan each iteration goes by, as far as it is decided."""
         return (RunPlan(iteration=0, plan=self.plan), *self.changes)
+
+    @property
+    def named(self) -> RunConfig:
+        """The configuration, whose models from a Hub have their names, as its user wrote them."""
+        return self.config.model_copy(update={"models": self.models or self.config.models})
 
     def keep_rows(self, folder: Path) -> None:
         """Leave the tokenised rows in the run's folder, where the ranks read them. Raises OSError."""
@@ -101,6 +114,7 @@ def prepare(config: RunConfig, folder: Path | None = None, ranks: int | None = N
 
 def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepared:
     _refuse_what_cannot_run(config)
+    models, (config, pins) = config.models, fetched(config, folder)
     if ranks is not None:
         config = on_ranks(config, ranks)
     config = typed(config, hardware_of(config).classes)
@@ -140,6 +154,8 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
         warnings=(*_skipped(rows), *of_rewards, *of_evaluation, *filter(None, of_plan)),
         disk=need,
         held_out=held_out,
+        pins=pins,
+        models=models,
     )
 
 
@@ -215,6 +231,7 @@ def check_without_models(config: RunConfig) -> list[str]:
     """Check a configuration whose models do not exist yet: its data must exist, and its rewards must fit them.
     Returns warnings. Raises ConfigError."""
     _refuse_what_cannot_run(config)
+    config, _ = fetched(config)
     is_here = config.cluster.address is None
     for part in (config, *held_out_sets(config).values()):
         columns = _beside_prompt(next(iter(data_set(part.data))).row)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.planning import hardware_of, on_ranks, problem_of
 from prefect_rlhf.flows.run.prepare import Prepared
 from prefect_rlhf.flows.run.run_folder import existing_run_folder
@@ -105,6 +106,7 @@ def answer(folder: str, parent: str) -> None:
     die_with_parent(int(parent))
     os.nice(NICE)
     path, config = existing_run_folder(folder)
+    config, _ = fetched(config, path)
     first = read_plan(path / PLAN, "Put it back.")
     config = on_ranks(config, first.devices_per_host)
     present = logged_changes(path)[-1].plan if logged_changes(path) else first

@@ -7,6 +7,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           held-out.sha256, held-out.arrow   the same for the rows of the evaluation
           skipped-rows.jsonl  the rows that were left out, and why (data.on_bad_row: skip)
           models.json      digests of its model folders, likewise
+          revisions.json   the commit and files of each model and data set from a Hub
           accepted.jsonl   changes of these between two attempts that --accept-changes has accepted
           plan.json        the first execution plan of the run
           plan-2.json      the plan after the first change, and so on (plan: adaptive)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from prefect_rlhf.flows.run.downloads import REVISIONS
 from prefect_rlhf.flows.run.planning import rank_counts
 from prefect_rlhf.flows.run.prepare import Prepared, check_without_models, prepare
 from prefect_rlhf.flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
@@ -43,6 +44,8 @@ from prefect_rlhf.rlhf_tasks.checkpoint.journals import (
     is_row,
 )
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model, name_of_folder
+from prefect_rlhf.rlhf_tasks.data.hub import pins_document
 from prefect_rlhf.rlhf_tasks.data.token_file import TokenFile
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of, is_model_folder, read_shape
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file, sync, write_file
@@ -147,7 +150,7 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
                 journals={name: _mended(folder / name, marks[name], step) for name in JOURNALS},
             ),
         )
-    replace_file(folder / CONFIG, prepared.config.model_dump_json(indent=2))
+    replace_file(folder / CONFIG, prepared.named.model_dump_json(indent=2))
     keep_identity(folder, prepared)
     return (*changes, *dropped)
 
@@ -157,6 +160,8 @@ def keep_identity(folder: Path, prepared: Prepared) -> None:
     for name, rows, _ in _data_of(prepared):
         replace_file(folder / name, rows.digest)
     replace_file(folder / MODELS, json.dumps(model_digests(prepared.config), indent=1))
+    if prepared.pins:
+        replace_file(folder / REVISIONS, pins_document(prepared.pins))
     keep_first_plan(folder, prepared.plan, prepared.changes)
 
 
@@ -263,8 +268,17 @@ def _committed_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def compared(config: RunConfig) -> dict[str, Any]:
-    """The part of a configuration on which results depend, as a document."""
-    return config.model_dump(mode="json", exclude=set(FREE))
+    """The part of a configuration on which results depend, as a document. A model from a Hub is its name and commit,
+    wherever its cache lies."""
+    document = config.model_dump(mode="json", exclude=set(FREE))
+    document["models"] = _named(document["models"])
+    return document
+
+
+def _named(models: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        role: name_of_folder(source) if isinstance(source, str) else source for role, source in models.items()
+    }
 
 
 def _changed_keys(old: Any, new: Any, key: str = "") -> Iterator[str]:
@@ -389,7 +403,9 @@ def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
     checked = CheckedStages([], {}, ranks)
     for name, config in configs.items():
         try:
-            if all(is_model_folder(role.folder) for role in config.roles().values()):
+            if all(
+                is_model_folder(role.folder) or hub_model(role.folder) for role in config.roles().values()
+            ):
                 checked.prepared[name] = prepare_stage(config, ranks)
                 warnings: Iterable[str] = checked.prepared[name].warnings
             else:

@@ -5,6 +5,7 @@ measurements of the ranks' clocks; and the card of its model.
 import json
 import logging
 import platform
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -36,6 +37,7 @@ from prefect_rlhf.planner.report import figures_source, not_measured
 from prefect_rlhf.planner.text import format_devices, plan_table, steady_bars
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan, plan_at
+from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
 from prefect_rlhf.rlhf_tasks.config.settings import public_document
 from prefect_rlhf.rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from prefect_rlhf.rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
@@ -188,7 +190,7 @@ def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[JournalRow], kind: str) -
 
 def model_name(config: RunConfig) -> str:
     """How people call the model of a run, by its first role."""
-    folder = Path(next(iter(config.roles().values())).folder)
+    folder = Path(name_of_folder(next(iter(config.roles().values())).folder).partition("@")[0])
     return (
         folder.parent.name if folder.name == "model" else folder.name
     )  # a run leaves its model as RUN/model
@@ -443,9 +445,9 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
     """
     config = prepared.config
     header = {"library_name": "transformers", "tags": ["prefect-rlhf", config.type.replace("_", "-")]}
-    folder = config.roles()[role].folder
+    folder = name_of_folder(config.roles()[role].folder)
     if config.exports_adapters:
-        header |= {"library_name": "peft", "base_model": folder}
+        header |= {"library_name": "peft", "base_model": re.sub("@[0-9a-f]{40}$", "", folder)}
     reached = "".join(
         f"| {name} | {'' if value is None else f'{value:.4g}'} |\n"
         for name, value in metrics.items()
@@ -463,7 +465,7 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         f"`{prepared.rows.digest}`.\n",
         f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
         "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions().items()),
-        f"## Configuration\n\n```yaml\n{yaml.safe_dump(public_document(config), sort_keys=False)}```\n",
+        f"## Configuration\n\n```yaml\n{yaml.safe_dump(public_document(prepared.named), sort_keys=False)}```\n",
     ]
     return "\n".join(part for part in parts if part)
 

@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from statistics import median
+from threading import Lock
 from typing import Any, TypeVar
 
 import psutil
 import rich.console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
     Task,
     TextColumn,
     TimeElapsedColumn,
+    TransferSpeedColumn,
 )
 from rich.text import Text
 
@@ -30,6 +34,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import printable
 T = TypeVar("T")
 
 REFRESHES_PER_S = 2  # of spinner and bar: each takes some milliseconds of the ranks' CPU time
+STEP_S = 10.0  # between lines of a download where there is no bar
 RECENT = 10  # iterations whose median is used to estimate the remaining time
 SHOW_CURSOR = "\x1b[?25h"  # for a process that exits while a spinner or bar hides the cursor
 
@@ -68,6 +73,46 @@ def phase(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]
         say(f"{what} ...")
         yield
     say(f"{what}: {time.monotonic() - began_s:.1f} s")
+
+
+@contextmanager
+def downloading(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a download while it lasts. Gives a function that is called with bytes that have arrived, by any thread."""
+    began_s = time.monotonic()
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            _Ends(),
+        )
+        moving = Progress(*columns, console=console, transient=True, refresh_per_second=REFRESHES_PER_S)
+        with moving:
+            task = moving.add_task(what, total=total_bytes)
+            yield lambda arrived: moving.advance(task, arrived)
+    else:
+        tell(f"downloading {what}, {decimal(total_bytes)} ...")
+        steps = _Steps(what, total_bytes)
+        yield steps.advance
+    seconds = time.monotonic() - began_s
+    tell(f"downloaded {what}, {decimal(total_bytes)}: {seconds:.1f} s")
+
+
+class _Steps:
+    """A line for each tenth of a download that takes long."""
+
+    def __init__(self, what: str, total_bytes: int) -> None:
+        self._what, self._total_bytes, self._lock = what, total_bytes, Lock()
+        self._bytes, self._told_s = 0, time.monotonic()
+
+    def advance(self, arrived: int) -> None:
+        with self._lock:
+            before, self._bytes = self._bytes, self._bytes + arrived
+            tenth = self._total_bytes / 10 or 1
+            if self._bytes // tenth > before // tenth and time.monotonic() > self._told_s + STEP_S:
+                self._told_s = time.monotonic()
+                tell(f"{self._what}: {decimal(self._bytes)} of {decimal(self._total_bytes)}")
 
 
 @contextmanager
@@ -169,6 +214,13 @@ class RunProgress:
     def _update(self, completed: int | None = None, **fields: object) -> None:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=completed, **fields)  # pyright: ignore[reportArgumentType]  fields are anything
+
+
+class _Ends(ProgressColumn):
+    """The estimated time until the end of a download."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.time_remaining is None else f"{as_time(task.time_remaining)} left")
 
 
 class _Left(ProgressColumn):

@@ -9,7 +9,7 @@ earlier stage as `stage:NAME`.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -22,6 +22,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_nam
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
 from prefect_rlhf.rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
+from prefect_rlhf.rlhf_tasks.config.hub_names import HubName, hub_data, hub_model
 from prefect_rlhf.rlhf_tasks.config.settings import Settings
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, reading, shown
@@ -121,18 +122,24 @@ def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignm
 
 
 def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
-    """The configuration with every relative path made absolute, because workers have other current folders."""
+    """The configuration with every relative path made absolute, because workers have other current folders. A name on
+    the Hugging Face Hub stays as it is where there is no such path."""
 
-    def absolute(path: str, key: str) -> str:
+    def absolute(path: str, key: str, named: Callable[[str], HubName | None] = lambda text: None) -> str:
+        """named: what of a Hub a text names, unless there is such a path"""
         if "\0" in path:
             raise ConfigError(f"{key}={shown(path)} is no path: it has a null character. Leave that out.")
         with reading(path, "no path"):
-            return str(base / Path(path).expanduser())
+            there = base / Path(path).expanduser()
+            return path if named(path) is not None and not there.exists() else str(there)
 
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir, "output_dir")
     train = config.data.train
-    paths = {path: absolute(path, "data.train") for path in ([train] if isinstance(train, str) else train)}
+    paths = {
+        path: absolute(path, "data.train", hub_data)
+        for path in ([train] if isinstance(train, str) else train)
+    }
     if isinstance(train, dict) and len({*paths.values()}) < len(paths):
         twice = next(path for path in paths.values() if [*paths.values()].count(path) > 1)
         raise ConfigError(f"data.train names {twice} twice. Give it one weight.")
@@ -145,9 +152,9 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     )
     evaluation = document.get("evaluation")
     if evaluation is not None:
-        evaluation["data"] = absolute(evaluation["data"], "evaluation.data")
+        evaluation["data"] = absolute(evaluation["data"], "evaluation.data", hub_data)
     document["models"] = {
-        role: absolute(source, f"models.{role}") if isinstance(source, str) else source
+        role: absolute(source, f"models.{role}", hub_model) if isinstance(source, str) else source
         for role, source in document["models"].items()
     }
 

@@ -1,9 +1,10 @@
 """The section of a run's data sets, and what a configuration reads of its tokenised rows. Torch-free."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_TOKENS, Settings
 from prefect_rlhf.rlhf_tasks.system.reading import shown
@@ -65,8 +66,9 @@ class DataConfig(Settings):
     """Where the rows come from."""
 
     train: DataFiles = Field(
-        description="JSONL (.gz), JSON, CSV or Parquet: a file, a glob or a folder; "
-        "or several: [path, path], or with their shares of the samples {path: weight}.",
+        description="A data set on the Hugging Face Hub, ORG/NAME[@REVISION][:SUBSET][:SPLIT]; or JSONL (.gz), JSON, "
+        "CSV or Parquet: a file, a glob, a folder, or hf://datasets/ORG/NAME/GLOB; or several: [path, path], or with "
+        "their shares of the samples {path: weight}.",
     )
     column_map: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: {name in the file: expected name}."
@@ -87,6 +89,18 @@ class DataConfig(Settings):
         default="refuse",
         description="Refuse data with a bad or too long row, or skip such rows and list them in skipped-rows.jsonl.",
     )
+
+    _files: Mapping[str, tuple[Path, ...]] = PrivateAttr(default_factory=dict)
+
+    def located(self, files: Mapping[str, tuple[Path, ...]]) -> Self:
+        """This section, whose names on a Hub have their files on this machine: by name."""
+        located = self.model_copy()
+        located._files = dict(files)
+        return located
+
+    def files_of(self, source: str) -> tuple[Path, ...] | None:
+        """The files of a source that is a name on a Hub, once they are downloaded; None of a path."""
+        return self._files.get(source)
 
     @property
     def sources(self) -> tuple[DataSource, ...]:

@@ -4,7 +4,6 @@ says what to write instead. Torch-free."""
 import difflib
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -165,26 +164,6 @@ def _sentence(fault: ErrorDetails, model: type[BaseModel] | None, kinds: Sequenc
     return f"{field}: {message[0].lower()}{message[1:]}, found {shown(fault['input'])}."
 
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-
-
-def how_to_download(path: str, kind: str = "model") -> str:
-    """How to download what a missing path names, if it looks like a name on the Hugging Face Hub; else "".
-
-    kind  model or dataset
-    """
-    given = Path(path)
-    with suppress(ValueError):
-        given = given.relative_to(Path.cwd())
-    if not _HUB_ID.fullmatch(str(given)) or given.suffix in (".jsonl", ".gz", ".parquet", ".json"):
-        return ""
-    what = "" if kind == "model" else f"--repo-type {kind} "
-    return (
-        f" Nothing is downloaded automatically: if {given} is a {kind} on the Hugging Face Hub, download it with "
-        f"`hf download {what}{given} --local-dir FOLDER` and name FOLDER."
-    )
-
-
 MOST_KEY = 100  # characters of a key that is compared with others: longer ones are no slips of the keyboard
 MOST_LISTED = 12  # keys that a sentence lists
 LAST = ("evaluation.", "planning.")  # sections that are meant less often than others
@@ -261,6 +240,10 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 """What TRL, transformers, peft, verl and earlier versions call it -> its names here; the first there is counts."""
 
 GONE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("subset", "split", "dataset_config", "dataset_train_split", "dataset_test_split"),
+        "write subset and split behind the data set's name, as in data.train: openai/gsm8k:main:train",
+    ),
     "retries": "a request that fails is sent three times more, but not one that has had its time",
     "request_timeout_s": "a request may take half of reward_timeout_s",
     "evaluation.batch_size": "an evaluation answers at most 64 rows at once",

@@ -21,15 +21,17 @@ ModelSource = Annotated[
     | Annotated[Annotated[dict[str, Any], AfterValidator(_content_of_a_config)], Tag("inline")],
     Discriminator(form),
 ]
-"""A model's folder; or the content of a Hugging Face config.json, without weights: enough to plan, not to run."""
+"""A model on the Hugging Face Hub, ORG/NAME[@REVISION]; a model's folder; or the content of a Hugging Face
+config.json, without weights: enough to plan, not to run."""
 
 
 class ActorOnly(Settings):
-    """Hugging Face folder of the one role of SFT and reward modelling. Planning also accepts a mapping, the
-    content of a config.json."""
+    """The model of the one role of SFT and reward modelling: ORG/NAME[@REVISION] on the Hugging Face Hub, or a
+    folder. Planning also accepts a mapping, the content of a config.json."""
 
     actor: ModelSource = Field(
-        description="Folder the training starts from; its tokenizer serves the whole run."
+        description="Model the training starts from, ORG/NAME[@REVISION] or a folder; its tokenizer serves the whole "
+        "run."
     )
 
     @property

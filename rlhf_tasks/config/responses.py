@@ -104,7 +104,7 @@ class EvaluationConfig(Settings):
 
     data: str = Field(
         min_length=1,
-        description="Held-out rows: JSONL (.gz), JSON, CSV or Parquet, read as those of data.train are.",
+        description="Held-out rows: a data set on the Hub with its split, or files, read as those of data.train are.",
     )
     every: int = Field(
         default=1,

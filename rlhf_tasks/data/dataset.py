@@ -25,7 +25,6 @@ import pyarrow
 import pyarrow.parquet
 
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig
-from prefect_rlhf.rlhf_tasks.config.files import how_to_download
 from prefect_rlhf.rlhf_tasks.system.reading import DataError, one_line, reading, shown
 
 MOST_LINE_BYTES = 16 << 20  # of a row: no model reads as long a text
@@ -110,6 +109,12 @@ class _Parquet:
     def _batches(self) -> Iterator[pyarrow.RecordBatch]:
         path = self.path
         with reading(path, "cannot be read as Parquet", DataError), pyarrow.parquet.ParquetFile(path) as file:
+            for column in file.schema_arrow:
+                if _has_bytes(column.type):
+                    raise DataError(
+                        f"{path}: column {shown(column.name)} holds images, audio or other bytes, and models read "
+                        "text alone. Choose a data set of text, or write a copy without that column."
+                    )
             for batch in file.iter_batches(ROWS_AT_ONCE):
                 batch.validate(full=True)
                 yield batch
@@ -117,6 +122,21 @@ class _Parquet:
     def read(self, line: int, unread: pyarrow.RecordBatch) -> dict[str, Any]:
         with reading(f"{self.path}:{line}", "cannot be read as Parquet", DataError):
             return unread.to_pylist()[0]
+
+
+def _has_bytes(kind: pyarrow.DataType) -> bool:
+    """Whether a type holds bytes, which are no text, itself or in its parts."""
+    is_bytes = any(
+        test(kind)
+        for test in (
+            pyarrow.types.is_binary,
+            pyarrow.types.is_large_binary,
+            pyarrow.types.is_fixed_size_binary,
+            pyarrow.types.is_binary_view,
+        )
+    )
+    parts = getattr(kind, "num_fields", 0)
+    return is_bytes or any(_has_bytes(kind.field(place).type) for place in range(parts))
 
 
 @dataclass(frozen=True)
@@ -424,7 +444,7 @@ def data_set(data: DataConfig) -> DataSet:
     files: list[RowFile] = []
     sources: list[int] = []
     for number, source in enumerate(data.sources):
-        for path in _paths(source.path):
+        for path in data.files_of(source.path) or _paths(source.path):
             files.append(row_file(path))
             sources.append(number)
     return DataSet(data.name, tuple(files), data.column_map, tuple(sources))
@@ -447,10 +467,7 @@ def _paths(pattern: str) -> list[Path]:
         with reading(match, "no path", DataError, "Let this account read it, or name fewer files."):
             found += [match] if match.is_file() else []
     if not found:
-        raise DataError(
-            f"{pattern}: no such file or folder, and no file matches it as a glob."
-            f"{how_to_download(pattern, 'dataset')}"
-        )
+        raise DataError(f"{pattern}: no such file or folder, and no file matches it as a glob.")
     return found
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from prefect_rlhf import deployments
+from prefect_rlhf.flows.cli import run_command
 from prefect_rlhf.flows.commands.rehearsals import effective_share, rehearsable, rehearsed
 from prefect_rlhf.flows.run.planning import hardware_of, problem_of
 from prefect_rlhf.planner.pricing.device_classes import read_cluster
@@ -50,11 +51,20 @@ def overrides_of(name: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "grpo-lora", "sft", "dpo", "kto", "guessing-grpo"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "grpo", "grpo-lora", "sft", "dpo", "kto", "guessing-grpo", "gsm8k-grpo"]
+)
 def test_an_example_to_run_is_of_the_algorithm_in_its_name_and_can_be_drawn(name):
     config = load_config(EXAMPLES / f"{name}.yaml")
     assert config.type in name.split("-")
     assert [call.name for call in algorithm(config.type).calls(config)][-1].endswith("_train")
+
+
+def test_the_example_of_ids_says_offline_what_is_missing(capsys):
+    assert run_command(["config", "validate", str(EXAMPLES / "gsm8k-grpo.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: Qwen/Qwen3-0.6B is no file or folder here, and HF_HUB_OFFLINE is set")
+    assert err.count("\n") == 1
 
 
 def test_every_example_to_plan_is_known_here():

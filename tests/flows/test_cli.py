@@ -177,13 +177,15 @@ def test_help_describes_every_command(capsys):
     [
         (
             {"models": {"actor": "HuggingFaceTB/SmolLM2-135M"}},
-            "`hf download HuggingFaceTB/SmolLM2-135M --local-dir",
+            "not all of the model HuggingFaceTB/SmolLM2-135M is in",
         ),
-        ({"models": {"actor": "gpt2"}}, "`hf download gpt2 --local-dir FOLDER` and name FOLDER"),
-        ({"data": {"train": "trl-lib/tldr"}}, "`hf download --repo-type dataset trl-lib/tldr --local-dir"),
+        ({"models": {"actor": "gpt2"}}, "A model on the Hugging Face Hub is named ORG/NAME."),
+        ({"data": {"train": "trl-lib/tldr"}}, "not all of the data set trl-lib/tldr is in"),
     ],
 )
-def test_a_name_on_the_hub_says_how_to_download_it(call, document, tmp_path, monkeypatch, change, told):
+def test_a_name_on_the_hub_that_is_not_here_says_what_to_do_offline(
+    call, document, tmp_path, monkeypatch, change, told
+):
     monkeypatch.chdir(tmp_path)
     document |= change
     refused(call, told)

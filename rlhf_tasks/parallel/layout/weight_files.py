@@ -359,12 +359,12 @@ def beside_weights(folder: Path) -> list[Path]:
     for each in folders:
         home = each.resolve()
         cache = next((place.parent for place in home.parents if place.name == "snapshots"), None)
-        blobs = home if cache is None else (cache / "blobs").resolve()
+        stores = () if cache is None else _stores(cache)
         described = (*BESIDE_WEIGHTS, "config.json", ADAPTER_CONFIG, VERDICT)
         for path in (path for pattern in described for path in each.glob(pattern)):
             with reading(path, "cannot be read"):
                 target = path.resolve()
-            if path.is_symlink() and not (target.is_relative_to(home) or target.parent == blobs):
+            if path.is_symlink() and not any(target.is_relative_to(place) for place in (home, *stores)):
                 raise ConfigError(
                     f"Model folder {str(each)!r}: {path.name} is a link to {target}, outside of it, whose content "
                     "would be in the exported model. Copy the file there in place of the link."
@@ -376,6 +376,14 @@ def beside_weights(folder: Path) -> list[Path]:
         for path in each.glob(pattern)
         if path.is_file()
     ]
+
+
+def _stores(cache: Path) -> list[Path]:
+    """Where the Hub's cache has the files of a repository (`models--X`): its own blobs, and those that repositories
+    share, which the Hub's client marks."""
+    shared = cache.parent / "blobs"
+    marked = (shared / ".huggingface-shared-blobs").is_file()
+    return [(cache / "blobs").resolve(), *([shared.resolve()] if marked else [])]
 
 
 def config_digest(folder: Path) -> str:

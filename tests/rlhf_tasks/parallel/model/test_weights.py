@@ -565,6 +565,16 @@ def test_links_inside_the_folder_and_those_of_the_hubs_cache_are_followed(tmp_pa
     write(tmp_path / "out", current, "lm", weights, shard_bytes=1 << 30)
     assert not (tmp_path / "out" / "generation_config.json").is_symlink()
     assert (tmp_path / "out" / "added_tokens.json").read_text() == "{}"
+    shared = tmp_path / "blobs" / "ab" / "abcd"  # of several repositories, as the client marks it
+    shared.parent.mkdir(parents=True)
+    shared.write_text("{}")
+    (blobs / "special").symlink_to(Path("..", "..", "blobs", "ab", "abcd"))
+    (revision / "special_tokens_map.json").symlink_to(Path("..", "..", "blobs", "special"))
+    with pytest.raises(ConfigError, match="outside of it"):
+        write(tmp_path / "unmarked", revision, "lm", weights, shard_bytes=1 << 30)
+    (tmp_path / "blobs" / ".huggingface-shared-blobs").touch()
+    write(tmp_path / "marked", revision, "lm", weights, shard_bytes=1 << 30)
+    assert (tmp_path / "marked" / "special_tokens_map.json").read_text() == "{}"
     (tmp_path / "id_rsa").write_text("my key")
     (blobs / "c3").symlink_to(tmp_path / "id_rsa")
     (revision / "merges.txt").symlink_to(Path("..", "..", "blobs", "c3"))

@@ -1,0 +1,155 @@
+"""A run whose model and rows are named by their ids on a Hub."""
+
+import json
+
+import pytest
+import yaml
+
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.run.downloads import REVISIONS
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.run_folder import CONFIG, existing_run_folder, new_run_folder
+from prefect_rlhf.flows.run.run_identity import accept_changes, differences, keep_identity
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config, override
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
+from tests.flows.checked_files import model_folder
+from tests.flows.run.test_run_identity import commit, snapshots_of
+from tests.loopback_hub import READER, Hub
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The folder of the Hub's client."""
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def config(hub: Hub, document, tmp_path, monkeypatch):
+    """A configuration of ids; the Hub has its model and its data set, whose card names two subsets."""
+    hub.add_folder("org/model", tmp_path / "model")
+    rows = {f"data/{split}-00000-of-00001.jsonl": f'{{"prompt": "{split}"}}\n' for split in ("train", "test")}
+    hub.add("org/rows", rows, "dataset")
+    document["models"] = {"actor": "org/model"}
+    document["data"] = {"train": "org/rows"}
+    document["evaluation"] = {"data": "org/rows:test"}
+    document["name"] = "mine"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    return load_config(tmp_path / "run.yaml")
+
+
+def begun(config):
+    """The folder of a run of a configuration, with a commit."""
+    prepared = prepare(config)
+    folder = new_run_folder(config)
+    keep_identity(folder, prepared)
+    snapshots = snapshots_of(folder, prepared)
+    snapshots.latest()
+    commit(snapshots, prepared, folder, 0)
+    return folder, prepared
+
+
+def test_ids_stay_in_the_configuration_and_ranks_get_folders(hub: Hub, config, home):
+    with hub.used_here(home):
+        folder, prepared = begun(config)
+    assert (config.models.actor, config.data.train) == ("org/model", "org/rows")
+    kept = json.loads((folder / CONFIG).read_text())
+    assert (kept["models"]["actor"], kept["data"]["train"]) == ("org/model", "org/rows")
+    newest = hub.repositories["model", "org/model"].refs["main"]
+    for role in prepared.config.roles().values():
+        assert role.folder == str(home / "hub" / "models--org--model" / "snapshots" / newest)
+    recorded = json.loads((folder / REVISIONS).read_text())
+    assert recorded["model org/model"]["commit"] == newest
+    assert recorded["dataset org/rows"]["files"] == ["data/train-00000-of-00001.jsonl"]
+    assert recorded["dataset org/rows:test"]["files"] == ["data/test-00000-of-00001.jsonl"]
+    assert len(prepared.rows) == 1
+
+
+def test_a_run_that_continues_has_its_commits_without_a_request_though_main_moves(hub: Hub, config, home):
+    with hub.used_here(home):
+        folder, prepared = begun(config)
+        hub.add("org/model", {"generation_config.json": "{}"})
+        hub.add("org/rows", {"data/train-00000-of-00001.jsonl": '{"prompt": "others"}\n'}, "dataset")
+        hub.requests.clear()
+        _, kept = existing_run_folder(folder)
+        again = prepare(kept, folder)
+        assert hub.requests == []
+        assert differences(folder, again) == ()
+        assert again.config == prepared.config
+        assert prepare(config).pins != prepared.pins, "a new run begins with what is newest"
+
+
+def test_a_cache_that_has_moved_is_no_change(hub: Hub, config, home, tmp_path):
+    with hub.used_here(home):
+        folder, _ = begun(config)
+    home.rename(tmp_path / "elsewhere")
+    with hub.used_here(tmp_path / "elsewhere"):
+        assert differences(folder, prepare(existing_run_folder(folder)[1], folder)) == ()
+
+
+def test_another_revision_is_a_change_that_is_named_and_may_be_accepted(hub: Hub, config, home):
+    with hub.used_here(home):
+        folder, _ = begun(config)
+        before = hub.repositories["model", "org/model"].refs["main"]
+        after = hub.add("org/model", {"generation_config.json": "{}"})
+        other = override(existing_run_folder(folder)[1], ["models.actor=org/model@main"])
+        prepared = prepare(other, folder)
+        (change,) = differences(folder, prepared)
+        assert change == f'models.actor "org/model@{before}" (now "org/model@{after}")'
+        accept_changes(folder, prepared)
+        _, kept = existing_run_folder(folder)
+        assert kept.models.actor == "org/model@main"
+        hub.requests.clear()
+        assert differences(folder, prepare(kept, folder)) == ()
+        assert hub.requests == []
+
+
+def test_a_folder_of_the_same_name_wins(hub: Hub, config, home, tmp_path):
+    model_folder((tmp_path / "org").mkdir() or tmp_path / "org" / "model")
+    with hub.used_here(home):
+        loaded = load_config(tmp_path / "run.yaml")
+        assert loaded.models.actor == str(tmp_path / "org" / "model")
+        assert "model org/model" not in prepare(loaded).pins
+
+
+def test_to_plan_no_weights_are_downloaded(hub: Hub, config, home, tmp_path, capsys):
+    with hub.used_here(home):
+        assert (
+            run_command(
+                ["plan", "--config", str(tmp_path / "run.yaml"), "--mode", "heuristic", "--no-compare"]
+            )
+            == 0
+        )
+    assert "model.safetensors" not in hub.downloads()
+    assert "config.json" in hub.downloads()
+    capsys.readouterr()
+
+
+def test_rows_to_answer_need_their_split_named(hub: Hub, config, home):
+    with hub.used_here(home), pytest.raises(ConfigError, match="which split of org/rows is meant"):
+        prepare(override(config, ["evaluation.data=org/rows"]))
+
+
+def test_the_token_stands_in_no_file_and_no_output(hub: Hub, config, home, capsys):
+    hub.add("org/model", {}, private=True)
+    with hub.used_here(home, READER):
+        folder, _ = begun(config)
+    files = [path for path in (*folder.rglob("*"), *home.rglob("*")) if path.is_file()]
+    assert files
+    assert not [path for path in files if READER.encode() in path.read_bytes()]
+    assert READER not in "".join(capsys.readouterr())
+
+
+def test_what_is_wrong_with_an_id_is_one_sentence(hub: Hub, config, home, tmp_path, capsys):
+    def said(*changes: str) -> str:
+        with hub.used_here(home):
+            assert run_command(["config", "validate", str(tmp_path / "run.yaml"), *changes]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        return err
+
+    assert "has no model org/modle that you may read. It has org/model." in said("models.actor=org/modle")
+    assert "has no revision 'v7'. It has main." in said("models.actor=org/model@v7")
+    assert "org/rows has no split 'dev'. Its splits are train, test." in said("data.train=org/rows:dev")
+    assert "has no data set org/none that you may read" in said("data.train=org/none")
