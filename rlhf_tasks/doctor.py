@@ -194,6 +194,8 @@ def _logits_and_gradients(model: Any, sequences: Sequence[Tensor]) -> tuple[list
     logits = plain_logits(model, sequences)
     torch.autograd.backward([weigh(each, 0, each.shape[1]) for each in logits])
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    buffers = dict(model.named_buffers())  # those that files have too are constants
+    gradients |= {name: torch.zeros_like(buffers[name]) for name in model.state_dict() if name in buffers}
     gradients = {name: g.contiguous() for name, g in revert_weight_conversion(model, gradients).items()}
     return [each.detach() for each in logits], gradients
 

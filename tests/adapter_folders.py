@@ -14,7 +14,7 @@ def write_adapter(folder: Path, base: Path, family: str = "llama", head: str = "
     """Write an adapter of a saved model, none of whose halves is zero. Returns the model with it merged in."""
     kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     labels = {} if head == "lm" else {"num_labels": 1}
-    model = kind.from_pretrained(base, dtype=torch.float64, **labels)
+    model = kind.from_pretrained(base, dtype=torch.float64, experts_implementation="eager", **labels)
     config: dict[str, Any] = {
         "r": 3,
         "lora_alpha": 5,

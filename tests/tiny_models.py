@@ -9,12 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
     GptOssConfig,
@@ -26,10 +29,12 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -53,6 +58,8 @@ CONFIGS = {
     "phi3": Phi3Config,
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "glm4_moe": Glm4MoeConfig,
     "gpt2": GPT2Config,
     "gpt_oss": GptOssConfig,
 }
@@ -82,6 +89,26 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 8},
     "mixtral": {"num_local_experts": 4},  # two of which a token is given to
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 14},
+    # layers 1 and 3 have experts
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "shared_expert_intermediate_size": 26,
+        "decoder_sparse_step": 2,
+    },
+    # layer 0 has no experts; a token chooses two of three groups first
+    "glm4_moe": {
+        "head_dim": 8,
+        "use_qk_norm": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "n_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
     # layers 0 and 2 slide; gates and columns are large enough to be bounded
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4, "swiglu_limit": 1.5},
     "gpt2": {"num_key_value_heads": None, "n_inner": 40},
@@ -104,12 +131,28 @@ def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = 
         model = AutoModelForCausalLM.from_config(config, **how)
     else:
         config.num_labels = 1
-        model = AutoModelForSequenceClassification.from_config(config, **how)
+        model = scalar_model(config, **how)
     for name, parameter in model.named_parameters():
         is_norm = ("norm" in name or ".ln_" in name) and name.endswith(".weight")
         offset = 1.0 if is_norm and not config.model_type.startswith("gemma") else 0.0
         parameter.data.normal_(offset, 0.3)
+    for buffer in stored_buffers(model).values():
+        buffer.normal_(0.0, 0.3)
     return model.eval()
+
+
+def scalar_model(config: PreTrainedConfig, **how: Any) -> nn.Module:
+    """transformers' model with a score for each sequence; for a family without one, made from its decoder."""
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return AutoModelForSequenceClassification.from_config(config, **how)
+    of_family = MODEL_MAPPING[type(config)].__mro__[1]
+    return type("Scalar", (GenericForSequenceClassification, of_family), {})._from_config(config, **how)
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a model of transformers keeps in files besides its parameters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
 def in_mxfp4(folder: Path, config: PreTrainedConfig) -> None:
@@ -161,7 +204,7 @@ def held_slices(layout: Layout, device: int, whole: Mapping[str, Tensor]) -> dic
 
 def fill(stage: Stage, model: nn.Module) -> None:
     """Give a stage its slices of a whole model of transformers."""
-    whole = by_our_names(stage.layout, model, {name: p.detach() for name, p in model.named_parameters()})
+    whole = by_our_names(stage.layout, model, model.state_dict())
     for name, mine in held_slices(stage.layout, stage.holder, whole).items():
         stage.named_slices()[name].data.copy_(mine)
 

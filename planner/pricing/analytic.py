@@ -40,7 +40,7 @@ def computed_profile(
     Points cost nothing to compute, so passes have every context of the grid and every power of two in tokens.
     itemsize  bytes of a parameter
     """
-    per_host, most_tp = cluster.devices_per_host, min(shape.query_heads, shape.intermediate, shape.vocab)
+    per_host, most_tp = cluster.devices_per_host, min(shape.query_heads, shape.least_columns, shape.vocab)
     degrees = [tp for tp in range(1, per_host + 1) if per_host % tp == 0 and tp <= most_tp]
     return MeasuredProfile(
         device=device.name,

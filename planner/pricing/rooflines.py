@@ -8,6 +8,7 @@ form of a measured profile. The cost model does not see the difference.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from typing import Protocol
 
 from prefect_rlhf.planner.pricing.devices import DeviceProfile
@@ -20,7 +21,7 @@ from prefect_rlhf.rlhf_tasks.profiling.measurements import Exchange, Pass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of elements on the tp rank that has most of them.
+    """Numbers of elements on the tp rank that has most of them. Where layers differ, those of the mean layer.
 
     layer, embedding, head   parameters of one layer, of the token embedding, of what follows the last layer
     positions                parameters of the embedding of positions; each tp rank of the first stage has all
@@ -129,35 +130,44 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
     """
     layout = Layout(shape, head, Placement(tuple(range(tp)), ParallelStrategy(tp=tp)), lora)
 
-    def local(tp_rank: int, *, layer: int | None, place: tuple[str, ...], experts: bool = False) -> int:
+    def local(tp_rank: int, place: tuple[str, ...], experts: bool = False) -> int:
         return sum(
             layout.interval(spec, tp_rank).size * spec.row_size
             for spec in layout.parameters
-            if spec.place in place and spec.layer == layer and (spec.of_experts or not experts)
+            if spec.place in place and (spec.of_experts or not experts)
         )
 
+    def of_layer(tp_rank: int, experts: bool = False) -> int:
+        return ceil(local(tp_rank, ("layer",), experts) / shape.layers)
+
     def shared(tp_rank: int) -> int:
-        return sum(
+        alike = [
             layout.interval(spec, tp_rank).size * spec.row_size
             for spec in layout.parameters
-            if spec.layer == 0 and any(tp_rank in rows.devices for rows in layout.shared(spec.name, 0))
-        )
+            if spec.place == "layer" and any(tp_rank in rows.devices for rows in layout.shared(spec.name, 0))
+        ]
+        return ceil(sum(alike) / shape.layers)
+
+    def most(columns: int) -> int:
+        return ceil(columns / tp)
 
     ranks, per_token = range(tp), shape.experts_per_token
     positions = next((spec.size for spec in layout.parameters if spec.name == POSITIONS), 0)
     tied = any(spec.place == "ends" for spec in layout.parameters)
+    passed = most(shape.intermediate) * max(1, per_token) + most(shape.shared_columns)
+    of_mixture = shape.mixtures if shape.experts else 1.0
     return Sizes(
-        layer=max(local(rank, layer=0, place=("layer",)) for rank in ranks),
+        layer=max(of_layer(rank) for rank in ranks),
         shared=max(map(shared, ranks)),
-        of_experts=max(local(rank, layer=0, place=("layer",), experts=True) for rank in ranks),
+        of_experts=max(of_layer(rank, experts=True) for rank in ranks),
         experts=shape.experts,
         chosen=per_token / shape.experts if shape.experts else 1.0,
-        embedding=max(local(rank, layer=None, place=("first", "ends")) for rank in ranks) - positions,
-        head=max(local(rank, layer=None, place=("last",)) for rank in ranks),
+        embedding=max(local(rank, ("first", "ends")) for rank in ranks) - positions,
+        head=max(local(rank, ("last",)) for rank in ranks),
         query=max(layout.units("query_head", rank).size for rank in ranks) * shape.head_dim,
         kv=max(layout.units("kv_head", rank).size for rank in ranks) * shape.head_dim,
-        intermediate=max(layout.units("column", rank).size for rank in ranks) * max(1, per_token),
-        routed=per_token * shape.hidden,
+        intermediate=ceil(of_mixture * passed + (1 - of_mixture) * most(shape.dense_columns)),
+        routed=ceil(of_mixture * per_token * shape.hidden),
         vocab=1 if head == "scalar" else max(layout.units("vocab", rank).size for rank in ranks),
         hidden=shape.hidden,
         layers=shape.layers,

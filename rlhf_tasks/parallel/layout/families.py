@@ -22,10 +22,34 @@ Packing = Literal["qkv", "gate_up"]
 """Linear modules that files hold as one tensor: q, k and v; gate and up."""
 
 
+class Where(NamedTuple):
+    """A value where a config key is true, else None."""
+
+    key: str
+    value: HeadNorms
+
+
 class Unless(NamedTuple):
     """True unless a config key is false."""
 
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """MLPs of a mixture that every token passes besides the experts that the router gives it to; side by side, they
+    are one.
+
+    block    the name of the module
+    columns  the config key of their columns
+    count    the config key of their number, where each has the columns of an expert
+    gate     the name of a linear module whose sigmoid is a factor of what they give; None: there is none
+    """
+
+    block: str
+    columns: str | None = None
+    count: str | None = None
+    gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +67,12 @@ class Mixture:
     alternating      files hold all experts of a layer in one tensor [experts, in, out], gate's and up's columns in
                      turns; it may be quantised as MXFP4
     clamped          gates and columns are bounded, as GPT-OSS does (`clamped`, model/tensor_parallel.py)
+    shared           the experts that every token passes; None: there are none
+    first_dense      default number of the first layers that have one MLP in place of experts (first_k_dense_replace);
+                     None: there is no such key
+    among            config keys that name further layers without experts, as Qwen's do
+    grouped          scores are sigmoids; a token chooses groups of experts first, and a further number of each expert
+                     counts in its choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
     """
 
     width: str
@@ -54,6 +84,10 @@ class Mixture:
     biased: bool = False
     alternating: bool = False
     clamped: bool = False
+    shared: SharedExperts | None = None
+    first_dense: int | None = None
+    among: tuple[str, ...] = ()
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +121,7 @@ class Family:
     norms                         the norms of a layer over hidden states, in the order of the forward pass
     gated                         the MLP is down(act(gate(x)) * up(x)); False: down(act(up(x)))
     packed                        what files hold as one tensor
-    mixture                       the experts of every layer; None: a layer has one MLP
+    mixture                       the experts of layers; None: a layer has one MLP
     norm_bias                     norms subtract the mean and add a bias (LayerNorm)
     learned_positions             an embedding of positions is added to that of tokens; no rotary angles
     columns_per_hidden            default columns of the MLP, in hidden sizes; None: the config must say
@@ -104,7 +138,7 @@ class Family:
     out_bias: bool | str | Unless = False
     mlp_bias: bool | str | Unless = False
     sinks: bool = False
-    qk_norm: HeadNorms | None = None
+    qk_norm: HeadNorms | Where | None = None
     head_dim: int | None = None
     kv_heads: int | None = None
     tied: bool = False
@@ -134,6 +168,7 @@ _OLMO2 = Family(
     qk_norm="all heads",
     norms=("post_attention_layernorm", "post_feedforward_layernorm"),
 )
+_AMONG = ("mlp_only_layers", "decoder_sparse_step")
 _GLM = Family("GLM-4", qkv_bias=Unless("attention_bias"), head_dim=128, kv_heads=2, packed=("gate_up",))
 
 FAMILIES: Mapping[str, Family] = {
@@ -175,7 +210,35 @@ FAMILIES: Mapping[str, Family] = {
         out_bias="attention_bias",
         qk_norm="each head",
         kv_heads=4,
-        mixture=Mixture("moe_intermediate_size", count=128, per_token=8),
+        mixture=Mixture("moe_intermediate_size", count=128, per_token=8, among=_AMONG),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2-MoE",
+        qkv_bias=Unless("qkv_bias"),
+        kv_heads=16,
+        mixture=Mixture(
+            "moe_intermediate_size",
+            count=60,
+            per_token=4,
+            shared=SharedExperts(
+                "shared_expert", columns="shared_expert_intermediate_size", gate="shared_expert_gate"
+            ),
+            among=_AMONG,
+        ),
+    ),
+    "glm4_moe": Family(
+        "GLM-4.5 (MoE)",
+        qkv_bias="attention_bias",
+        qk_norm=Where("use_qk_norm", "each head"),
+        kv_heads=8,
+        mixture=Mixture(
+            "moe_intermediate_size",
+            count=128,
+            per_token=8,
+            shared=SharedExperts("shared_experts", count="n_shared_experts"),
+            first_dense=1,
+            grouped=True,
+        ),
     ),
     "gpt_oss": Family(
         "GPT-OSS",
@@ -231,10 +294,10 @@ FAMILIES: Mapping[str, Family] = {
 
 TESTED = ", ".join(family.title for family in FAMILIES.values())
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""The config keys of the number of experts: transformers writes either."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The config keys of the number of experts: transformers writes any of them."""
 
-_EXPERT_KEYS = (*EXPERT_COUNTS, "n_routed_experts", "moe_intermediate_size")
+_EXPERT_KEYS = (*EXPERT_COUNTS, "moe_intermediate_size")
 _PACKED = ("gpt_neox", "falcon")
 _KNOWN = f"Use a decoder of one of the families {TESTED}, or another dense one with layers like theirs."
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -279,12 +342,7 @@ def _refuse_unsplittable(config: Mapping[str, Any], kind: Any, source: str) -> N
     if experts and mixture is None:
         raise ConfigError(
             f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}) of a family whose router and "
-            f"experts are unknown here (shared experts, groups, biases). {_KNOWN}"
-        )
-    if mixture is not None and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-        raise ConfigError(
-            f"Model {source!r} ({shown(kind)}) has layers without experts (mlp_only_layers or decoder_sparse_step): "
-            "stages would be of unlike layers. Use a model with experts in every layer."
+            f"experts are unknown here. {_KNOWN}"
         )
     if mixture is not None:
         _check_router(config, source)
@@ -296,7 +354,7 @@ def _refuse_unsplittable(config: Mapping[str, Any], kind: Any, source: str) -> N
 
 def _check_router(config: Mapping[str, Any], source: str) -> None:
     """Raises ConfigError for a value of a router that is none."""
-    for key in ("router_jitter_noise", "router_aux_loss_coef"):
+    for key in ("router_jitter_noise", "router_aux_loss_coef", "routed_scaling_factor"):
         value = config.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 <= value < math.inf):

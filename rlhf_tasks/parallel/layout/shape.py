@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
     EXPERT_COUNTS,
@@ -20,6 +20,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
     Mixture,
     Packing,
     Unless,
+    Where,
     family_of,
 )
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
@@ -124,18 +125,22 @@ Head = Literal["lm", "scalar"]
 Recompute = Literal["none", "selective", "full"]
 """Which activations of a layer a backward pass computes again (model/recomputation.py)."""
 
+CORRECTION = "e_score_correction_bias"
+"""What counts in the choice of an expert besides its score. It has no gradient."""
+
 POSITIONS = "model.embed_positions.weight"
 """The embedding of positions, of models that have one."""
 
 MOST: Mapping[str, int] = {
-    "num_hidden_layers": 4096,
+    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "decoder_sparse_step"), 4096),
     "hidden_size": 2**20,
     "num_attention_heads": 2**16,
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
     "intermediate_size": 2**24,
     "moe_intermediate_size": 2**24,
-    "num_experts_per_tok": 2**12,
+    "shared_expert_intermediate_size": 2**24,
+    **dict.fromkeys(("num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"), 2**12),
     **dict.fromkeys(EXPERT_COUNTS, 2**12),
     "vocab_size": 2**28,
     "max_position_embeddings": 2**31,
@@ -152,6 +157,9 @@ class ModelShape:
     intermediate       columns of the MLP; of each expert
     experts            experts of a layer; 0: one MLP, which all tokens pass
     experts_per_token  those of them that a token is given to
+    shared_columns     columns of the experts that every token passes besides
+    dense_layers       numbers of the layers that have one MLP in place of experts
+    dense_columns      its columns
     Further fields are as in `Family`.
     """
 
@@ -175,6 +183,9 @@ class ModelShape:
     packed: tuple[Packing, ...] = ()
     experts: int = 0
     experts_per_token: int = 0
+    shared_columns: int = 0
+    dense_layers: tuple[int, ...] = ()
+    dense_columns: int = 0
     norm_bias: bool = False
     learned_positions: bool = False
 
@@ -196,10 +207,12 @@ class ModelShape:
         mixture = family.mixture
         experts, per_token = (0, 0) if mixture is None else read.experts(mixture)
         columns = None if family.columns_per_hidden is None else family.columns_per_hidden * hidden
+        layers = read.count("num_hidden_layers")
+        dense = () if mixture is None else read.dense_layers(mixture, layers)
         shape = ModelShape(
             family=config["model_type"],
             hidden=hidden,
-            layers=read.count("num_hidden_layers"),
+            layers=layers,
             query_heads=heads,
             kv_heads=read.count("num_key_value_heads", family.kv_heads or heads),
             head_dim=read.count("head_dim", family.head_dim or max(1, hidden // heads)),
@@ -210,13 +223,16 @@ class ModelShape:
             qkv_bias=read.option(family.qkv_bias),
             out_bias=read.option(family.out_bias),
             mlp_bias=read.option(family.mlp_bias),
-            qk_norm=family.qk_norm,
+            qk_norm=read.head_norms(family.qk_norm),
             sinks=family.sinks,
             norms=family.norms,
             gated=family.gated,
             packed=family.packed,
             experts=experts,
             experts_per_token=per_token,
+            shared_columns=0 if mixture is None else read.shared_columns(mixture),
+            dense_layers=dense,
+            dense_columns=read.count("intermediate_size") if dense else 0,
             norm_bias=family.norm_bias,
             learned_positions=family.learned_positions,
         )
@@ -229,6 +245,20 @@ class ModelShape:
                 f"Model {source!r}: {heads} query heads are not a multiple of {shape.kv_heads} KV heads."
             )
         return shape
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of one MLP."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def mixtures(self) -> float:
+        """The share of layers that have experts."""
+        return sum(map(self.has_experts, range(self.layers))) / self.layers
+
+    @property
+    def least_columns(self) -> int:
+        """Columns of the narrowest MLP."""
+        return min(filter(None, (self.intermediate, self.shared_columns, self.dense_columns)))
 
     def difference(self, other: "ModelShape") -> dict[str, tuple[Any, Any]]:
         """The fields in which two models differ: {field: (ours, theirs)}; empty when they are equal."""
@@ -273,7 +303,50 @@ class _ConfigKeys:
                 f"Model {self.source!r}: num_experts_per_tok={per_token} in its config is more than its "
                 f"{count} experts."
             )
+        if mixture.grouped:
+            groups, chosen = self.count("n_group", 1), self.count("topk_group", 1)
+            if count % groups or not per_token <= chosen * (count // groups) <= count:
+                raise ConfigError(
+                    f"Model {self.source!r}: n_group={groups} and topk_group={chosen} in its config do not fit "
+                    f"{count} experts of which {per_token} are chosen."
+                )
         return count, per_token
+
+    def shared_columns(self, mixture: Mixture) -> int:
+        """Columns of the experts that every token passes, side by side."""
+        if mixture.shared is None:
+            return 0
+        if mixture.shared.columns is not None:
+            return self.count(mixture.shared.columns)
+        assert mixture.shared.count is not None
+        return self.count(mixture.shared.count, 1) * self.count(mixture.width)
+
+    def dense_layers(self, mixture: Mixture, layers: int) -> tuple[int, ...]:
+        """The numbers of layers without experts."""
+        first = (
+            0 if mixture.first_dense is None else self._number("first_k_dense_replace", mixture.first_dense)
+        )
+        named: Any = (self.config.get("mlp_only_layers") or []) if "mlp_only_layers" in mixture.among else []
+        numbers = cast(list[Any], named) if isinstance(named, list) else [None]
+        if not all(type(layer) is int for layer in numbers):
+            raise ConfigError(
+                f"Model {self.source!r}: mlp_only_layers={shown(cast(Any, named))} in its config is not a list of "
+                "whole numbers."
+            )
+        step = self.count("decoder_sparse_step", 1) if "decoder_sparse_step" in mixture.among else 1
+        dense = tuple(i for i in range(layers) if i < first or i in numbers or (i + 1) % step)
+        if len(dense) == layers:
+            raise ConfigError(f"Model {self.source!r}: none of its {layers} layers has experts.")
+        return dense
+
+    def _number(self, key: str, default: int) -> int:
+        """A whole number from 0."""
+        return 0 if self.config.get(key) == 0 else self.count(key, default)
+
+    def head_norms(self, known: HeadNorms | Where | None) -> HeadNorms | None:
+        if isinstance(known, Where):
+            return known.value if self.flag(known.key, False) else None
+        return known
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.config.get(key)
@@ -334,7 +407,7 @@ def linear_modules(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
     """The linear modules of a decoder layer: name -> [out, in]; of several of a name, that with the least dim."""
     modules: dict[str, tuple[int, ...]] = {}
     for spec in parameters(shape, "lm"):
-        if spec.layer == 0 and spec.is_linear:
+        if spec.is_linear:
             modules[spec.module] = min(modules.get(spec.module, spec.shape), spec.shape, key=min)
     return modules
 
@@ -445,28 +518,35 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         *linear(f"{attention}.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
         *linear(f"{attention}.v_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
     ]
-    into_mlp = ["gate_proj", names.up] if shape.gated else [names.up]
-    into_columns = [
-        spec
-        for name in into_mlp
-        for spec in linear(f"mlp.{name}", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias)
-    ]
     if "qkv" in shape.packed:
         into_heads = _packed(into_heads, names.qkv)
-    if "gate_up" in shape.packed:
-        into_columns = _packed(into_columns, names.gate_up)
+
+    def mlp(block: str, columns: int) -> list[ParameterSpec]:
+        into = ["gate_proj", names.up] if shape.gated else [names.up]
+        first = [
+            spec
+            for name in into
+            for spec in linear(f"{block}.{name}", columns, shape.hidden, "column", 0, shape.mlp_bias)
+        ]
+        if "gate_up" in shape.packed:
+            first = _packed(first, names.gate_up)
+        last = linear(f"{block}.{names.down}", shape.hidden, columns, "column", 1, shape.mlp_bias)
+        return [*first, *last]
+
     sinks = replace(spec(f"{attention}.sinks", (shape.query_heads,), 0, "query_head"), unit_size=1)
-    mixture = family.mixture if shape.experts else None
-    mlp = [
-        *into_columns,
-        *linear(f"mlp.{names.down}", shape.hidden, shape.intermediate, "column", 1, shape.mlp_bias),
-    ]
+    mixture = family.mixture if shape.has_experts(layer) else None
+    if mixture is None:
+        columns = mlp("mlp", shape.dense_columns if shape.experts else shape.intermediate)
+    else:
+        columns = _mixture(shape, mixture, layer)
+        if mixture.shared is not None:
+            columns += mlp(f"mlp.{mixture.shared.block}", shape.shared_columns)
     return [
         *into_heads,
         *head_norms,
         *([sinks] if shape.sinks else []),
         *linear(f"{attention}.{names.out}", shape.hidden, query, "query_head", 1, shape.out_bias),
-        *(mlp if mixture is None else _mixture(shape, mixture, layer)),
+        *columns,
         *(spec for name in shape.norms for spec in norm(name, shape.hidden)),
     ]
 
@@ -492,6 +572,11 @@ def _mixture(shape: ModelShape, mixture: Mixture, layer: int) -> list[ParameterS
     router = [whole("gate.weight", (experts, hidden), f"{mixture.router}.weight")]
     if mixture.biased:
         router.append(whole("gate.bias", (experts,), f"{mixture.router}.bias"))
+    if mixture.grouped:
+        router.append(whole(f"gate.{CORRECTION}", (experts,), f"{mixture.router}.{CORRECTION}"))
+    if mixture.shared is not None and mixture.shared.gate is not None:
+        gate = f"{mixture.shared.gate}.weight"
+        router.append(whole(gate, (1, hidden), gate))
     into, out = (experts, columns, hidden), (experts, hidden, columns)
     if not mixture.alternating:
         names = [f"{stored}.experts.{{}}.{theirs}.weight" for theirs in mixture.projections]

@@ -71,7 +71,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         strategy, shape = self.placement.strategy, self.shape
-        limits = {"query heads": shape.query_heads, "columns": shape.intermediate, "tokens": shape.vocab}
+        limits = {"query heads": shape.query_heads, "columns": shape.least_columns, "tokens": shape.vocab}
         for what, limit in limits.items():
             if strategy.tp > limit:
                 raise ValueError(f"tp={strategy.tp} exceeds the model's {limit} {what}. Choose a smaller tp.")
@@ -124,6 +124,8 @@ class Layout:
         """The rows of a parameter that a tp rank holds, on a stage that holds it; all rows if it is not sharded."""
         if spec.unit is None:
             return Interval(0, spec.length)
+        if spec.unit == "column":  # MLPs of different widths
+            return split(spec.length, self.placement.strategy.tp, tp_rank)
         units = self.units(spec.unit, tp_rank)
         return Interval(units.start * spec.unit_size, units.stop * spec.unit_size)
 

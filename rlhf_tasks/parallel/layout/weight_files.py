@@ -341,12 +341,27 @@ def check_weights(folder: Path, specs: Collection[ParameterSpec], needs_head: bo
         check_weights(adapter.base, specs, needs_head=False)
         return
     names = {its.name for its in held.values()} | {its.scales[1] for its in held.values() if its.scales}
-    extra = [name for name in _files_of(folder) if name not in names and not _IDLE.fullmatch(name)]
+    idle = _idle_layers(folder, specs)
+    extra = [
+        name
+        for name in _files_of(folder)
+        if name not in names and not _IDLE.fullmatch(name) and not name.startswith(idle)
+    ]
     if extra:
         raise ConfigError(
             f"Model folder {str(folder)!r} has {shown(extra[0])} (and {len(extra) - 1} more tensors), which the "
             f"model that its config.json describes has not. Correct config.json, or remove them from the weights."
         )
+
+
+def _idle_layers(folder: Path, specs: Collection[ParameterSpec]) -> tuple[str, ...]:
+    """How the names begin of layers after the last one that predict further tokens (num_nextn_predict_layers). They
+    take no part in a model's logits, and transformers reads none of them."""
+    layers = max((spec.layer for spec in specs if spec.layer is not None), default=-1) + 1
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    further = config.get("num_nextn_predict_layers")
+    count = further if type(further) is int and 0 <= further <= layers else 0
+    return tuple(f"model.layers.{layers + i}." for i in range(count))
 
 
 def beside_weights(folder: Path) -> list[Path]:

@@ -62,7 +62,7 @@ def pass_flops(
         return forward
     spared = 0.0
     if lora is not None:
-        spared = 2 * (sum(lengths) - sum(shared)) * shape.layers * layer_size(shape, head)
+        spared = 2 * (sum(lengths) - sum(shared)) * layers_size(shape, head)
         if head == "lm":
             spared += head_flops(rows, shape.hidden, shape.vocab)
     return TRAINING * forward - spared
@@ -83,20 +83,21 @@ def generation_flops(
 
 
 @lru_cache(maxsize=64)
-def layer_size(shape: ModelShape, head: Head, lora: Lora | None = None) -> int:
-    """Parameters of a layer that a token is multiplied by: of experts, those of the ones that it is given to.
+def layers_size(shape: ModelShape, head: Head, lora: Lora | None = None) -> int:
+    """Parameters of all layers that a token is multiplied by: of experts, those of the ones that it is given to.
 
     With `lora`, only those of its adapters.
     """
     specs = parameters(shape, head) if lora is None else trained_parameters(shape, head, lora)
-    whole = [spec.size for spec in specs if spec.layer == 0 and not spec.of_experts]
-    of_expert = [spec.size // spec.shape[0] for spec in specs if spec.layer == 0 and spec.of_experts]
+    whole = [spec.size for spec in specs if spec.layer is not None and not spec.of_experts]
+    of_expert = [spec.size // spec.shape[0] for spec in specs if spec.layer is not None and spec.of_experts]
     return sum(whole) + shape.experts_per_token * sum(of_expert)
 
 
 def _layers_flops(shape: ModelShape, head: Head, tokens: int, lora: Lora | None) -> float:
-    size = layer_size(shape, head) + (0 if lora is None else layer_size(shape, head, lora))
-    return shape.layers * layer_flops(tokens, tokens / 2, size, shape.query_heads * shape.head_dim)
+    size = layers_size(shape, head) + (0 if lora is None else layers_size(shape, head, lora))
+    query = shape.query_heads * shape.head_dim
+    return shape.layers * layer_flops(tokens, tokens / 2, size / shape.layers, query)
 
 
 PREFILL_TOKENS = 8192

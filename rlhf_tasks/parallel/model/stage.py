@@ -30,10 +30,13 @@ from prefect_rlhf.rlhf_tasks.parallel.model.recomputation import recomputing
 from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
     ColumnParallelLinear,
     Experts,
+    GroupedRouter,
+    Grouping,
     MixtureOfExperts,
     PackedColumns,
     Router,
     RowParallelLinear,
+    SharedMLP,
     VocabParallelEmbedding,
     can_group,
     clamped,
@@ -239,8 +242,8 @@ class Stage(nn.Module):
             self.model.rotary_emb = type(whole.rotary_emb)(config).to(self.device)
         self.model.layers = nn.ModuleDict({str(i): layers[i] for i in self.layers})
         for i, layer in self.model.layers.items():
-            if self.layout.shape.experts:
-                layer.mlp = self._mixture_of_experts()
+            if self.layout.shape.has_experts(int(i)):
+                layer.mlp = self._mixture_of_experts(layer.mlp, f"model.layers.{i}.mlp")
             self._split_layer(layer, f"model.layers.{i}")
         if self.is_first or (self.is_last and self._tied):
             # Gemma's classes of embeddings multiply by the root of the hidden size.
@@ -266,34 +269,51 @@ class Stage(nn.Module):
         files = FAMILIES.get(self.layout.shape.family, Family()).files
         return getattr(whole, files.get(f"model.{name}.", f"model.{name}.").split(".")[1])
 
-    def _mixture_of_experts(self) -> MixtureOfExperts:
+    def _mixture_of_experts(self, theirs: Any, path: str) -> MixtureOfExperts:
         shape, meta, config = self.layout.shape, torch.device("meta"), self.config
         mixture = FAMILIES[shape.family].mixture
         assert mixture is not None
         # Mixtral and GPT-OSS have no such key: they always normalise.
         normalised: bool = getattr(config, "norm_topk_prob", True)
         sizes = (shape.experts, shape.hidden, shape.experts_per_token)
-        router = Router(*sizes, normalised, meta, mixture.biased)
+        if mixture.grouped:
+            grouping = Grouping(config.n_group, config.topk_group, config.routed_scaling_factor)
+            router = GroupedRouter(*sizes, normalised, meta, grouping)
+        else:
+            router = Router(*sizes, normalised, meta, mixture.biased)
         columns = self.layout.units("column", self.coordinate.tp).size
+        inner = (
+            clamped(config.swiglu_alpha, config.swiglu_limit)
+            if mixture.clamped
+            else gated(ACT2FN[config.hidden_act])
+        )
         experts = Experts(
             shape.experts,
             shape.hidden,
             columns,
-            clamped(config.swiglu_alpha, config.swiglu_limit)
-            if mixture.clamped
-            else gated(ACT2FN[config.hidden_act]),
+            inner,
             meta,
             grouped=can_group(self.device, self.dtype, shape.hidden, columns),
             rows=ROWS if self.device.type == "cpu" else 1,
             biased=mixture.biased,
             adds_bias=self.coordinate.tp == 0,
         )
-        return MixtureOfExperts(router, experts, self.tp_group, in_pair=mixture.clamped)
+        block = MixtureOfExperts(router, experts, self.tp_group, in_pair=mixture.clamped)
+        if mixture.shared is not None:
+            name, gate = mixture.shared.block, mixture.shared.gate
+            into_gate, up, down = (
+                self._parallel_linear(theirs.get_submodule(name).get_submodule(part), f"{path}.{name}.{part}")
+                for part in ("gate_proj", "up_proj", "down_proj")
+            )
+            down.group = None  # the block sums the output together with that of the experts
+            of_gate = None if gate is None else nn.Linear(shape.hidden, 1, bias=False, device=meta)
+            block.share(name, SharedMLP(into_gate, up, down, inner), gate, of_gate)
+        return block
 
     def _split_layer(self, layer: Any, prefix: str) -> None:
         """Replace a decoder layer's linear modules and norms, and put `copy_to_ranks` before its blocks."""
         for parent_name, parent in list(layer.named_modules()):
-            if isinstance(parent, MixtureOfExperts):
+            if isinstance(parent, MixtureOfExperts | SharedMLP):
                 continue
             enters = False
             for name, child in list(parent.named_children()):
@@ -305,9 +325,9 @@ class Stage(nn.Module):
                     self._count_own_heads(parent)
                     enters = True
                 elif is_linear:
-                    style = self._style(path)
-                    setattr(parent, name, self._parallel_linear(child, path, style))
-                    enters = enters or style == "colwise"
+                    own = self._parallel_linear(child, path)
+                    setattr(parent, name, own)
+                    enters = enters or isinstance(own, ColumnParallelLinear)
                 elif isinstance(child, NewGELUActivation):  # the same, in one kernel that keeps less
                     setattr(parent, name, nn.GELU("tanh"))
                 elif kind.endswith("Norm"):
@@ -353,8 +373,9 @@ class Stage(nn.Module):
             size = self.layout.slice_shape(f"{path}.{name}", self.holder)
             setattr(module, name, nn.Parameter(torch.empty(size, device="meta")))
 
-    def _parallel_linear(self, whole: nn.Linear | Conv1D, path: str, style: str) -> nn.Linear:
-        if style == "colwise":
+    def _parallel_linear(self, whole: nn.Linear | Conv1D, path: str) -> Any:
+        """A linear module with this rank's rows or columns, and its adapter."""
+        if self._style(path) == "colwise":
             local = self._column_parallel(whole, path)
         else:
             rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)

@@ -12,7 +12,7 @@ Experts are split as MLPs are (second half).
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -216,6 +216,62 @@ class Router(nn.Module):
         return chosen, weights / weights.sum(-1, keepdim=True) if self.normalised else weights
 
 
+LEAST_SUM = 1e-20  # added to what a router with groups divides by
+
+
+class Grouping(NamedTuple):
+    """How a router with groups chooses: the best groups of neighbouring experts, then the best experts of these.
+
+    chosen  groups that a token may choose experts of
+    factor  of the weights
+    """
+
+    groups: int
+    chosen: int
+    factor: float
+
+
+class GroupedRouter(Router):
+    """Scores experts by sigmoids, in float32 or wider (arXiv:2412.19437, section 2.1.2).
+
+    What chooses is an expert's score plus its correction, which no gradient changes; what weighs is the score.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        per_token: int,
+        normalised: bool,
+        device: torch.device,
+        grouping: Grouping,
+    ) -> None:
+        super().__init__(experts, hidden, per_token, normalised, device)
+        self.grouping = grouping
+        self.e_score_correction_bias = nn.Parameter(torch.empty(experts, device=device))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `Router`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = linear(x.to(wide), self.weight.to(wide)).sigmoid()
+        chosen = self._chosen(scores.detach() + self.e_score_correction_bias.detach())
+        weights = scores.gather(1, chosen)
+        if self.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        return chosen, weights * self.grouping.factor
+
+    def _chosen(self, merits: Tensor) -> Tensor:
+        """merits [T, experts] -> numbers of the chosen experts [T, per_token]. The merit of a group is the sum of its
+        two best."""
+        groups, chosen, _ = self.grouping
+        if chosen < groups:
+            of_groups = merits.unflatten(-1, (groups, -1))
+            best = of_groups.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+            open_to = torch.zeros_like(of_groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
+            merits = of_groups.masked_fill(~open_to[..., None], -torch.inf).flatten(-2)
+        return merits.topk(self.per_token, dim=-1).indices
+
+
 def can_group(device: torch.device, dtype: torch.dtype, hidden: int, columns: int) -> bool:
     """Whether torch has one kernel for the products of all experts: on GPUs, of rows of multiples of 16 bytes."""
     aligned = all(size * dtype.itemsize % 16 == 0 for size in (hidden, columns))
@@ -348,8 +404,32 @@ class Experts(nn.Module):
         return output[:n]
 
 
+class SharedMLP(nn.Module):
+    """The experts that every token passes: one gated MLP, whose output is this rank's part of a sum.
+
+    The linear modules have this rank's columns; `down_proj` sums nothing.
+    """
+
+    def __init__(
+        self,
+        gate_proj: AdaptableLinear,
+        up_proj: AdaptableLinear,
+        down_proj: AdaptableLinear,
+        inner: Inner,
+    ) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> the same shape."""
+        return self.down_proj(self.inner(self.gate_proj(x), self.up_proj(x)))
+
+
 class MixtureOfExperts(nn.Module):
     """A router and its experts, in place of a layer's MLP.
+
+    The experts that every token passes, and their gate, are added under the family's names (`share`).
 
     in_pair  the layer expects a pair, whose second part it does not use (GPT-OSS)
     """
@@ -362,12 +442,32 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts
         self.group = group
         self.in_pair = in_pair
+        self._shared: tuple[str, str | None] | None = None
+
+    def share(self, block: str, mlp: SharedMLP, gate_name: str | None, gate: nn.Linear | None) -> None:
+        """Add the experts that every token passes; of a gate [1, hidden], the sigmoid is a factor of their output."""
+        self.add_module(block, mlp)
+        if gate_name is not None:
+            self.add_module(gate_name, gate)
+        self._shared = block, gate_name
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
         """hidden_states [..., hidden] -> the same shape, equal on all ranks."""
         x = copy_to_ranks(hidden_states, self.group).flatten(0, -2)
-        output = sum_over_ranks(self.experts(x, *self.gate(x)), self.group).view_as(hidden_states)
+        part = self.experts(x, *self.gate(x))
+        if self._shared is not None:
+            part = part + self._of_all(x, *self._shared)
+        output = sum_over_ranks(part, self.group).view_as(hidden_states)
         return (output, None) if self.in_pair else output
+
+    def _of_all(self, x: Tensor, block: str, gate_name: str | None) -> Tensor:
+        """What the experts that every token passes give. x [T, hidden] -> the same shape."""
+        output = self.get_submodule(block)(x)
+        if gate_name is None:
+            return output
+        gate = self.get_submodule(gate_name).weight
+        assert isinstance(gate, Tensor)
+        return output * torch.sigmoid(linear(x, gate))
 
 
 # Each of these two is the other's transpose, and so its backward pass. torch's own backward pass of an index adds

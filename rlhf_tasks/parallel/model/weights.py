@@ -422,7 +422,9 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
     family = config.model_type
     if head == "scalar":
         config.num_labels = 1
-        config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[family]]
+        # transformers has no such class of some families.
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family].replace("ForCausalLM", "ForSequenceClassification")
+        config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(family, named)]
     else:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(folder)

@@ -1,5 +1,6 @@
 """Families that are read from their weights, and what a folder's weights may not have."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ def test_a_tensor_that_the_model_has_not_is_refused_but_for_idle_ones(tmp_path):
         {**weights, "score.weight": extra, "model.layers.0.self_attn.rotary_emb.inv_freq": extra[:3].clone()},
         file,
     )
+    check_weights(tmp_path, specs, needs_head=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    save_file({**weights, "model.layers.4.enorm.weight": extra}, file)  # predicts the token after the next
     check_weights(tmp_path, specs, needs_head=False)
     save_file({**weights, "model.layers.0.self_attn.q_proj.bias": extra}, file)
     with pytest.raises(ConfigError, match=r"has 'model\.layers\.0\.self_attn\.q_proj\.bias' \(and 0 more"):

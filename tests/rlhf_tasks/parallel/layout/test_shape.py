@@ -2,12 +2,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from tests.tiny_models import scalar_model, stored_buffers
 
 SIZES = {
     "hidden_size": 24,
@@ -38,6 +39,20 @@ CASES = [
     ("gemma3_text", {"attention_bias": True}),
     ("mixtral", {"num_local_experts": 3}),
     ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14}),
+    (
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "moe_intermediate_size": 14,
+            "shared_expert_intermediate_size": 9,
+            "qkv_bias": False,
+        },
+    ),
+    (
+        "qwen3_moe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "decoder_sparse_step": 2},
+    ),
+    ("glm4_moe", {"n_routed_experts": 8, "moe_intermediate_size": 14, "n_shared_experts": 2}),
     ("gpt2", {}),
     ("gpt2", {"n_inner": 20, "tie_word_embeddings": False}),
 ]
@@ -52,10 +67,10 @@ def config(**changes) -> dict:
 def test_names_and_shapes_are_those_of_transformers(tmp_path, family, changes, head):
     theirs = AutoConfig.for_model(family, **{**SIZES, **changes}, num_labels=1)
     theirs.save_pretrained(tmp_path)
-    auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     with torch.device("meta"):
-        model = auto.from_config(theirs)
-        stored: dict = revert_weight_conversion(model, dict(model.named_parameters()))
+        model = AutoModelForCausalLM.from_config(theirs) if head == "lm" else scalar_model(theirs)
+        stored: dict = dict(model.named_parameters()) | stored_buffers(model)
+        stored = revert_weight_conversion(model, stored)
     expected = {name: tuple(p.shape) for name, p in stored.items()}
 
     shape = read_shape(tmp_path)
@@ -70,7 +85,7 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
     given |= {"hidden_size": 96, "num_attention_heads": 32}
     mixture = FAMILIES[family].mixture
     if mixture is not None:
-        given[mixture.width] = 20
+        given |= {mixture.width: 20, "intermediate_size": 40, "shared_expert_intermediate_size": 8}
     theirs = AutoConfig.for_model(family, **given)
 
     shape = ModelShape.from_config({"model_type": family, **given})
@@ -78,7 +93,10 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
     heads = getattr(theirs, "num_key_value_heads", 32), getattr(theirs, "head_dim", None) or 3
     assert (shape.kv_heads, shape.head_dim) == heads
     assert shape.tied == theirs.tie_word_embeddings
-    experts = getattr(theirs, "num_local_experts", 0), getattr(theirs, "num_experts_per_tok", 0)
+    experts = (
+        getattr(theirs, "num_local_experts", getattr(theirs, "num_experts", 0)),
+        getattr(theirs, "num_experts_per_tok", 0),
+    )
     assert (shape.experts, shape.experts_per_token) == experts
 
 
@@ -95,12 +113,8 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer=0 in its config is not a positive"),
         ({"model_type": "gpt2", "n_embd": 25}, "hidden size 25 is not a multiple of 6 heads"),
         (
-            {"model_type": "deepseek_v3", "n_routed_experts": 8},
-            r"'deepseek_v3'\) is a mixture of experts \(n_routed_experts\) of a family whose router.*Llama, Mistral",
-        ),
-        (
-            {"model_type": "qwen2_moe", "num_experts": 4},
-            r"mixture of experts \(num_experts\).*shared experts",
+            {"model_type": "jamba", "num_experts": 8},
+            r"'jamba'\) is a mixture of experts \(num_experts\) of a family whose router.*Llama, Mistral",
         ),
         (
             {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
@@ -131,8 +145,22 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
             "norm_topk_prob=1 in its config is neither true nor false",
         ),
         ({"model_type": "qwen3_moe"}, "moe_intermediate_size=None"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "layers without experts"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "layers without experts"),
+        (
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "mlp_only_layers": "all"},
+            "mlp_only_layers='all' in its config is not a list",
+        ),
+        (
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "decoder_sparse_step": 4},
+            "none of its 3 layers has experts",
+        ),
+        (
+            {"model_type": "glm4_moe", "moe_intermediate_size": 8, "n_routed_experts": 9, "n_group": 2},
+            "n_group=2 and topk_group=1 in its config do not fit 9 experts of which 8",
+        ),
+        (
+            {"model_type": "glm4_moe", "moe_intermediate_size": 8, "n_shared_experts": -1},
+            "n_shared_experts=-1 in its config is not a positive whole number",
+        ),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear"),
         (

@@ -26,6 +26,7 @@ from tests.tiny_models import (
     of_tensor,
     packed,
     shape_of,
+    stored_buffers,
     tiny_config,
     tiny_model,
     tokens,
@@ -48,7 +49,13 @@ def build(config, model: nn.Module, placement: Placement, device: int, head: Hea
 
 
 def gradients_of(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    return by_our_names(layout, model, {name: p.grad for name, p in model.named_parameters()})
+    constant = {name: torch.zeros_like(tensor) for name, tensor in stored_buffers(model).items()}
+    return by_our_names(layout, model, constant | {name: p.grad for name, p in model.named_parameters()})
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Zeros for what no gradient changes."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def reference(model: nn.Module, head: Head, sequences: list[Tensor]) -> Tensor:
@@ -100,7 +107,7 @@ def test_a_pipeline_equals_transformers(family: str, head: Head, tied: bool):
     layout = stages[0].layout
     expected = gradients_of(model, layout)
     for name, gradient in expected.items():
-        holders = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
+        holders = [gradient_of(s.get_parameter(name)) for s in stages if name in s.named_slices()]
         assert len(holders) == (2 if tied and "embed_tokens" in name else 1)
         assert_close(sum(holders), gradient, GRADIENT, name, of_tensor(layout, expected, name))
 
@@ -132,6 +139,9 @@ OF_LAYER_TYPES = {
         ("mixtral", {"sliding_window": 3}),
         ("mixtral", {"num_experts_per_tok": 1}),
         ("qwen3_moe", {"norm_topk_prob": True}),
+        ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 3]}),
+        ("glm4_moe", {"norm_topk_prob": False, "topk_group": 3}),
+        ("glm4_moe", {"first_k_dense_replace": 0, "use_qk_norm": False}),
         ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 5}),
         # layers 2 and 3 slide: a stage that numbered its layers from 0 would let none of them
         ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
@@ -425,7 +435,7 @@ def _train(rank: int, world: int, family: str, changes: dict, strategy, head: He
         output.backward(gradient)
     if not stage.is_first:
         dist.send(x.grad, placement.device(0, at.tp, at.pp - 1))
-    return {name: parameter.grad for name, parameter in stage.named_slices().items()}
+    return {name: gradient_of(parameter) for name, parameter in stage.named_slices().items()}
 
 
 UNEVEN = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -445,6 +455,9 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {**UNEVEN, "norm_topk_prob": True, "tie_word_embeddings": True}),
     ("gpt_oss", {**UNEVEN, "sliding_window": 3}),
     ("gpt2", {"hidden_size": 36, "num_attention_heads": 9, "pad_token_id": 0}),
+    ("qwen2_moe", {"norm_topk_prob": True}),
+    ("qwen3_moe", {"mlp_only_layers": [2]}),
+    ("glm4_moe", {**UNEVEN, "head_dim": 8}),
 ]
 
 
