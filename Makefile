@@ -12,7 +12,7 @@ STAMP := $(VENV)/.ready-$(shell { cat requirements.lock pyproject.toml Makefile;
 
 FAST := $(addprefix tests/,planner/plan rlhf_tasks/config rlhf_tasks/parallel/layout rlhf_tasks/user_code/test_forms.py)
 
-.PHONY: help coverage demo docs check format test test-ci test-slow lint venv lock wheel wheel-check clean
+.PHONY: help coverage pictures demo docs check format test test-ci test-slow lint venv lock wheel wheel-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-12s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ test: $(STAMP)  ## the default suite in two halves: what starts servers and clus
 
 test-ci: $(STAMP)  ## what continuous integration runs: besides, runs end to end, pages, further layouts and faults
 	$(call HALVES,(not slow or whole) and not gpu)
+
+pictures: $(STAMP)  ## the pictures of the documentation, from the finished demo in runs/demo
+	$(BIN)/python -m bench.screenshots runs/demo docs/pictures
 
 coverage: $(STAMP)  ## the default suite, and which lines it leaves out
 	$(BIN)/coverage erase

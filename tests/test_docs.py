@@ -73,3 +73,18 @@ def test_the_site_is_built_with_a_reference_of_what_the_code_says(tmp_path: Path
     assert "optimizer.learning_rate" in configuration
     assert "Peak learning rate." in configuration
     assert "--accept-changes" in (tmp_path / "reference/commands/index.html").read_text()
+
+
+def test_the_readme_is_short_and_its_pictures_are_small():
+    """A reader sees the limits first, and a clone stays small."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 120
+    assert any("no run has ever had more than one GPU" in line for line in lines[:20])
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        assert picture.stat().st_size < 150_000, f"{picture}: make pictures"
+
+
+def test_figures_have_a_digit_before_the_point():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.findall(r"(?:^|[ (*~≤])\.\d+(?![\w/.])", prose), page

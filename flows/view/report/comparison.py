@@ -25,14 +25,7 @@ def comparison_page(runs: Sequence[Contents], tables: Mapping[str, Mapping[str, 
     names = [run.run for run in runs]
     parts = [
         ("curves", "Curves", _curves(runs)),
-        *(
-            (
-                f"table-{number}",
-                heading,
-                table([{"": what} | dict(zip(names, values, strict=True)) for what, values in rows.items()]),
-            )
-            for number, (heading, rows) in enumerate(tables.items())
-        ),
+        *((f"table-{n}", heading, _beside(names, rows)) for n, (heading, rows) in enumerate(tables.items())),
         ("samples", "Samples of the last iteration", _samples(runs)),
     ]
     figures = [dict(key_figures(run)) for run in runs]

@@ -2,7 +2,16 @@
 
 import pytest
 
-from prefect_rlhf.flows.view.clocks import Span, idle_while_ready_s, overlapping_s, running_s
+from prefect_rlhf.flows.view.clocks import (
+    OVERHEAD,
+    WAITING,
+    Span,
+    idle_while_ready_s,
+    overlapping_s,
+    running_s,
+    without_waits,
+    work_s,
+)
 
 
 def span(rank, iteration, node, started_s, ended_s, generation=(1, 0)):
@@ -42,3 +51,21 @@ def test_time_between_generations_and_attempts_is_downtime(generation):
     after = {(0, "b"): [(0, "a")], (1, "a"): [(0, "b")], (1, "b"): [(1, "a")]}
     assert idle_while_ready_s(spans, after) == {0: pytest.approx(0.75)}
     assert running_s(spans) == pytest.approx(4.0)
+
+
+def test_the_time_of_a_rank_is_work_waiting_and_overhead():
+    """Rank 1 begins a second late, and rank 0 waits for it in the node; then both idle for half a second."""
+    spans = [
+        Span(0, 0, "generate", "generate", 0.0, 3.0),
+        Span(1, 0, "generate", "generate", 1.0, 3.0),
+        Span(0, 0, "train", "train_step", 3.5, 6.0),
+    ]
+    work = work_s(spans, {(0, "train"): [(0, "generate")]})
+    assert work[0] == {"generate": 2.0, "train_step": 2.5, WAITING: 1.0, OVERHEAD: 0.5}
+    assert work[1] == {"generate": 2.0, WAITING: 4.0, OVERHEAD: 0.0}, "until the last rank has ended"
+
+
+def test_waits_are_cut_off_the_nodes_in_which_a_rank_was_early():
+    spans = [Span(0, 0, "move", "transfer", 0.0, 3.0), Span(1, 0, "move", "transfer", 2.0, 3.0)]
+    parts = [(span.rank, span.kind, span.started_s, span.ended_s) for span in without_waits(spans)]
+    assert parts == [(0, WAITING, 0.0, 2.0), (0, "transfer", 2.0, 3.0), (1, "transfer", 2.0, 3.0)]
