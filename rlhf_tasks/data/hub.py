@@ -114,9 +114,14 @@ def _fetch(
             known = Snapshot(_folder(name, pin.commit), pin)
             if all(path.is_file() for path in known.paths):
                 return known
-        commit = pin.commit if pin is not None else _commit_of(name)
-        repository = _Repository(name, commit, progress)
-        files = choose(repository) if pin is None else list(pin.files)
+        commit, reached = (pin.commit, True) if pin is not None else _commit_of(name)
+        repository = _Repository(name, commit, progress, reached)
+        try:
+            files = choose(repository) if pin is None else list(pin.files)
+        except ConfigError as error:
+            if reached:
+                raise
+            raise ConfigError(f"{error} Only the cache was read: the Hub was not reached.") from None
         repository.download(files)
         return Snapshot(repository.folder, Pin(commit=commit, files=tuple(files)))
 
@@ -129,21 +134,33 @@ def _folder(name: HubName, commit: str) -> Path:
     return cache / repo_folder_name(repo_id=name.id, repo_type=name.kind) / "snapshots" / commit
 
 
-def _commit_of(name: HubName) -> str:
-    from huggingface_hub import HfApi
+def _commit_of(name: HubName) -> tuple[str, bool]:
+    """The commit of a name's revision, and whether the Hub was reached; else it is what the cache knows."""
+    from huggingface_hub import HfApi, constants
 
-    return _patiently(
-        lambda: HfApi().resolve_revision(name.id, repo_type=name.kind, revision=name.revision).resolved
-    )
+    class Asked(HfApi):
+        reached = False
+
+        def repo_info(self, *args: Any, **options: Any) -> Any:
+            info = super().repo_info(*args, **options)
+            self.reached = True
+            return info
+
+    api = Asked()
+    options: dict[str, Any] = {"repo_type": name.kind, "revision": name.revision}
+    resolved = _patiently(lambda: api.resolve_revision(name.id, **options).resolved)
+    unasked = name.revision == resolved and not constants.HF_HUB_OFFLINE
+    return resolved, api.reached or unasked
 
 
 @dataclass
 class _Repository:
-    """One commit of a repository."""
+    """One commit of a repository. reached: whether the Hub was; else its files are those in the cache"""
 
     name: HubName
     commit: str
     progress: Progress
+    reached: bool
 
     def __post_init__(self) -> None:
         self.folder = _folder(self.name, self.commit)
@@ -151,16 +168,16 @@ class _Repository:
 
     @property
     def files(self) -> Mapping[str, int]:
-        """File -> bytes, of all that the commit has; offline, of those in the cache."""
+        """File -> bytes, of all that the commit has."""
         if self._files is None:
             self._files = self._listed()
         return self._files
 
     def _listed(self) -> Mapping[str, int]:
-        from huggingface_hub import HfApi, constants
+        from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
-        if constants.HF_HUB_OFFLINE:
+        if not self.reached:
             return self._cached()
 
         def listed() -> dict[str, int]:
@@ -272,16 +289,20 @@ def _refuse_full_disk(name: HubName, folder: Path, needed_bytes: int) -> None:
 
 def _patiently(ask: Callable[[], T]) -> T:
     """Ask the Hub; where it is overloaded, again after the seconds that it names."""
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, RevisionResolutionError
 
     for tried in range(1, TRIES + 1):
         try:
             return ask()
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            if tried == TRIES or not (status == 429 or status >= 500):
+        except (HfHubHTTPError, RevisionResolutionError) as error:
+            answer = next((e.response for e in _chain(error) if isinstance(e, HfHubHTTPError)), None)
+            if (
+                tried == TRIES
+                or answer is None
+                or not (answer.status_code == 429 or answer.status_code >= 500)
+            ):
                 raise
-            stated = error.response.headers.get("Retry-After", "")
+            stated = answer.headers.get("Retry-After", "")
             time.sleep(min(MOST_WAIT_S, float(stated) if stated.isdecimal() else 2.0**tried))
     raise AssertionError("the last try returns or raises")
 

@@ -72,6 +72,8 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_minimal_file_loads_with_defaults_and_absolute_paths(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(file.parent)
+    assert load_config(file).models.actor == "models/actor", "no such folder: a name on a Hub"
+    (file.parent / "models" / "actor").mkdir(parents=True)
     config = load_config(file)
     assert isinstance(config, PPOConfig)
     assert config.models.actor == str(file.parent / "models/actor")

@@ -43,6 +43,12 @@ def said_of(document: dict[str, Any]) -> list[str]:
         ("grpo", {"reward_weights": [1]}, "reward_weights: unknown key: here it is rewards.0.weight."),
         ("ppo", {"critic_optimizer": {}}, "critic_optimizer: unknown key: here it is critic_learning_rate."),
         (
+            "grpo",
+            {"data": {"train": "openai/gsm8k", "subset": "main"}},
+            "data.subset: unknown key: write subset and split behind the data set's name, as in data.train: "
+            "openai/gsm8k:main:train.",
+        ),
+        (
             "ppo",
             {"snapshot_max_s": 600},
             "snapshot_max_s: unknown key: write the seconds as snapshot_every, e.g. snapshot_every: 600s.",

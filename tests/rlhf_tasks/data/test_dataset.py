@@ -231,3 +231,13 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path):
         DataError, match=r":1: data\.column_map renames 'question' to 'prompt', but another column"
     ):
         list(data_set(DataConfig(train=str(path), column_map={"question": "prompt"})))
+
+
+def test_a_column_of_images_is_refused_with_its_name(tmp_path):
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table(
+        {"prompt": ["what is it?"], "pictures": pa.array([[{"bytes": b"png"}]], pa.list_(image))}
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="column 'pictures' holds images, audio or other bytes"):
+        list(data_set(DataConfig(train=str(tmp_path / "rows.parquet"))))

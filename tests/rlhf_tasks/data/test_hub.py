@@ -2,6 +2,7 @@
 
 import errno
 import io
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,8 +144,12 @@ def test_with_a_full_cache_nothing_is_asked_offline(hub: Hub, tmp_path):
         assert model() == online
         assert data("org/rows") == rows
         said = refusal(lambda: model("org/other"))
+        (online.folder / "model.safetensors").unlink()
+        in_part = refusal(model)
     assert hub.requests == []
     assert "HF_HUB_OFFLINE is set" in said
+    assert "has no model.safetensors" in in_part
+    assert in_part.endswith("Only the cache was read: the Hub was not reached.")
 
 
 def test_a_hub_that_is_down_is_no_fault_where_the_cache_is_full(hub: Hub, tmp_path):
@@ -219,12 +224,32 @@ def test_a_broken_connection_is_resumed_where_it_broke(hub: Hub, tmp_path, monke
 def test_an_overloaded_hub_is_asked_again_and_then_named(hub: Hub, tmp_path):
     hub.add("org/model", MODEL)
     hub.next_answers("GET /api/models", status=429, headers={"Retry-After": "0"}, times=2)
+    hub.next_answers("GET /api/models", status=503, headers={"Retry-After": "0"})
     hub.next_answers("GET /api/models/.*/tree", status=503, headers={"Retry-After": "0"})
     hub.next_answers("GET .*/tokenizer.json", status=429, headers={"Retry-After": "0"})
     with hub.used_here(tmp_path):
         model()
         hub.next_answers("GET /api/models", status=429, headers={"Retry-After": "0"}, times=99)
         assert "answers 429. It has had too many requests" in refusal(lambda: model())
+
+
+def test_where_one_file_fails_the_downloads_of_the_others_end(hub: Hub, tmp_path, monkeypatch):
+    hub.add("org/model", MODEL)
+    ended: list[str] = []
+
+    def download(id: str, file: str, tqdm_class, **options):
+        if file == "config.json":
+            raise OSError(errno.EIO, "Input/output error")
+        bar = tqdm_class(total=1)
+        for _ in range(3000):
+            bar.update(1)
+            time.sleep(0.01)
+        ended.append(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with hub.used_here(tmp_path):
+        assert "Input/output error" in refusal(model)
+    assert ended == []
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
