@@ -52,6 +52,7 @@ SAME = (
 MEANING: Mapping[str, str] = dict.fromkeys(SAME, "") | {
     "output_dir": "the folder of all run folders",
     "seed": "any number will do",
+    "push_to_hub": "the repository's name (TRL's `hub_model_id`), not a switch; null: no push",
     "gradient_checkpointing": "it costs a forward pass; a run whose activations do not fit says so and names it",
     "ref_model_sync_steps": "counts iterations; TRL's counts optimizer steps",
     "beta": "GRPO: TRL also weights the KL term by the policy ratio (`use_bias_correction_kl`)",

@@ -109,6 +109,10 @@ class Hub:
         """Requests to the second origin that carried a token."""
         self.faults: list[Fault] = []
         self.is_down = False
+        self.accounts: dict[str, dict[str, Any]] = {
+            token: _account(NAMES[token], role) for token, role in ((READER, "read"), (WRITER, "write"))
+        }
+        """Token -> what the Hub says of who has it."""
         self.lock = Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler) for _ in range(2)]
@@ -199,6 +203,16 @@ class Hub:
         huggingface_hub.utils.close_session()
 
 
+def _account(name: str, role: str) -> dict[str, Any]:
+    """An account whose token has a role, and which may write in the organisation `org`."""
+    return {
+        "name": name,
+        "type": "user",
+        "orgs": [{"name": "org", "type": "org", "roleInOrg": "write"}],
+        "auth": {"type": "access_token", "accessToken": {"displayName": "test", "role": role}},
+    }
+
+
 _FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _API = re.compile(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/([\w-]+)(?:/(.+))?)?")
 _LFS = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch")
@@ -252,9 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/whoami-v2":
             if not token:
                 return self._refuse(401, None, "Invalid username or password.")
-            return self._json(
-                {"name": NAMES[token], "type": "user", "orgs": [], "auth": {"type": "access_token"}}
-            )
+            return self._json(self.hub.accounts[token])
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":

@@ -7,13 +7,16 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from cyclopts import Parameter
+from pydantic import ValidationError
 
 from prefect_rlhf.flows.cluster.forks import begin_to_load_for
 from prefect_rlhf.flows.commands.options import show_warnings, whole_seed
 from prefect_rlhf.flows.demo import DATA, refuse_without_task
+from prefect_rlhf.flows.pushes import PushError, check_push, push_model
 from prefect_rlhf.flows.rewards import refuse_blocks_without_server
 from prefect_rlhf.flows.run import run_identity
 from prefect_rlhf.flows.run.downloads import fetched
@@ -30,6 +33,7 @@ from prefect_rlhf.flows.run.run_folder import (
     taken,
 )
 from prefect_rlhf.flows.run.run_identity import check_stages
+from prefect_rlhf.flows.run.summary import card_of_commit
 from prefect_rlhf.flows.view.terminal import phase, tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     PIPELINE,
@@ -44,6 +48,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
 )
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm as registered
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export
+from prefect_rlhf.rlhf_tasks.config.files import faults_of
+from prefect_rlhf.rlhf_tasks.config.models import HubPush
 
 
 def run(
@@ -223,31 +229,42 @@ def ui(run: Path, /) -> None:
 
 def export(
     run: Path,
-    folder: Path,
+    folder: Path | None = None,
     /,
     *,
     role: Annotated[str | None, Parameter("--role")] = None,
     merged: Annotated[bool, Parameter("--merged", negative="")] = False,
+    push: Annotated[str | None, Parameter("--push")] = None,
+    public: Annotated[bool, Parameter("--public", negative="")] = False,
 ) -> None:
-    """Write a trained model of a run as a Hugging Face folder. It is the model of the last commit or, with
-    evaluation.keep_best, of the best one. For a run with `lora` it is the adapter.
+    """Write a trained model of a run as a Hugging Face folder, or put it on the Hub. It is the model of the last
+    commit or, with evaluation.keep_best, of the best one. For a run with `lora` it is the adapter.
 
     Parameters
     ----------
     run
         The run's folder.
     folder
-        The folder to write; it must not exist yet.
+        The folder to write; it must not exist yet. May be left out with --push.
     role
         A trained role; default: the only one, or the actor.
     merged
         Write the whole model with the adapter merged in.
+    push
+        ORG/NAME: a repository on the Hub that gets the model, with its card. A new one is private.
+    public
+        With --push: the repository may be public, and a new one is.
     """
     run_folder, config = existing_run_folder(run)
-    config, _ = fetched(config, run_folder)
-    if os.path.lexists(folder):  # a link that leads nowhere, too
+    stated, (config, _) = config, fetched(config, run_folder)
+    target = _target(push, public)
+    if folder is None and target is None:
+        raise ConfigError("Name the FOLDER to write, or a repository: --push ORG/NAME.")
+    if folder is not None and os.path.lexists(folder):  # a link that leads nowhere, too
         raise ConfigError(f"{folder} already exists. Remove it or name another folder.")
-    refuse_unwritable(folder, "FOLDER")
+    refuse_unwritable(folder or run_folder, "FOLDER")
+    if target is not None:
+        check_push(target)
     commit, refused = commit_to_export(run_folder, config)
     for error in refused:
         tell(f"refused: {error}")
@@ -256,8 +273,32 @@ def export(
     from prefect_rlhf.rlhf_tasks.rank.export import export_commit  # torch takes seconds to import
 
     chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
-    export_commit(commit.folder, config, chosen, folder, merged or None)
-    tell(f"{chosen} after {commit.step} iterations: {folder}")
+    with nullcontext(folder) if folder is not None else TemporaryDirectory(dir=run_folder) as place:
+        written = folder or Path(place, "model")
+        export_commit(commit.folder, config, chosen, written, merged or None)
+        if folder is not None:
+            tell(f"{chosen} after {commit.step} iterations: {folder}")
+        if target is not None:
+            card = card_of_commit(config, stated, run_folder, chosen, commit.step, merged)
+            (written / "README.md").write_text(card, encoding="utf-8")
+            try:
+                url = push_model(
+                    written, target, f"{run_folder.name} after {commit.step} iterations", quiet=False
+                )
+            except PushError as error:
+                raise ConfigError(f"the model was not put on the Hub: {error}") from None
+            tell(f"{chosen} after {commit.step} iterations: {url}")
+
+
+def _target(push: str | None, public: bool) -> HubPush | None:
+    if push is None and public:
+        raise ConfigError("--public is for --push ORG/NAME. Leave it out.")
+    if push is None:
+        return None
+    try:
+        return HubPush(repo=push, private=not public)
+    except ValidationError as error:
+        raise ConfigError(f"--push: {faults_of(error)}") from None
 
 
 def pause(run: Path, /, *, release: Annotated[bool, Parameter("--release", negative=())] = False) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prefect_rlhf.flows.cluster.shutdown import run_in_thread
 from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
+from prefect_rlhf.flows.pushes import check_push
 from prefect_rlhf.flows.rewards import check_environment, check_rewards, literal_secrets
 from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.examination import refuse_unexamined
@@ -114,6 +115,7 @@ def prepare(config: RunConfig, folder: Path | None = None, ranks: int | None = N
 
 def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepared:
     _refuse_what_cannot_run(config)
+    of_push = _check_push(config, is_new=folder is None)
     models, (config, pins) = config.models, fetched(config, folder)
     if ranks is not None:
         config = on_ranks(config, ranks)
@@ -142,6 +144,7 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
         crowding(config),
         config.warning,
         of_export,
+        of_push,
         endless(config, tokenizer),
     )
     return Prepared(
@@ -227,10 +230,26 @@ def _exports_what_loads(config: RunConfig) -> tuple[RunConfig, str | None]:
     )
 
 
+def _check_push(config: RunConfig, is_new: bool) -> str | None:
+    """Raises ConfigError where the run's model could not be put on the Hub. Of a run that continues it is a warning:
+    its iterations are worth more, and the model can be put there later."""
+    target = config.push_to_hub if isinstance(config, TrainingConfig) else None
+    if target is None:
+        return None
+    try:
+        check_push(target)
+    except ConfigError as error:
+        if is_new:
+            raise
+        return str(error)
+    return None
+
+
 def check_without_models(config: RunConfig) -> list[str]:
     """Check a configuration whose models do not exist yet: its data must exist, and its rewards must fit them.
     Returns warnings. Raises ConfigError."""
     _refuse_what_cannot_run(config)
+    _check_push(config, is_new=True)
     config, _ = fetched(config)
     is_here = config.cluster.address is None
     for part in (config, *held_out_sets(config).values()):

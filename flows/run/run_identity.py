@@ -59,6 +59,7 @@ FREE = (
     "name",
     "output_dir",
     "patience",
+    "push_to_hub",
     "report_to",
     "resume",
     "snapshot_every",

@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from prefect.states import Cancelled, State
 from prefect_rlhf.flows.cluster.forks import begin_to_load_for, in_fork, refuse_unguarded_script
 from prefect_rlhf.flows.cluster.server import prefect_server
 from prefect_rlhf.flows.cluster.shutdown import ending_in_time, patient
+from prefect_rlhf.flows.pushes import PushError, push_model
 from prefect_rlhf.flows.rewards import secret_blocks
 from prefect_rlhf.flows.run.orders import (
     ENDINGS,
@@ -65,7 +66,8 @@ from prefect_rlhf.flows.view.prefect_api import PrefectApi
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
-from prefect_rlhf.rlhf_tasks.config.base import OnePass
+from prefect_rlhf.rlhf_tasks.config.base import OnePass, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.models import HubPush
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.system.reading import read_json
@@ -239,8 +241,28 @@ async def _end(
             f"Prefect does not show all of the run, which continued without the server for {missing['away_s']} s: "
             f"{folder / SUMMARY} has the rest"
         )
+    if isinstance(prepared.config, TrainingConfig) and (target := prepared.config.push_to_hub) is not None:
+        summary |= await asyncio.to_thread(_push, folder, target, summary, view.say)
     view.finished()
     return summary
+
+
+def _push(
+    folder: Path, target: HubPush, summary: dict[str, Any], say: Callable[[str], None]
+) -> dict[str, str]:
+    """Put the run's model on the Hub. Returns what the summary says of that: where it is, or why it is not; then the
+    run is complete all the same."""
+    say(f"{target.repo}: the model is put on the Hub")
+    message = f"{folder.name} after {summary['model_step']} iterations"
+    try:
+        pushed = {"pushed_to": push_model(Path(summary["model"]), target, message)}
+        say(f"the model is at {pushed['pushed_to']}")
+    except PushError as error:
+        again = f"prefect-rlhf export {folder} --push {target.repo}{'' if target.private else ' --public'}"
+        pushed = {"not_pushed": str(error)}
+        say(f"the model is not on the Hub: {error} It is in {summary['model']}. To try again: {again}")
+    replace_file(folder / SUMMARY, json.dumps({**summary, **pushed}, indent=2) + "\n")
+    return pushed
 
 
 def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: PrefectApi) -> dict[str, Any]:

@@ -5,16 +5,16 @@ measurements of the ranks' clocks; and the card of its model.
 import json
 import logging
 import platform
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -36,13 +36,19 @@ from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.report import figures_source, not_measured
 from prefect_rlhf.planner.text import format_devices, plan_table, steady_bars
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan, plan_at
-from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, plan_at, read_plan
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import METRICS
+from prefect_rlhf.rlhf_tasks.config.files import parse_yaml
+from prefect_rlhf.rlhf_tasks.config.hub_names import hub_data, name_of_folder
 from prefect_rlhf.rlhf_tasks.config.settings import public_document
+from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import own_or_base
 from prefect_rlhf.rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from prefect_rlhf.rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
+from prefect_rlhf.rlhf_tasks.system.reading import reading
 
 PACKAGES = ("prefect-rlhf", "torch", "transformers", "prefect", "distributed")
+MOST_CARD_BYTES = 1 << 20
 ENOUGH = 3
 """Iterations under a plan, including the first, before its figures count."""
 
@@ -437,37 +443,107 @@ def _pair(expected: float, measured: float) -> dict[str, float]:
 # --- the model's card ---
 
 
+class Made(NamedTuple):
+    """What a card says of how a model was made.
+
+    iterations, rows  of the whole run, and the number of its rows
+    digest            of these
+    stated            the configuration as its user wrote it
+    """
+
+    iterations: int
+    rows: int
+    digest: str
+    plan: ExecutionPlan
+    stated: RunConfig
+
+
 def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, Any]) -> str:
+    """The card of a run's model: `card_of` a prepared run."""
+    rows, plan = prepared.rows, prepared.plans[-1].plan
+    made = Made(prepared.iterations, len(rows), rows.digest, plan, prepared.named)
+    return card_of(prepared.config, made, run, role, metrics)
+
+
+def card_of_commit(
+    config: RunConfig, stated: RunConfig, folder: Path, role: str, step: int, merged: bool = False
+) -> str:
+    """The card of the model of a commit, from the run's folder. Raises ConfigError where that is damaged.
+
+    stated  the configuration in the folder; of `config` the models are folders
+    merged  whether it is the whole model, although the run exports adapters
+    """
+    rows, changes = TokenFile.open(folder / ROWS), logged_changes(folder)
+    plan = changes[-1].plan if changes else read_plan(folder / PLAN, "")
+    made = Made(config.iterations(len(rows)), len(rows), rows.digest, plan, stated)
+    metrics = metrics_of_step(read_jsonl(folder / METRICS), step)
+    return card_of(config, made, folder.name, role, metrics, merged)
+
+
+def card_of(
+    config: RunConfig, made: Made, run: str, role: str, metrics: Mapping[str, Any], merged: bool = False
+) -> str:
     """The card as Markdown with Hugging Face's header: run, metrics, data, plan, versions, configuration.
 
+    config     its models are folders
     run, role  the run's name, and the role of the exported model
     metrics    of the iteration after which the model is exported; may be empty
     """
-    config = prepared.config
-    header = {"library_name": "transformers", "tags": ["prefect-rlhf", config.type.replace("_", "-")]}
-    folder = name_of_folder(config.roles()[role].folder)
-    if config.exports_adapters:
-        header |= {"library_name": "peft", "base_model": re.sub("@[0-9a-f]{40}$", "", folder)}
+    began = name_of_folder(config.roles()[role].folder)
     reached = "".join(
         f"| {name} | {'' if value is None else f'{value:.4g}'} |\n"
         for name, value in metrics.items()
         if name != "iteration"  # counted from 0: the heading has it as people count
     )
     parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n",
+        f"---\n{yaml.safe_dump(_header(config, role, merged), sort_keys=False)}---\n",
         f"# {run}\n",
-        f"The {role} of a {config.type} run of prefect-rlhf over {prepared.iterations} iterations. "
-        f"It started from `{folder}`.\n",
+        f"The {role} of a {config.type} run of prefect-rlhf over {made.iterations} iterations. "
+        f"It started from `{began}`.\n",
         f"## Metrics of iteration {metrics.get('iteration', -1) + 1}\n\n| metric | value |\n|---|---|\n{reached}"
         if reached
         else "",
-        f"## Data\n\n{len(prepared.rows)} rows of `{config.data.name}`, SHA-256 of their content "
-        f"`{prepared.rows.digest}`.\n",
-        f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
+        f"## Data\n\n{made.rows} rows of `{config.data.name}`, SHA-256 of their content `{made.digest}`.\n",
+        f"## Execution plan\n\n```text\n{plan_table(made.plan)}\n```\n",
         "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions().items()),
-        f"## Configuration\n\n```yaml\n{yaml.safe_dump(public_document(prepared.named), sort_keys=False)}```\n",
+        f"## Configuration\n\n```yaml\n{yaml.safe_dump(public_document(made.stated), sort_keys=False)}```\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _header(config: RunConfig, role: str, merged: bool) -> dict[str, Any]:
+    """What the Hub reads of a card. It takes only ids of its own for a base model and data sets."""
+    folder = config.roles()[role].folder
+    base = base_id(folder)
+    adapters = config.exports_adapters and not merged
+    relation = {"base_model": base, "base_model_relation": "adapter" if adapters else "finetune"}
+    names = [hub_data(source.path) for source in config.data.sources if not Path(source.path).exists()]
+    datasets = list(dict.fromkeys(name.id for name in names if name is not None))
+    license_ = _license(folder)
+    return {
+        "library_name": "peft" if adapters else "transformers",
+        **(relation if base else {}),
+        **({"datasets": datasets} if datasets else {}),
+        **({"license": license_} if license_ else {}),
+        "tags": ["prefect-rlhf", config.type.replace("_", "-")],
+    }
+
+
+def base_id(folder: str) -> str | None:
+    """The id on the Hub of the model in a folder of its cache; None of any other folder."""
+    name = name_of_folder(folder)
+    return None if name == folder else name.partition("@")[0]
+
+
+def _license(folder: str) -> str | None:
+    """The license that the card beside a model states, if there is one that does."""
+    card = own_or_base(folder, "README.md")
+    with suppress(ConfigError, OSError):
+        text = card.read_bytes()[:MOST_CARD_BYTES].decode("utf-8", "replace")
+        with reading(card, "not valid YAML") as place:
+            stated = parse_yaml(text.split("---\n")[1], place).get("license")
+        return stated if isinstance(stated, str) else None
+    return None
 
 
 def versions() -> dict[str, str]:

@@ -8,9 +8,9 @@ for these bases, never for an algorithm.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic_core import CoreSchema
 
 from prefect_rlhf.rlhf_tasks.config.cluster import (
@@ -24,7 +24,14 @@ from prefect_rlhf.rlhf_tasks.config.cluster import (
     refuse_unfit,
 )
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig, RunRows
-from prefect_rlhf.rlhf_tasks.config.models import LoraConfig, OptimizerConfig, Role, RolloutModels
+from prefect_rlhf.rlhf_tasks.config.models import (
+    HubPush,
+    LoraConfig,
+    OptimizerConfig,
+    Role,
+    RolloutModels,
+    named_alone,
+)
 from prefect_rlhf.rlhf_tasks.config.responses import (
     EnvironmentConfig,
     EvaluationConfig,
@@ -307,6 +314,7 @@ class TrainingConfig(Judges):
         "": ("total_iterations",),
         "Training": ("num_mini_batches", "optimizer", "lora", "gradient_checkpointing", "micro_batch_tokens"),
         "Evaluation": ("evaluation",),
+        "Run": ("push_to_hub",),
     }
     pairs: ClassVar[tuple[Pair, ...]] = (
         Pair(
@@ -358,6 +366,12 @@ class TrainingConfig(Judges):
     evaluation: EvaluationConfig | None = Field(
         default=None,
         description="Scores of answers to held-out rows during the run, as metrics eval/...; default: none.",
+    )
+
+    push_to_hub: Annotated[HubPush | None, BeforeValidator(named_alone)] = Field(
+        default=None,
+        description="ORG/NAME of a private model on the Hugging Face Hub that gets the finished model; "
+        "{repo: ORG/NAME, private: false}: of a public one.",
     )
 
     def adapters_of(self, role: str, shape: ModelShape) -> Lora | None:

@@ -1,5 +1,6 @@
 """Sections of the models that a run has, their optimizers and adapters; the roles that follow. Torch-free."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -8,6 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, Settings, form
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import MOST_RANK
+from prefect_rlhf.rlhf_tasks.system.reading import shown
 
 
 def _content_of_a_config(value: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +132,31 @@ class LoraConfig(Settings):
         lora = Lora(self.rank, self.alpha, self.targets or tuple(sorted(linear_modules(shape))))
         lora.check(shape)
         return lora
+
+
+_REPO = re.compile(r"[A-Za-z0-9][\w-]*/(?!.*(--|\.\.))[A-Za-z0-9]([\w.-]{0,94}\w)?(?<!\.git)")
+
+
+class HubPush(Settings):
+    """A repository on a Hugging Face Hub that gets the finished model."""
+
+    repo: str = Field(description="ORG/NAME; ORG may be an account.")
+    private: bool = Field(default=True, description="Whether only its owner may see it.")
+
+    @field_validator("repo")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not _REPO.fullmatch(value):
+            raise ValueError(
+                f"{shown(value)} is no name of a model on the Hub. Write ORG/NAME with letters, digits, '-', '_' and "
+                "'.', neither '--' nor '..'; NAME has at most 96, and ends with a letter or digit"
+            )
+        return value
+
+
+def named_alone(value: Any) -> Any:
+    """A `HubPush` of which the name alone is given."""
+    return {"repo": value} if isinstance(value, str) else value
 
 
 class Role(NamedTuple):

@@ -24,7 +24,7 @@ from prefect_rlhf.planner.text import plan_table
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan
 from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, Part
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
-from tests.tiny_runs import ppo_config
+from tests.tiny_runs import ppo_config, write_model
 
 BY_ONE_PLAN = [RunPlan(iteration=0, plan=small_plan())]
 
@@ -417,6 +417,33 @@ def test_the_card_tells_where_the_weights_come_from(tmp_path):
     assert "kwargs" not in shown["rewards"][0]
     assert shown["data"]["max_prompt_tokens"] == 1024
     assert "hunter2" not in card
+
+
+@pytest.mark.parametrize(
+    ("lora", "library", "relation"), [(None, "transformers", "finetune"), ({"rank": 2}, "peft", "adapter")]
+)
+def test_the_header_of_a_card_names_base_model_data_and_license_by_what_the_hub_knows(
+    tmp_path, lora, library, relation
+):
+    cache = tmp_path / "hub" / "models--org--base" / "snapshots" / ("a" * 40)
+    write_model(cache)
+    (cache / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    config = ppo_config(tmp_path, models={"actor": str(cache), "reward": str(tmp_path / "reward")}, lora=lora)
+    prepared = prepare(config)
+    named = replace(
+        prepared,
+        config=config.model_copy(update={"data": config.data.model_copy(update={"train": "org/rows"})}),
+    )
+    _, header, text = model_card(named, "mine", "actor", {}).split("---\n", 2)
+    assert yaml.safe_load(header) == {
+        "library_name": library,
+        "base_model": "org/base",
+        "base_model_relation": relation,
+        "datasets": ["org/rows"],
+        "license": "apache-2.0",
+        "tags": ["prefect-rlhf", "ppo"],
+    }
+    assert f"It started from `org/base@{'a' * 40}`." in text
 
 
 def test_a_card_without_metrics_has_no_empty_table(tmp_path):

@@ -1,0 +1,210 @@
+"""Puts a model on a Hugging Face Hub by the Hub's own client, and checks before a run that it may.
+
+The client runs in a process of its own with a deadline, so that one that hangs ends nothing else. It takes the token
+where it always does (HF_TOKEN, or what `hf auth login` has kept); the token is never passed on, nor in a sentence.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
+from prefect_rlhf.rlhf_tasks.config.models import HubPush
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import ADAPTER_CONFIG
+from prefect_rlhf.rlhf_tasks.system.child_processes import die_with_parent, python_call
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, read_json
+
+CHECK_S = 120.0  # two questions to the Hub, each with the client's own retries
+PUSH_S, LEAST_BYTES_PER_S = 600.0, 200_000.0
+"""A push may take so long, and beside it as long as its bytes take at this rate."""
+
+
+class PushError(Exception):
+    """A model could not be put on the Hub. The message is one sentence."""
+
+
+def check_push(target: HubPush) -> None:
+    """Raises ConfigError where a model could not be put there now: without a valid token that may write, under
+    another's name, into a public repository that should be private, or without network."""
+    try:
+        _in_a_process("check", CHECK_S, quiet=True, repo=target.repo, private=target.private)
+    except PushError as error:
+        raise ConfigError(f"{target.repo}: {error}") from None
+
+
+def push_model(folder: Path, target: HubPush, message: str, quiet: bool = True) -> str:
+    """Put a model's folder into a repository, which is made if there is none. Returns its address.
+
+    message  of the commit
+    quiet    without progress on standard error
+    Raises PushError; the folder is as it was.
+    """
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    deadline_s = PUSH_S + size / LEAST_BYTES_PER_S
+    work = {"repo": target.repo, "private": target.private, "folder": str(folder), "message": message}
+    return _in_a_process("push", deadline_s, quiet, **work)
+
+
+def _in_a_process(what: str, deadline_s: float, quiet: bool, **work: Any) -> str:
+    """What the function `_<what>` returns in a process of its own. Raises PushError with its sentence."""
+    call = python_call(f"{__name__}:{serve.__name__}", what, json.dumps(work), str(os.getpid()))
+    environment = {**os.environ, **({"HF_HUB_DISABLE_PROGRESS_BARS": "1"} if quiet else {})}
+    try:
+        ended = subprocess.run(
+            call,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
+            env=environment,
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PushError(f"the Hub's client has not ended within {deadline_s:.0f} s.") from None
+    if ended.returncode:
+        raise PushError(f"the process of the Hub's client has ended with status {ended.returncode}.")
+    answer = json.loads(ended.stdout.splitlines()[-1])
+    if "refused" in answer:
+        raise PushError(answer["refused"])
+    return answer["done"]
+
+
+# --- in the process of the client ---
+
+
+def serve(what: str, work: str, parent: str) -> None:
+    """The process's own life: one question, or one push; the answer is its last line."""
+    die_with_parent(int(parent))
+    arguments = json.loads(work)
+    try:
+        answer = {"done": {"check": _check, "push": _push}[what](**arguments)}
+    except Exception as error:  # noqa: BLE001  whatever the client raises, it becomes a sentence
+        answer = {"refused": _without_token(_sentence(error, arguments["repo"]))}
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+def _check(repo: str, private: bool) -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    api = HfApi()
+    _refuse_who_may_not_write(api.whoami(), repo)
+    try:
+        is_private = api.model_info(repo).private
+    except RepositoryNotFoundError:
+        return ""
+    _refuse_public(repo, private, bool(is_private))
+    return ""
+
+
+def _refuse_who_may_not_write(who: Mapping[str, Any], repo: str) -> None:
+    """Raises PushError where the Hub says of a token that it may not write under this name."""
+    owner, account = repo.partition("/")[0], str(who.get("name"))
+    roles = {str(org.get("name")): org.get("roleInOrg") for org in who.get("orgs") or ()}
+    if owner != account and owner not in roles:
+        names = ", ".join([account, *roles])
+        raise PushError(
+            f"the token's account may write under {one_line(names)}, not under {owner}. Name one of these."
+        )
+    if roles.get(owner) == "read":
+        raise PushError(
+            f"the token's account {account} may only read in {owner}. Ask there for the role `write`."
+        )
+    token = (who.get("auth") or {}).get("accessToken") or {}
+    scopes = token.get("fineGrained") or {}
+    allowed = [
+        *(scopes.get("global") or ()),
+        *(
+            right
+            for scope in scopes.get("scoped") or ()
+            if (scope.get("entity") or {}).get("name") in (owner, repo)
+            for right in scope.get("permissions") or ()
+        ),
+    ]
+    if token.get("role") == "read" or (token.get("role") == "fineGrained" and "repo.write" not in allowed):
+        raise PushError(
+            f"the token may only read. Make one at {_hub()}/settings/tokens that may write to {owner}."
+        )
+
+
+def _refuse_public(repo: str, private: bool, is_private: bool) -> None:
+    if private and not is_private:
+        raise PushError(
+            f"{repo} is public, and a model is put there as private. Name another repository, or allow it: "
+            f"{{repo: {repo}, private: false}}, `--public` of export."
+        )
+
+
+def _push(repo: str, private: bool, folder: str, message: str) -> str:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    url = str(api.create_repo(repo, private=private, exist_ok=True))
+    _refuse_public(repo, private, bool(api.model_info(repo).private))
+    files = {str(path.relative_to(folder)): path for path in _files(Path(folder))}
+    contents: dict[str, Path | bytes] = {**files}
+    if ADAPTER_CONFIG in files:
+        described = read_json(files[ADAPTER_CONFIG])
+        # A folder of the Hub's cache here is an id for everybody.
+        base = name_of_folder(described["base_model_name_or_path"]).partition("@")[0]
+        contents[ADAPTER_CONFIG] = json.dumps(
+            {**described, "base_model_name_or_path": base}, indent=2
+        ).encode()
+    operations = [
+        CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+        for name, content in sorted(contents.items())
+    ]
+    api.create_commit(repo, operations, commit_message=message)
+    return url
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _sentence(error: BaseException, repo: str) -> str:
+    """What went wrong, and what to do."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(error, PushError):
+        return str(error)
+    if isinstance(error, LocalTokenNotFoundError):
+        return "there is no token of the Hub. Run `hf auth login`, or set HF_TOKEN."
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set. Unset it."
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        status = error.response.status_code
+        why = f" ({one_line(error.server_message)})" if error.server_message else ""
+        match status:
+            case 401:
+                return f"{_hub()} does not accept the token{why}. Run `hf auth login`, or correct HF_TOKEN."
+            case 403:
+                return f"the token may not write to {repo}{why}. Take one that may, or another name."
+            case 429:
+                return f"{_hub()} has too many requests from here. Try again later."
+        return f"{_hub()} answers with status {status}{why}. Try again later."
+    if isinstance(error, ValueError) and "repo" in str(error).lower():
+        return f"{repo} is no name that the Hub takes ({one_line(str(error))}). Choose another."
+    root = error
+    while (cause := root.__cause__ or root.__context__) is not None:
+        root = cause
+    why = one_line(str(root).partition("\n")[0]) or type(root).__name__
+    return f"{_hub()} cannot be reached, or the connection broke ({why}). Look at the network."
+
+
+def _hub() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _without_token(text: str) -> str:
+    """A sentence in which a token, wherever the client may have quoted it, is not."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    return text.replace(token, "***") if token else text
