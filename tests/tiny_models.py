@@ -13,6 +13,8 @@ from transformers import (
     MODEL_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Cohere2Config,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -21,6 +23,7 @@ from transformers import (
     GlmConfig,
     GPT2Config,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -60,6 +63,9 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "granite": GraniteConfig,
+    "cohere": CohereConfig,
+    "cohere2": Cohere2Config,
     "gpt2": GPT2Config,
     "gpt_oss": GptOssConfig,
 }
@@ -111,6 +117,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     # layers 0 and 2 slide; gates and columns are large enough to be bounded
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4, "swiglu_limit": 1.5},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.7,
+    },
+    "cohere": {"logit_scale": 0.5},
+    # layers 0 and 2 slide; the others have no rotary angles
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 4, "sliding_window_pattern": 2},
     "gpt2": {"num_key_value_heads": None, "n_inner": 40},
 }
 

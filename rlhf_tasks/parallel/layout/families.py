@@ -130,6 +130,8 @@ class Family:
                                   none: there is no such key, and its default holds
     files                         beginning of a parameter's name -> what stands in files instead
     transposed                    files hold the weights of linear modules as [in, out]
+    embedding_factor              config key of a factor on the embeddings of tokens; None: there is none
+    logits_factor, logits_divisor likewise of logits
     refused                       config keys that must be false: of what is unknown here
     """
 
@@ -153,6 +155,9 @@ class Family:
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     transposed: bool = False
+    embedding_factor: str | None = None
+    logits_factor: str | None = None
+    logits_divisor: str | None = None
     refused: tuple[str, ...] = ()
 
 
@@ -170,6 +175,16 @@ _OLMO2 = Family(
 )
 _AMONG = ("mlp_only_layers", "decoder_sparse_step")
 _GLM = Family("GLM-4", qkv_bias=Unless("attention_bias"), head_dim=128, kv_heads=2, packed=("gate_up",))
+
+_COHERE = Family(
+    "Cohere",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    tied=True,
+    norms=("input_layernorm",),
+    logits_factor="logit_scale",
+    refused=("use_qk_norm",),
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -258,6 +273,16 @@ FAMILIES: Mapping[str, Family] = {
             clamped=True,
         ),
     ),
+    "granite": Family(
+        "Granite",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        embedding_factor="embedding_multiplier",
+        logits_divisor="logits_scaling",
+    ),
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, title="Cohere 2"),
     "gpt2": Family(
         "GPT-2",
         qkv_bias=True,

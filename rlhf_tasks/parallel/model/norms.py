@@ -1,6 +1,7 @@
 """The norms of a layer, as transformers computes them, in float64 too; and over heads that several ranks hold."""
 
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ def norm_offset(theirs: nn.Module) -> float:
 
     Raises ValueError when it is neither a root mean square norm nor a LayerNorm.
     """
-    if type(theirs) is nn.LayerNorm:
+    if _is_centred(type(theirs)):
         return 0.0
     x = torch.tensor([[3e-3, -1e-3, 2e-3, 5e-3]])  # so small that eps counts
     eps = _eps(theirs)
@@ -28,6 +29,15 @@ def norm_offset(theirs: nn.Module) -> float:
             if torch.allclose(small(x), ours(x), rtol=1e-4):
                 return offset
     raise ValueError(f"{type(theirs).__name__} is neither a root mean square norm nor a LayerNorm.")
+
+
+@cache
+def _is_centred(kind: type[nn.Module]) -> bool:
+    """Whether a class of norms of transformers subtracts the mean, as LayerNorm (arXiv:1607.06450) does."""
+    x, norm = torch.tensor([[3.0, -1.0, 2.0, 5.0]]), cast(Any, kind)(4)
+    with torch.no_grad():
+        norm.weight.fill_(0.5)
+        return torch.allclose(norm(x), norm(x + 7.0), rtol=1e-4)
 
 
 def _eps(theirs: Any) -> float:
@@ -64,9 +74,9 @@ def own_norm(theirs: Any, offset: float) -> RMSNorm | nn.LayerNorm:
 
     offset  as from `norm_offset`
     """
-    if type(theirs) is nn.LayerNorm:
-        bias = theirs.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
-        return nn.LayerNorm(list(theirs.normalized_shape), theirs.eps, bias=bias, device="meta")
+    if _is_centred(type(theirs)):
+        bias = getattr(theirs, "bias", None) is not None
+        return nn.LayerNorm(theirs.weight.shape[0], _eps(theirs), bias=bias, device="meta")
     return RMSNorm(theirs.weight.shape[0], _eps(theirs), offset, torch.device("meta"))
 
 

@@ -223,10 +223,21 @@ class Stage(nn.Module):
             return linear(hidden.to(wide), self.score.weight.to(wide)).squeeze(-1)
         weight = self.model.embed_tokens.weight if self._tied else self.lm_head.weight
         logits = linear(copy_to_ranks(hidden, self.tp_group), weight)
+        factor = self._factor(self._family.logits_factor) / self._factor(self._family.logits_divisor)
+        logits = logits if factor == 1.0 else logits * factor
         cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # Building: on the meta device, then allocated
+
+    @property
+    def _family(self) -> Family:
+        return FAMILIES.get(self.layout.shape.family, Family())
+
+    def _factor(self, key: str | None) -> float:
+        """The value of a config key; 1.0 where there is none."""
+        value = None if key is None else getattr(self.config, key)
+        return 1.0 if value is None else value
 
     @property
     def _tied(self) -> bool:
@@ -251,7 +262,7 @@ class Stage(nn.Module):
                 self._theirs(whole, "embed_tokens"),
                 self.layout.units("vocab", self.coordinate.tp),
             )
-            scale = getattr(theirs, "scalar_embed_scale", 1.0)
+            scale = getattr(theirs, "scalar_embed_scale", self._factor(self._family.embedding_factor))
             how = (self.tp_group, torch.device("meta"), scale, theirs.padding_idx)
             self.model.embed_tokens = VocabParallelEmbedding(vocab, self.layout.shape.hidden, *how)
         if self.is_first and self.layout.shape.learned_positions:
@@ -266,7 +277,7 @@ class Stage(nn.Module):
 
     def _theirs(self, whole: Any, name: str) -> Any:
         """The part of transformers' decoder that Llama calls `name`."""
-        files = FAMILIES.get(self.layout.shape.family, Family()).files
+        files = self._family.files
         return getattr(whole, files.get(f"model.{name}.", f"model.{name}.").split(".")[1])
 
     def _mixture_of_experts(self, theirs: Any, path: str) -> MixtureOfExperts:

@@ -309,6 +309,8 @@ def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], sh
         ("mixtral", {}),
         ("qwen3_moe", {}),
         ("gpt_oss", {}),
+        ("granite", {}),
+        ("cohere2", {}),
         ("gpt2", {}),
     ],
 )
