@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from cyclopts import Parameter
 
 from prefect_rlhf.flows.commands.options import check_range, check_writable, whole, whole_seed
+from prefect_rlhf.flows.run.downloads import fetched, local_model
 from prefect_rlhf.flows.run.run_folder import FORMAT, existing_run_folder
 from prefect_rlhf.flows.view.terminal import phase, tell
 from prefect_rlhf.rlhf_tasks.algorithms.examples import read_examples
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import is_model_folder
@@ -44,7 +46,7 @@ def chat(
     Parameters
     ----------
     model
-        A run's folder, or a model's (also of an adapter).
+        A run's folder, a model's (also of an adapter), or a model on the Hub, ORG/NAME.
     system
         The system's message, which the conversation begins with.
     temperature
@@ -135,7 +137,7 @@ def generate(
     Parameters
     ----------
     model
-        A run's folder, or a model's (also of an adapter).
+        A run's folder, a model's (also of an adapter), or a model on the Hub, ORG/NAME.
     prompt
         A text, which the model continues as it stands.
     file
@@ -249,6 +251,11 @@ def _tell_beside(line: str) -> None:
 @contextmanager
 def _model_folder(path: Path) -> Iterator[Path]:
     """The folder of a model: the one that is named, that of a finished run, or of a run's commit, exported."""
+    if not path.exists() and hub_model(str(path)) is not None:
+        with redirect_stdout(sys.stderr):  # standard output is the model's
+            folder = local_model(str(path))
+        yield Path(folder)
+        return
     if not (path / FORMAT).is_file():
         if not is_model_folder(path):
             what = (
@@ -263,6 +270,7 @@ def _model_folder(path: Path) -> Iterator[Path]:
         yield path / "model"
         return
     run_folder, config = existing_run_folder(path)
+    config, _ = fetched(config, run_folder)
     commit, _ = commit_to_export(run_folder, config)
     if commit is None:
         raise ConfigError(f"{path} has no model yet: nothing is committed.")

@@ -12,6 +12,7 @@ import yaml
 from cyclopts import Parameter
 
 from prefect_rlhf.flows.commands.options import check_writable, write_output
+from prefect_rlhf.flows.run.downloads import fetched, local_model
 from prefect_rlhf.flows.view.terminal import tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config, resolve_paths
 from prefect_rlhf.rlhf_tasks.algorithms.examples import prompt_tokens
@@ -23,6 +24,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line
 
+MODEL = "Qwen/Qwen3-0.6B"  # small enough for one GPU or patience, large enough to learn
 LOOKED_AT = 100  # rows from which columns are recognised
 LARGE = 1.5e9  # parameters from which a model is proposed to be trained by adapters
 LEAST_TOKENS, MOST_TOKENS = 128, 4096  # of a prompt, as proposed
@@ -61,7 +63,7 @@ OF_KIND: Mapping[str, Proposal] = {
 
 def init(
     *,
-    model: Annotated[str, Parameter("--model")],
+    model: Annotated[str, Parameter("--model")] = MODEL,
     data: Annotated[str | None, Parameter("--data")] = None,
     out: Annotated[Path, Parameter("--out")] = Path("run.yaml"),
 ) -> None:
@@ -73,28 +75,29 @@ def init(
     Parameters
     ----------
     model
-        A Hugging Face model folder.
+        A model on the Hugging Face Hub, ORG/NAME[@REVISION], or a folder.
     data
-        Rows: JSONL, JSON, CSV or Parquet, a file, glob or folder; default: sums, which are written as an example.
+        Rows: a data set on the Hub, or JSONL, JSON, CSV or Parquet: a file, glob or folder; default: sums, which are
+        written as an example.
     out
         The configuration's file; the reward's is beside it.
     """
     rewards, example = out.parent / REWARDS, out.parent / EXAMPLE_ROWS
     _refuse_existing(out, *((rewards, example) if data is None else ()))
     check_writable(out)
-    shape = read_shape(model)
+    folder = local_model(model, weights=False)
+    shape = read_shape(folder)
     if data is None:
-        rows = _sums(Tokenizer.from_folder(model).has_chat_template)
+        rows = _sums(Tokenizer.from_folder(folder).has_chat_template)
         columns = Columns("answers", right="answer", is_number=True)
         write_output(example, "".join(json.dumps(row) + "\n" for row in rows))
     else:
-        place = resolve_paths(_drafted(model, data, {}, "sft", shape), Path.cwd()).data
+        place = _located(_drafted(model, data, {}, "sft", shape)).data
         columns = recognised(data, [placed.row for placed in data_set(place).some(LOOKED_AT)])
     proposal = OF_KIND[columns.kind]
     if proposal.algorithm == "grpo":
         _refuse_existing(rewards)
-    draft = _drafted(model, data or str(example), columns.column_map, proposal.algorithm, shape)
-    local = resolve_paths(draft, Path.cwd())
+    local = _located(_drafted(model, data or str(example), columns.column_map, proposal.algorithm, shape))
     longest, count = max(prompt_tokens(local), default=1), data_set(local.data).count()
     text = _configuration(model, data or str(example), out, columns, proposal, shape, longest, count)
     make_config(yaml.safe_load(text))  # what is written is sound
@@ -107,6 +110,11 @@ def init(
         f"Next: prefect-rlhf config validate {out}{' --rewards' if proposal.algorithm == 'grpo' else ''}\n"
         f"      prefect-rlhf run {proposal.algorithm} --config {out}"
     )
+
+
+def _located(draft: RunConfig) -> RunConfig:
+    """The same with the files of what it names, downloaded from the Hub where that is needed; no weights."""
+    return fetched(resolve_paths(draft, Path.cwd()), weights=False).config
 
 
 def _refuse_existing(*paths: Path) -> None:

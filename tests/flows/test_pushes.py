@@ -7,6 +7,9 @@ import pytest
 
 from prefect_rlhf.flows import pushes
 from prefect_rlhf.flows.pushes import PushError, check_push, push_model
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.run_folder import new_run_folder
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.config.models import HubPush
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.loopback_hub import READER, WRITER, Hub
@@ -174,3 +177,31 @@ def test_a_name_that_the_hub_does_not_take_is_refused_where_it_is_written(repo):
 @pytest.mark.parametrize("repo", ["org/model", "o1/Qwen2.5-0.5B_x", "My-Org/a.b"])
 def test_names_of_the_hub_are_taken(repo):
     assert HubPush(repo=repo).private
+
+
+def test_a_run_that_could_not_push_is_refused_before_it_starts_and_one_that_continues_is_warned(
+    call, document, as_account, tmp_path
+):
+    as_account(None)
+    document["push_to_hub"] = "org/new"
+    status, _, err = call("config", "validate", "FILE")
+    assert (status, "org/new: there is no token of the Hub." in err) == (2, True)
+    folder = new_run_folder(make_config({**document, "name": "mine"}))
+    prepared = prepare(make_config({**document, "name": "mine"}), folder)
+    assert any("there is no token of the Hub" in warning for warning in prepared.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "Name the FOLDER to write, or a repository: --push ORG/NAME."),
+        (("--public",), "--public is for --push ORG/NAME."),
+        (("--push", "mine"), "'mine' is no name of a model on the Hub."),
+        (("--push", "org/new"), "org/new: there is no token of the Hub."),
+    ],
+)
+def test_an_export_that_cannot_push_says_why(call, document, as_account, options, said):
+    as_account(None)
+    folder = new_run_folder(make_config({**document, "name": "mine"}))
+    status, _, err = call("export", str(folder), *options)
+    assert (status, said in err) == (2, True), err

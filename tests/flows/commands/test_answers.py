@@ -84,6 +84,13 @@ def test_the_model_of_a_finished_run_is_tried(call, document, tmp_path, model):
     assert call("generate", str(run), "--prompt", "1f says ", *GREEDY)[0] == 0
 
 
+def test_a_model_of_the_hub_is_tried_by_its_id(call, hub, model, tmp_path):
+    hub.add_folder("org/tiny", model)
+    with hub.used_here(tmp_path / "home"):
+        status, out, err = call("generate", "org/tiny", "--prompt", "1f says ", *GREEDY)
+    assert (status, out) == call("generate", str(model), "--prompt", "1f says ", *GREEDY)[:2], err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

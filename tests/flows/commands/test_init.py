@@ -95,6 +95,26 @@ def test_without_data_an_example_is_written(call, begin):
     assert call("config", "validate", str(out), "--rewards")[0] == 0
 
 
+def test_a_model_and_data_of_the_hub_are_named_by_their_ids_and_no_weights_are_fetched(
+    call, hub, model, tmp_path
+):
+    hub.add_folder("org/tiny", model)
+    rows = [{"question": f"What is {i} + 1?", "answer": f"So it is #### {i + 1}"} for i in range(20)]
+    hub.add("org/sums", {"train.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}, kind="dataset")
+    (tmp_path / "mine").mkdir()
+    out = tmp_path / "mine" / "run.yaml"
+    with hub.used_here(tmp_path / "home"):
+        status, _, err = call("init", "--model", "org/tiny", "--data", "org/sums", "--out", str(out))
+        assert status == 0, err
+        assert "model.safetensors" not in hub.downloads()
+        document = yaml.safe_load(out.read_text())
+        assert document["models"] == {"actor": "org/tiny"}
+        assert document["data"]["train"] == "org/sums"
+        assert document["data"]["column_map"] == {"question": "prompt"}
+        status, said, err = call("config", "validate", str(out), "--rewards")
+        assert (status, "valid. 20 rows" in said) == (0, True), err
+
+
 def test_lengths_fit_the_rows_and_the_model(begin, write_rows):
     *_, out = begin("--data", write_rows({"prompt": "a" * 70, "answer": "1"}))
     document = yaml.safe_load(out.read_text())
