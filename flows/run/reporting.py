@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from prefect_rlhf.flows.run.downloads import REVISIONS
 from prefect_rlhf.flows.run.records import Comparison
 from prefect_rlhf.flows.run.run_folder import SUMMARY, existing_run_folder
 from prefect_rlhf.flows.run.summary import model_name, rows_by_plan, versions
@@ -28,11 +29,13 @@ from prefect_rlhf.flows.view.report.page import run_page
 from prefect_rlhf.flows.view.report.trace import trace_events
 from prefect_rlhf.flows.view.words import plain_text
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, last_accepted, logged_changes, read_plan
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step, step_folders
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, read_manifest
+from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
 from prefect_rlhf.rlhf_tasks.config.settings import public_document
+from prefect_rlhf.rlhf_tasks.data.hub import read_pins
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file
 from prefect_rlhf.rlhf_tasks.system.reading import read_json
@@ -251,10 +254,12 @@ def early_and_late(folder: Path) -> list[Samples]:
 def _lineage(folder: Path, config: RunConfig, rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     return {
         "Data": _data(folder, config),
+        "From the Hugging Face Hub": _pins(folder),
         "Models at the start": _models(folder),
         "Commits that are kept": _commits(folder),
         "Attempts and rebuilds of the ranks": _attempts(rows),
         "Plans": _plans(folder),
+        "Changes that were accepted last": _accepted(folder),
     }
 
 
@@ -273,12 +278,26 @@ def _models(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [
-        {"model": model, "file": name, "SHA-256": str(digest)[:16]}
+        {"model": name_of_folder(model), "file": name, "SHA-256": str(digest)[:16]}
         for model, files in read_json(path).items()
         if isinstance(files, Mapping)
         for name, digest in files.items()
         if str(name).endswith((".safetensors", "config.json"))
     ][:MOST_COMMITS]
+
+
+def _pins(folder: Path) -> list[dict[str, Any]]:
+    return [{"name": name, "commit": pin.commit} for name, pin in read_pins(folder / REVISIONS).items()]
+
+
+def _accepted(folder: Path) -> list[dict[str, Any]]:
+    try:
+        accepted = last_accepted(folder)
+    except CheckpointError:
+        accepted = None
+    if accepted is None:
+        return []
+    return [{"at commit": accepted.step, "change": change} for change in accepted.changes]
 
 
 def _commits(folder: Path) -> list[dict[str, Any]]:

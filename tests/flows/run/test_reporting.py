@@ -14,6 +14,9 @@ from prefect_rlhf.flows.cli import run_command
 from prefect_rlhf.flows.run import reporting
 from prefect_rlhf.flows.run.reporting import contents_of, leave_report, newest_part, write_report
 from prefect_rlhf.flows.view.clocks import running_s
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import Accepted, write_accepted
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
+from prefect_rlhf.rlhf_tasks.data.hub import Pin, pins_document
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.flows.reported_run import RECORDED, later, recorded_run, write_rows, write_run, write_samples
 
@@ -133,6 +136,20 @@ def test_samples_of_a_prompt_that_came_early_and_late_stand_side_by_side(tmp_pat
     early, late = contents_of(folder).samples
     assert (early.iteration, late.iteration) == (0, 11)
     assert early.rows[0]["prompt"] == late.rows[0]["prompt"] == "the same"
+
+
+def test_the_lineage_names_commits_on_the_hub_weights_and_accepted_changes(tmp_path):
+    folder, commit = recorded_run(tmp_path), 40 * "a"
+    (folder / "revisions.json").write_text(pins_document({"model ORG/tiny": Pin(commit=commit, files=())}))
+    place = f"/cache/models--ORG--tiny/snapshots/{commit}"
+    (folder / "models.json").write_text(json.dumps({place: {"model.safetensors": 64 * "b"}}))
+    journals = dict.fromkeys(JOURNALS, EMPTY)
+    write_accepted(
+        folder, Accepted(step=4, changes=("optimizer.learning_rate was 1",), config={}, journals=journals)
+    )
+    page = page_of(folder)
+    for words in ("model ORG/tiny", commit, f"ORG/tiny@{commit}", 16 * "b", "optimizer.learning_rate was 1"):
+        assert words in page.text
 
 
 def test_a_huge_run_has_a_page_of_bounded_size(tmp_path, monkeypatch):
