@@ -7,7 +7,11 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "phi3": ["qkv_proj", "o_proj", "down_proj"]}
+TARGETS = {
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "phi3": ["qkv_proj", "o_proj", "down_proj"],
+    "gpt_oss": ["q_proj", "v_proj", "o_proj"],
+}
 
 
 def write_adapter(folder: Path, base: Path, family: str = "llama", head: str = "lm", **changes: Any) -> Any:

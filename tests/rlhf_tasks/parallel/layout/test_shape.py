@@ -8,6 +8,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import pass_flops
 from tests.tiny_models import scalar_model, stored_buffers
 
 SIZES = {
@@ -53,6 +54,11 @@ CASES = [
         {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "decoder_sparse_step": 2},
     ),
     ("glm4_moe", {"n_routed_experts": 8, "moe_intermediate_size": 14, "n_shared_experts": 2}),
+    ("gpt_oss", {"num_local_experts": 5}),
+    ("gpt_oss", {"num_local_experts": 5, "attention_bias": False}),
+    ("granite", {"attention_bias": True, "mlp_bias": True}),
+    ("cohere", {}),
+    ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
     ("gpt2", {}),
     ("gpt2", {"n_inner": 20, "tie_word_embeddings": False}),
 ]
@@ -77,6 +83,16 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path, family, changes, h
 
     ours = [item for spec in parameters(shape, head) for item in spec.stored.items()]
     assert dict(ours) == expected
+
+
+def test_the_published_gpt_oss_has_20_9_billion_parameters_of_which_a_token_passes_3_6():
+    """As its model card counts (arXiv:2508.10925): a token passes the head, and its embedding is no product."""
+    sizes = {"num_hidden_layers": 24, "num_local_experts": 32, "hidden_size": 2880, "intermediate_size": 2880}
+    heads = {"num_attention_heads": 64, "vocab_size": 201088, "max_position_embeddings": 131072}
+    shape = ModelShape.from_config({"model_type": "gpt_oss", **sizes, **heads})
+    assert sum(spec.size for spec in parameters(shape, "lm")) == pytest.approx(20.9e9, rel=0.005)
+    active = pass_flops(shape, "lm", [1]) / 2
+    assert active == pytest.approx(3.61e9, rel=0.01)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

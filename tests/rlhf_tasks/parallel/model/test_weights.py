@@ -232,6 +232,7 @@ def test_a_random_start_depends_on_the_seed():
         ("olmo2", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("glm4", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("qwen2_moe", {}, ParallelStrategy(tp=2, pp=2)),
+        ("gpt_oss", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("gpt2", {"hidden_size": 36, "num_attention_heads": 9}, ParallelStrategy(tp=2, pp=2)),
     ],
 )

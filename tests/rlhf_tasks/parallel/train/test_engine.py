@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -55,6 +56,7 @@ CONFIGS = {
     "qwen3-tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**SIZES, tie_word_embeddings=False, num_local_experts=3),
     "gpt2": GPT2Config(**SIZES, n_inner=23),
+    "gpt_oss": GptOssConfig(**SIZES, tie_word_embeddings=False, num_local_experts=3, num_experts_per_tok=2),
 }
 Degrees = Sequence[tuple[int, int, int]]
 EVERY: Degrees = [(dp, tp, pp) for dp, tp, pp in product((1, 2, 4), repeat=3) if dp * tp * pp <= 4]
@@ -308,7 +310,7 @@ class Plain(nn.Module):
     def named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of tensors of parameters, by our names; tied weights once."""
         config = self._whole[0].config
-        if config.model_type in ("mixtral", "gpt2"):
+        if config.model_type in ("mixtral", "gpt2", "gpt_oss"):
             layout = Trial(config, self.head, {}, ParallelStrategy()).layout
             prefix = self._whole[0].base_model_prefix
             theirs = {name.replace("model.", f"{prefix}.", 1): tensor for name, tensor in tensors.items()}
@@ -433,6 +435,7 @@ SPLIT_AND_WHOLE = some((1, 2, 2), whole=[(1, 1, 1)])
         *way("values", "qwen3-tied", VALUES, "scalar"),
         *way("float32", "llama-tied", ROUNDED, dtype=torch.float32),
         *way("experts", "mixtral", ALMOST_EVERY),
+        *way("experts with biases, and sinks", "gpt_oss", some((1, 2, 2), whole=[(1, 1, 1), (2, 2, 1)])),
         *way("packed and transposed projections", "gpt2", some((1, 2, 2), whole=EVERY)),
         *way("micro-batches: 1", "llama", some((2, 1, 2), slow=[(1, 1, 1)]), micro_batches=1),
         *way("micro-batches: 3", "llama", some((2, 1, 2), (1, 1, 1)), micro_batches=3),
