@@ -251,7 +251,8 @@ def _tell_beside(line: str) -> None:
 @contextmanager
 def _model_folder(path: Path) -> Iterator[Path]:
     """The folder of a model: the one that is named, that of a finished run, or of a run's commit, exported."""
-    if not path.exists() and hub_model(str(path)) is not None:
+    # In a folder that is there, what is not there is a slip of the keyboard: runs/NAME looks like an id, too.
+    if not path.parent.is_dir() and hub_model(str(path)) is not None:
         with redirect_stdout(sys.stderr):  # standard output is the model's
             folder = local_model(str(path))
         yield Path(folder)

@@ -123,6 +123,14 @@ def test_a_folder_without_a_model_is_refused(call, tmp_path, command):
     assert "nothing has no model: neither config.json nor adapter_config.json." in call(*given)[2]
 
 
+def test_a_run_that_is_not_there_is_not_asked_for_at_the_hub(call, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with hub.used_here(tmp_path / "home"):
+        assert "runs/mine is no folder. Name the folder" in call("chat", "runs/mine")[2]
+    assert not hub.requests
+
+
 def test_a_reward_model_gives_no_text(call, tmp_path):
     write_model(tmp_path / "reward", head="scalar")
     assert "holds a reward model, which gives no text" in call("chat", str(tmp_path / "reward"))[2]
