@@ -4,7 +4,6 @@ import ast
 import os
 import select
 import sys
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from cyclopts import App, CycloptsError
 from rich.markup import escape
 
 from prefect_rlhf.flows.view.terminal import Console
+from prefect_rlhf.rlhf_tasks.system.child_processes import direct_to_loopback
 
 app = App(
     name="prefect-rlhf",
@@ -62,7 +62,6 @@ app.command(config_app)
 app.command(runs_app)
 
 USER_ERROR = 2  # exit status after a mistake of the user
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 UNREAD = 141  # 128 + SIGPIPE
 
@@ -83,18 +82,6 @@ def main() -> None:
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     sys.exit(run_command(sys.argv[1:]))
-
-
-def direct_to_loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep requests to this machine away from the proxies in `environment`.
-
-    The Prefect server of a run listens on loopback, where no proxy can reach it. All child processes inherit them. A
-    program that reads both spellings prefers the lower case.
-    """
-    stated = environment.get("no_proxy", environment.get("NO_PROXY", ""))
-    hosts = [host.strip() for host in stated.split(",") if host.strip()]
-    joined = ",".join([*hosts, *(host for host in LOOPBACK if host not in hosts)])
-    return dict.fromkeys(("no_proxy", "NO_PROXY"), "*" if "*" in hosts else joined)
 
 
 def run_command(arguments: list[str]) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.examples import first_example
 from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, is_pickled
 from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
 from prefect_rlhf.rlhf_tasks.data.rows import prompt_example
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
@@ -46,11 +47,14 @@ INSTEAD = "or name an environment variable: {env: VARIABLE}"
 COMPLETION_TOKENS = 16
 
 
-def check_rewards(rewards: Sequence[RewardConfig], columns: Sequence[str], is_here: bool) -> None:
+def check_rewards(
+    rewards: Sequence[RewardConfig], columns: Sequence[str], is_here: bool, folder: Path | None = None
+) -> None:
     """Raises ConfigError for the first reward that cannot be found or called.
 
     columns  the rows' columns, without the prompt
     is_here  whether rewards run on this machine, with this process's environment
+    folder   of a run that has begun
     """
     for reward in rewards:
         if is_here:
@@ -60,9 +64,16 @@ def check_rewards(rewards: Sequence[RewardConfig], columns: Sequence[str], is_he
         if reward.function.startswith(f"{BUILTIN}:"):
             _try_builtin(reward, columns)
             continue
+        if isinstance(reward.function, PickledFunction):
+            if (parameters := Parameters.inspected(reward.function.function)) is not None:
+                _check_parameters(reward, parameters, columns)
+            continue
+        if is_pickled(reward.location):
+            _refuse_lost_code(reward, folder)
+            continue
         function = _find(reward)
         if function is not None:
-            _check_parameters(reward, function, columns)
+            _check_parameters(reward, _parameters_of(function), columns)
 
 
 def literal_secrets(config: RunConfig) -> list[str]:
@@ -182,16 +193,25 @@ def _try_builtin(reward: RewardConfig, columns: Sequence[str]) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _check_parameters(
-    reward: RewardConfig, function: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str]
-) -> None:
-    """Raises ConfigError when a function's parameters match no form, or nothing supplies a required one."""
+def _refuse_lost_code(reward: RewardConfig, folder: Path | None) -> None:
+    if folder is None or not (folder / reward.location.rpartition(":")[0]).is_file():
+        raise ConfigError(
+            f"reward {reward.location}: the run folder has no such file. It holds a function that was defined in a "
+            "notebook or script: give the run that function again, or name one in a file."
+        )
+
+
+def _parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
     signature = function.args
     positional = [argument.arg for argument in (*signature.posonlyargs, *signature.args)]
     named = [argument.arg for argument in signature.kwonlyargs]
     required = positional[: len(positional) - len(signature.defaults)]
     required += [name for name, default in zip(named, signature.kw_defaults, strict=True) if default is None]
-    parameters = Parameters([*positional, *named], required, signature.kwarg is not None)
+    return Parameters([*positional, *named], required, signature.kwarg is not None)
+
+
+def _check_parameters(reward: RewardConfig, parameters: Parameters, columns: Sequence[str]) -> None:
+    """Raises ConfigError when a function's parameters match no form, or nothing supplies a required one."""
     try:
         form = parameters.form(reward.location, reward.kwargs)
         parameters.refuse_missing(reward.location, form, reward.kwargs, columns)

@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 277,
-    "hundreds of lines": 611,
-    "lines of the longest file": 641,
+    "files": 281,
+    "hundreds of lines": 622,
+    "lines of the longest file": 661,
     "modules of the fullest folder": 14,
     "configuration paths of PPO": 122,
     "configuration paths of GRPO": 117,
-    "hundreds of words in docs": 260,
+    "hundreds of words in docs": 264,
     "files that name a kind of plan node": 16,
 }
 

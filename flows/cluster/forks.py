@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FrameType
@@ -30,6 +30,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, parsed
 logger = logging.getLogger(__name__)
 LOADED = "prefect_rlhf.rlhf_tasks.controller.fork_server"
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
+TRACKER_S = 5.0  # that the resource tracker may take to end
 GUARDS = ("__name__", "parent_process", "current_process")
 """Names by which a script asks whether it is run or imported by a worker process."""
 
@@ -66,6 +67,26 @@ def kill_server() -> None:
     if pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Ends the fork server and multiprocessing's resource tracker afterwards, if they were not there before."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportAttributeAccessIssue]
+    had_server, had_tracker = server._forkserver_pid is not None, tracker._fd is not None
+    try:
+        yield
+    finally:
+        if not had_server and server._forkserver_pid is not None:
+            kill_server()
+            server._stop()
+        if not had_tracker and tracker._fd is not None:
+            pid = tracker._pid
+            overdue = threading.Timer(TRACKER_S, os.kill, (pid, signal.SIGKILL))
+            overdue.start()
+            tracker._stop()
+            overdue.cancel()
 
 
 def inherited(n_ranks: int) -> dict[str, str]:

@@ -180,7 +180,7 @@ class Watch:
         if number == signal.SIGTERM and _patience and not self._waited():
             return
         asked_s = time.monotonic()
-        self._cancel()
+        self.cancel()
         while (left_s := asked_s + self._end_s - time.monotonic()) > 0:
             again = self._next(left_s)
             if again == CALLED_OFF:
@@ -212,7 +212,8 @@ class Watch:
             return self._received.recv(1)[0]
         return -1
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """Cancel the run, from any thread."""
         run = self.run
         if run is None:
             return  # nothing runs yet, or any more: the signal's own handler is enough

@@ -20,7 +20,7 @@ from prefect_rlhf.flows.run.orders import Interrupted
 from prefect_rlhf.flows.run.planning import profile_folder
 from prefect_rlhf.flows.run.prepare import Prepared
 from prefect_rlhf.flows.run.reporting import REPORT
-from prefect_rlhf.flows.run.run_folder import SUMMARY, full_disk
+from prefect_rlhf.flows.run.run_folder import SUMMARY, finished_since, full_disk
 from prefect_rlhf.flows.run.run_identity import CheckedStages
 from prefect_rlhf.flows.run.runs import run_as_flow
 from prefect_rlhf.flows.run.summary import in_short
@@ -148,15 +148,14 @@ def _without_prefect(error: Exception, folder: Path, again: str, began_s: float)
 
     Exits with status 1 where the run is not complete.
 
-    began_s  time.time() when the command began; an older summary belongs to an earlier attempt
+    began_s  time.time() when the command began
     """
-    path = folder / SUMMARY
-    coarse_s = 0.1  # kernels stamp files by a clock that lags by up to a tick
-    if not path.exists() or path.stat().st_mtime < began_s - coarse_s:
+    summary = finished_since(folder, began_s)
+    if summary is None:
         _tell_end(f"Prefect's server {what_is_wrong(error)}.", again)
         raise SystemExit(1) from None
     tell("Prefect's server does not show the run's end; the run is complete.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return summary
 
 
 def _tell_end(cause: str, again: str) -> None:

@@ -125,7 +125,7 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
     _check_models(config, shapes)
     tokenizer = _shared_tokenizer(config, min(shape.vocab for shape in shapes.values()))
     rows = prepared_rows(config, folder)
-    of_rewards = _check_scores(config, rows.columns)
+    of_rewards = _check_scores(config, rows.columns, folder)
     held_out, of_evaluation = _held_out(config, folder)
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
@@ -200,13 +200,13 @@ def _shared_tokenizer(config: RunConfig, vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def _check_scores(config: RunConfig, columns: Sequence[str]) -> list[str]:
+def _check_scores(config: RunConfig, columns: Sequence[str], folder: Path | None) -> list[str]:
     """Warnings about a run's rewards and environment. Raises ConfigError for those that such rows cannot have."""
     is_here, warnings = config.cluster.address is None, list[str]()
     if isinstance(config, Scores):
         if config.environment is not None:
             warnings += check_environment(config.environment, is_here)
-        check_rewards(config.scoring_rewards, _beside_prompt(columns), is_here)
+        check_rewards(config.scoring_rewards, _beside_prompt(columns), is_here, folder)
     return warnings + literal_secrets(config)
 
 
@@ -265,7 +265,7 @@ def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFi
     warnings = [shared] if (shared := shared_prompts(config)) else []
     evaluation, is_here = evaluation_of(config), config.cluster.address is None
     if evaluation is not None:
-        check_rewards(evaluation.rewards, _beside_prompt(sets[HELD_OUT].columns), is_here)
+        check_rewards(evaluation.rewards, _beside_prompt(sets[HELD_OUT].columns), is_here, folder)
     return sets, warnings
 
 

@@ -1,6 +1,8 @@
 """Run folders: one per run, readable only by its owner, locked while the run is in progress; and their disk space.
 
 runs/NAME/config.json      the configuration of the run, for --resume
+          functions/       rewards that a notebook or a script defined, as code (cloudpickle)
+          rows-DIGEST.jsonl  rows that Python gave as objects
           format           the number of this format
           data.sha256      digest of its rows, which must be the same when the run is resumed
           rows.arrow       these rows as token ids; written again if it is removed
@@ -38,7 +40,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from filelock import FileLock, Timeout
@@ -50,7 +52,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     resolve_paths,
 )
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import ATTEMPTS, step_folders
-from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import Judges, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.functions import keep_function
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters, trained_parameters
 from prefect_rlhf.rlhf_tasks.protocol.commit import MOST_UNWRITTEN
 from prefect_rlhf.rlhf_tasks.system.durable import existing, replace_file
@@ -115,7 +118,7 @@ def _make(folder: Path, config: RunConfig) -> bool:
         fresh.parent.mkdir(parents=True, exist_ok=True)
         fresh.mkdir(mode=0o700)  # samples, metrics and logins are for this account only
         (fresh / FORMAT).write_text(f"{NUMBER}\n", encoding="utf-8")
-        (fresh / CONFIG).write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        keep_config(fresh, config)
         fresh.rename(folder)
     except OSError:
         if not folder.exists():
@@ -124,6 +127,27 @@ def _make(folder: Path, config: RunConfig) -> bool:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return True
+
+
+def keep_config(folder: Path, config: RunConfig) -> None:
+    """Write a run's configuration into its folder, with the functions that no file names. Raises OSError."""
+    keep_functions(folder, config)
+    replace_file(folder / CONFIG, config.model_dump_json(indent=2))
+
+
+def keep_functions(folder: Path, config: RunConfig) -> None:
+    """Write the functions among a run's rewards that no file names into its folder. Raises OSError."""
+    for reward in config.rewards if isinstance(config, Judges) else ():
+        keep_function(reward.function, folder)
+
+
+def finished_since(folder: Path, began_s: float) -> dict[str, Any] | None:
+    """The summary of a run that has finished since then; None where it has not. began_s: by time.time()"""
+    path = folder / SUMMARY
+    coarse_s = 0.1  # kernels stamp files by a clock that lags by up to a tick
+    if not path.exists() or path.stat().st_mtime < began_s - coarse_s:
+        return None  # an older summary belongs to an earlier attempt
+    return read_json(path)
 
 
 def existing_run_folder(path: str | Path) -> tuple[Path, RunConfig]:
@@ -176,11 +200,11 @@ def open_run(
         refuse_foreign(folder)
         return folder, begun
     config = resolve_paths(config, Path.cwd())
-    begun_in = run_folder or _begun_by(flow_run_id, config) or _begun_in(config)
-    if begun_in is None:
+    place = run_folder or _begun_by(flow_run_id, config) or begun_in(config)
+    if place is None:
         refuse_unwritable(Path(config.output_dir), "output_dir")
         return None, config
-    folder, begun = existing_run_folder(begun_in)
+    folder, begun = existing_run_folder(place)
     refuse_foreign(folder)
     changes = {key: getattr(config, key) for key in ("cluster", "patience", "max_restarts")}
     return folder, begun.model_copy(update=changes)
@@ -210,7 +234,7 @@ def _is_there(place: Path) -> bool:
     return True
 
 
-def _begun_in(config: RunConfig) -> str | Path | None:
+def begun_in(config: RunConfig) -> str | Path | None:
     """The run folder that a configuration's `resume` names, if any."""
     if config.resume not in ("never", "auto"):
         return config.resume

@@ -22,7 +22,13 @@ from pydantic import TypeAdapter
 from prefect_rlhf.flows.run.downloads import REVISIONS
 from prefect_rlhf.flows.run.planning import rank_counts
 from prefect_rlhf.flows.run.prepare import Prepared, check_without_models, prepare
-from prefect_rlhf.flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder, refuse_foreign
+from prefect_rlhf.flows.run.run_folder import (
+    CONFIG,
+    SUMMARY,
+    existing_run_folder,
+    keep_config,
+    refuse_foreign,
+)
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import section_of
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import (
@@ -44,6 +50,7 @@ from prefect_rlhf.rlhf_tasks.checkpoint.journals import (
     is_row,
 )
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from prefect_rlhf.rlhf_tasks.config.functions import is_pickled
 from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model, name_of_folder
 from prefect_rlhf.rlhf_tasks.data.hub import pins_document
 from prefect_rlhf.rlhf_tasks.data.token_file import TokenFile
@@ -88,8 +95,11 @@ _HEAD_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 60
 
 
-def refuse_changes(folder: Path, prepared: Prepared) -> None:
-    """Raises ConfigError, with the differences, when something has changed since a run's last commit."""
+def refuse_changes(folder: Path, prepared: Prepared, accepting: str = "") -> None:
+    """Raises ConfigError, with the differences, when something has changed since a run's last commit.
+
+    accepting  how to accept them, for the sentence; default: the command
+    """
     lost = lost_commits(folder)
     if lost is not None:
         raise ConfigError(lost)
@@ -99,7 +109,8 @@ def refuse_changes(folder: Path, prepared: Prepared) -> None:
             f"prefect-rlhf run {prepared.config.type.replace('_', '-')} --resume {folder} --accept-changes"
         )
         raise ConfigError(
-            f"{folder}: changed since the last commit: {'; '.join(changes)}. Undo that, or accept it: {command}"
+            f"{folder}: changed since the last commit: {'; '.join(changes)}. Undo that, or accept it: "
+            f"{accepting or command}"
         )
 
 
@@ -109,16 +120,19 @@ def may_be_stated(key: str) -> bool:
     return key in ORDINARY or (key.partition(".")[0] in FREE and key not in _OF_A_NEW_RUN)
 
 
-def accept_stated(folder: Path, prepared: Prepared, stated: Collection[str]) -> tuple[str, ...]:
+def accept_stated(
+    folder: Path, prepared: Prepared, stated: Collection[str], accepting: str = ""
+) -> tuple[str, ...]:
     """Accept what has changed since a run's last commit where the command line has stated it, as `accept_changes`
     does. Raises ConfigError, as `refuse_changes` does, where something else has changed, too.
 
-    stated  dotted keys that `may_be_stated`
+    stated     dotted keys that `may_be_stated`
+    accepting  as for `refuse_changes`
     """
     changes = differences(folder, prepared)
     others = [change for change in changes if change.partition(" ")[0] not in stated]
     if others or not any(key in ORDINARY for key in stated):
-        refuse_changes(folder, prepared)
+        refuse_changes(folder, prepared, accepting)
         return ()
     return accept_changes(folder, prepared)  # where nothing is committed yet, the configuration alone
 
@@ -151,7 +165,7 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
                 journals={name: _mended(folder / name, marks[name], step) for name in JOURNALS},
             ),
         )
-    replace_file(folder / CONFIG, prepared.named.model_dump_json(indent=2))
+    keep_config(folder, prepared.named)
     keep_identity(folder, prepared)
     return (*changes, *dropped)
 
@@ -287,6 +301,11 @@ def _changed_keys(old: Any, new: Any, key: str = "") -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for name in {**old, **new}:
             yield from _changed_keys(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, (before, now) in enumerate(zip(old, new, strict=True)):
+            yield from _changed_keys(before, now, f"{key}.{number}")
+    elif old != new and is_pickled(str(old)) and is_pickled(str(new)):
+        yield f"{key}, the function {str(new).rpartition(':')[2]!r}, was defined anew with other code"
     elif old != new:
         yield f"{key} {_short(old)} (now {_short(new)})"
 

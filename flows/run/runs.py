@@ -21,7 +21,7 @@ from typing import Any
 from prefect import Flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, State
+from prefect.states import Cancelled, Completed, State
 
 from prefect_rlhf.flows.cluster.forks import begin_to_load_for, in_fork, refuse_unguarded_script
 from prefect_rlhf.flows.cluster.server import prefect_server
@@ -50,6 +50,7 @@ from prefect_rlhf.flows.run.run_folder import (
 )
 from prefect_rlhf.flows.run.run_identity import begun_folder, keep_identity, refuse_changes
 from prefect_rlhf.flows.run.summary import (
+    in_short,
     keep_drift,
     metrics_of_step,
     model_card,
@@ -134,7 +135,8 @@ async def run_as_flow(folder: Path, prepared: Prepared) -> dict[str, Any]:
         blocks = await secret_blocks(config)
         with ending_in_time(asyncio.current_task()):
             async with _taken_up(folder, config.max_restarts) as rebuilds:
-                return await run_prepared(folder, prepared, blocks, rebuilds)
+                ended = await run_prepared(folder, prepared, blocks, rebuilds)
+                return ended if isinstance(ended, State) else Completed(data=ended, message=in_short(ended))
 
     name = FLOW_NAMES.get(config.type, config.type.replace("_", "-"))
     of_run = Flow(run, name, flow_run_name=flow_run_name, persist_result=False, validate_parameters=False)

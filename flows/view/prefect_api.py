@@ -9,19 +9,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from httpx import HTTPError, HTTPStatusError, Response
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.context import SettingsContext, get_settings_context
+from prefect.context import FlowRunContext, SettingsContext, get_settings_context
 from prefect.events import Event, RelatedResource, Resource
 from prefect.events.related import related_resources_from_run_context
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 T = TypeVar("T")
 
@@ -55,6 +55,19 @@ def is_prefects(error: Exception) -> bool:
     Before a flow run begins, Prefect's engine raises a RuntimeError for that.
     """
     return isinstance(error, HTTPError | ObjectNotFound) or str(error).startswith("Failed to reach API at")
+
+
+@contextmanager
+def of_flow_around() -> Iterator[None]:
+    """Inside a flow without PREFECT_API_URL, for which Prefect has started a server: gives that server to all that
+    asks for the setting."""
+    if FlowRunContext.get() is None or PREFECT_API_URL.value():
+        yield
+        return
+    with get_client(sync_client=True) as client:
+        api_url = str(client.api_url)
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        yield
 
 
 def what_is_wrong(error: Exception) -> str:

@@ -4,6 +4,7 @@ Where the output is not a terminal, plain lines are printed instead. Foreign tex
 no Prefect.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +48,8 @@ class Console(rich.console.Console):
         super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **settings)
 
 
-console = Console()
+# A notebook's kernel asks for colours, but shows what moves as many lines.
+console = Console(force_jupyter=False, force_terminal=False if "ipykernel" in sys.modules else None)
 
 
 def since_start_s() -> float:

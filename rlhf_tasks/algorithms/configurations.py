@@ -23,6 +23,7 @@ from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
 from prefect_rlhf.rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
 from prefect_rlhf.rlhf_tasks.config.hub_names import HubName, hub_data, hub_model
+from prefect_rlhf.rlhf_tasks.config.row_objects import Rows
 from prefect_rlhf.rlhf_tasks.config.settings import Settings
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, reading, shown
@@ -127,6 +128,8 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
 
     def absolute(path: str, key: str, named: Callable[[str], HubName | None] = lambda text: None) -> str:
         """named: what of a Hub a text names, unless there is such a path"""
+        if isinstance(path, Rows):
+            return path
         if "\0" in path:
             raise ConfigError(f"{key}={shown(path)} is no path: it has a null character. Leave that out.")
         with reading(path, "no path"):

@@ -10,7 +10,14 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from prefect_rlhf.rlhf_tasks.config.cluster import (
@@ -24,6 +31,7 @@ from prefect_rlhf.rlhf_tasks.config.cluster import (
     refuse_unfit,
 )
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig, RunRows
+from prefect_rlhf.rlhf_tasks.config.files import faults_of
 from prefect_rlhf.rlhf_tasks.config.models import (
     HubPush,
     LoraConfig,
@@ -48,6 +56,7 @@ from prefect_rlhf.rlhf_tasks.config.settings import (
     Settings,
 )
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Groups = Mapping[str, tuple[str, ...]]
@@ -141,6 +150,17 @@ class RunConfig(Settings):
     max_restarts: int = Field(
         default=3, ge=0, le=10**6, description="Restarts of the ranks that are allowed between two commits."
     )
+
+    if not TYPE_CHECKING:  # pyright knows the fields
+
+        def __init__(self, **settings: Any) -> None:
+            """Raises ConfigError with a sentence for each fault, as for a file."""
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigError(faults_of(error, type(self))) from None
+
+        __init__.__pydantic_base_init__ = True  # validation of a document does not pass here
 
     @classmethod
     def __get_pydantic_json_schema__(

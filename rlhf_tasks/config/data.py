@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, WrapValidator
 
+from prefect_rlhf.rlhf_tasks.config.row_objects import rows_or
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_TOKENS, Settings
 from prefect_rlhf.rlhf_tasks.system.reading import shown
 
@@ -59,6 +60,7 @@ DataFiles = Annotated[
     | Annotated[Annotated[dict[Source, Weight], Field(min_length=1, max_length=MOST_SOURCES)], Tag("inline")],
     Discriminator(_form_of_data),
     BeforeValidator(_paths),
+    WrapValidator(rows_or),
 ]
 
 
@@ -68,7 +70,7 @@ class DataConfig(Settings):
     train: DataFiles = Field(
         description="A data set on the Hugging Face Hub, ORG/NAME[@REVISION][:SUBSET][:SPLIT]; or JSONL (.gz), JSON, "
         "CSV or Parquet: a file, a glob, a folder, or hf://datasets/ORG/NAME/GLOB; or several: [path, path], or with "
-        "their shares of the samples {path: weight}.",
+        "their shares of the samples {path: weight}. In Python also rows: a list of dicts, or a `datasets.Dataset`.",
     )
     column_map: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: {name in the file: expected name}."

@@ -3,15 +3,19 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
     Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
+from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, located
+from prefect_rlhf.rlhf_tasks.config.row_objects import rows_or
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SEQS, MOST_TOKENS, Settings
 from prefect_rlhf.rlhf_tasks.system.reading import shown
 
@@ -102,8 +106,7 @@ class EvaluationConfig(Settings):
     scored by the run's rewards; or it is asked how likely the rows' own completions are.
     """
 
-    data: str = Field(
-        min_length=1,
+    data: Annotated[Annotated[str, Field(min_length=1)], WrapValidator(rows_or)] = Field(
         description="Held-out rows: a data set on the Hub with its split, or files, read as those of data.train are.",
     )
     every: int = Field(
@@ -142,13 +145,21 @@ class EvaluationConfig(Settings):
         return (iteration + 1) % self.every == 0 or iteration + 1 == total_iterations
 
 
+def _located(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, PickledFunction):
+        return value  # with its code, which a plain string has not
+    return located(value) if callable(value) else validate(value)
+
+
 class RewardConfig(Settings):
     """A reward: a Python function, or an HTTP service that computes it."""
 
-    function: str | None = Field(
+    function: Annotated[
+        Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")] | None, WrapValidator(_located)
+    ] = Field(
         default=None,
-        pattern=r"^[^:]+:[A-Za-z_]\w*$",
-        description="Where it is: `module:function`, `file.py:function` or `builtin:NAME`; give this or url.",
+        description="Where it is: `module:function`, `file.py:function` or `builtin:NAME`; in Python also the "
+        "function itself; give this or url.",
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
@@ -192,6 +203,12 @@ class RewardConfig(Settings):
         default=False,
         description="Keep values in the run folder: an equal answer to an equal row is not judged again.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_function(cls, value: Any) -> Any:
+        """A function alone is a reward without further settings."""
+        return {"function": value} if callable(value) else value
 
     @field_validator("url")
     @classmethod

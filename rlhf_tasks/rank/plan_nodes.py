@@ -59,7 +59,7 @@ from prefect_rlhf.rlhf_tasks.system.rank_process import (
     told_when_out,
 )
 from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
-from prefect_rlhf.rlhf_tasks.user_code.rewards import KEPT_VALUES, RewardProcess
+from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "NodeExecutor":
@@ -181,7 +181,7 @@ class RankRun:
 
     def _reward_process(self, config: RunConfig, writer: str) -> RewardProcess:
         spec = self._spec
-        return RewardProcess(config, spec.iterations, spec.blocks, Path(spec.run_folder, KEPT_VALUES), writer)
+        return RewardProcess(config, spec.iterations, spec.blocks, Path(spec.run_folder), writer)
 
     def _evaluated(self) -> Evaluation:
         """Made by the ranks that evaluate, when they do so first. Rewards of its own have a process of their own."""

@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ STDIN = 0
 REAP_EVERY_MS = 1000
 KILL_S = 5.0
 """Most seconds that a keeper spends on killing the processes below it."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LOGINS = "PREFECT_"  # the login of the run's Prefect server is among the variables with this prefix
 _CALL = (
     "import json, sys; from pkgutil import resolve_name; "
@@ -42,6 +43,18 @@ def kept_call(function: str, *arguments: str) -> list[str]:
 def users_environment() -> dict[str, str]:
     """This process's environment without what a user's code need not know: the logins of Prefect's server."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_LOGINS)}
+
+
+def direct_to_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep requests to this machine away from the proxies in `environment`.
+
+    The Prefect server of a run listens on loopback, where no proxy can reach it. All child processes inherit them. A
+    program that reads both spellings prefers the lower case.
+    """
+    stated = environment.get("no_proxy", environment.get("NO_PROXY", ""))
+    hosts = [host.strip() for host in stated.split(",") if host.strip()]
+    joined = ",".join([*hosts, *(host for host in LOOPBACK if host not in hosts)])
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), "*" if "*" in hosts else joined)
 
 
 def die_with_parent(parent: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from prefect_rlhf.rlhf_tasks.config.functions import is_pickled, unpickled
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
 
 RewardValue = float | list[float] | None
@@ -199,6 +200,14 @@ class Parameters:
             [p.name for p in single if p.default is p.empty],
             any(p.kind is p.VAR_KEYWORD for p in every),
         )
+
+    @staticmethod
+    def inspected(function: Callable[..., Any]) -> "Parameters | None":
+        """The same; None of a class, whose objects are called, and where Python cannot inspect it."""
+        try:
+            return None if inspect.isclass(function) else Parameters.of(function)
+        except (TypeError, ValueError):
+            return None
 
     def form(self, location: str, kwargs: Collection[str]) -> CallForm:
         """The form of a function with these parameters. Raises RewardError for no known form or an unknown kwarg."""
@@ -392,13 +401,14 @@ def _keys(mapping: Mapping[Any, Any]) -> str:
 
 
 def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = "sequence") -> Reward:
-    """The reward at `module:function` or `file.py:function`. From a class, an object is made with `kwargs`.
+    """The reward at `module:function`, `file.py:function` or `FILE.pickle:function`. From a class, an object is made
+    with `kwargs`.
 
     Raises RewardError when it is not there or its parameters match no form. What the user's module raises while it is
     imported is not caught.
     """
     place, _, attribute = location.rpartition(":")
-    target = getattr(module_at(place), attribute, None)
+    target = unpickled(Path(place)) if is_pickled(location) else getattr(module_at(place), attribute, None)
     if target is None:
         raise RewardError(f"reward {location}: {place} has no function {attribute!r}.")
     if not callable(target):

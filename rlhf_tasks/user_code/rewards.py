@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.functions import is_pickled
 from prefect_rlhf.rlhf_tasks.config.responses import RewardConfig
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Values
@@ -59,8 +60,9 @@ class RewardProcess:
 
     iterations  number of iterations of the whole run
     blocks      name of a Prefect Secret block -> its value
-    kept        folder of values that are kept (`cache: true`); None: they are kept in memory
-    writer      begins the names of its files in `kept`; no two have the same
+    folder      the run's: it has the functions that a notebook or a script defined, and keeps values
+                (`cache: true`); None: there are none of these, and values are kept in memory
+    writer      begins the names of its files of values; no two have the same
     Requests are answered one at a time, in order. What is answered does not depend on the number of processes.
     """
 
@@ -69,7 +71,7 @@ class RewardProcess:
         config: RunConfig,
         iterations: int = 1,
         blocks: Mapping[str, str] | None = None,
-        kept: Path | None = None,
+        folder: Path | None = None,
         writer: str = "0",
     ) -> None:
         self._config = config if isinstance(config, Scores) and config.scoring_rewards else None
@@ -77,9 +79,10 @@ class RewardProcess:
         self.processes: list[UserProcess] = []
         if self._config is not None:
             keeps = any(reward.cache for reward in self._config.scoring_rewards)
-            begin = {"blocks": dict(blocks or {}), "kept": str(kept) if keeps and kept else None}
+            kept = str(folder / KEPT_VALUES) if keeps and folder else None
+            begin = {"blocks": dict(blocks or {}), "kept": kept}
             for part in range(self._config.reward_processes):
-                terms = _terms(self._config, begin | {"writer": f"{writer}-{part}"})
+                terms = _terms(self._config, begin | {"writer": f"{writer}-{part}"}, folder)
                 self.processes.append(UserProcess(terms))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._part_threads = ThreadPoolExecutor(max(len(self.processes), 1), thread_name_prefix="rewards")
@@ -158,14 +161,14 @@ def _reply(process: UserProcess, request: Mapping[str, Any], skips: bool) -> dic
             return reply | {"faults": [*reply["faults"], *lost]}
 
 
-def _terms(config: Scores, begin: Mapping[str, Any]) -> Terms:
+def _terms(config: Scores, begin: Mapping[str, Any], folder: Path | None) -> Terms:
     return Terms(
         kind="prefect_rlhf.rlhf_tasks.user_code.judge:Judge",
         what=f"the rewards {', '.join(repr(reward.name) for reward in config.scoring_rewards)}",
         who="reward {!r}".format,
         begin={
             **begin,
-            "rewards": [_stated(reward, config) for reward in config.scoring_rewards],
+            "rewards": [_stated(reward, config, folder) for reward in config.scoring_rewards],
             "skips": config.on_reward_error == "skip",
         },
         timeout_s=config.reward_timeout_s,
@@ -174,13 +177,16 @@ def _terms(config: Scores, begin: Mapping[str, Any]) -> Terms:
     )
 
 
-def _stated(reward: RewardConfig, config: Scores) -> dict[str, Any]:
-    """A reward as its process takes it."""
+def _stated(reward: RewardConfig, config: Scores, folder: Path | None) -> dict[str, Any]:
+    """A reward as its process takes it. folder: the run's"""
+    location = reward.location
+    if folder is not None and is_pickled(location):
+        location = str(folder / location)
     service = None
     if reward.url is not None:
         service = reward.model_dump(include={"answers_per_request", "allow_private"})
         service["request_timeout_s"] = config.reward_timeout_s / 2
-    of_both = {"name": reward.name, "location": reward.location, "kwargs": dict(reward.arguments)}
+    of_both = {"name": reward.name, "location": location, "kwargs": dict(reward.arguments)}
     return of_both | {"service": service} | reward.model_dump(include={"concurrency", "cache", "per"})
 
 

@@ -310,7 +310,7 @@ def counting(tmp_path: Path) -> Iterator[Any]:
                 "rewards": [reward],
             }
         )
-        started.append(RewardProcess(config, kept=tmp_path / "kept", writer=str(rank)))
+        started.append(RewardProcess(config, folder=tmp_path, writer=str(rank)))
         return started[-1]
 
     make.judged = lambda: (tmp_path / "judged").read_text().splitlines()

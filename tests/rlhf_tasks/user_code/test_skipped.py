@@ -91,7 +91,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
             "on_reward_error": "skip",
             **settings,
         }
-        started.append(RewardProcess(make_config(document), kept=tmp_path / "kept"))
+        started.append(RewardProcess(make_config(document), folder=tmp_path))
         return started[-1]
 
     yield make
