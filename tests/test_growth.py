@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 281,
-    "hundreds of lines": 622,
+    "files": 284,
+    "hundreds of lines": 633,
     "lines of the longest file": 661,
     "modules of the fullest folder": 14,
     "configuration paths of PPO": 122,
     "configuration paths of GRPO": 117,
-    "hundreds of words in docs": 264,
+    "hundreds of words in docs": 267,
     "files that name a kind of plan node": 16,
 }
 

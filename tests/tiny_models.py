@@ -24,6 +24,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -33,6 +34,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -68,6 +70,8 @@ CONFIGS = {
     "cohere2": Cohere2Config,
     "gpt2": GPT2Config,
     "gpt_oss": GptOssConfig,
+    "lfm2": Lfm2Config,
+    "qwen3_5_text": Qwen3_5TextConfig,
 }
 SIZES = {
     "vocab_size": 61,
@@ -82,6 +86,9 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+CENTRED = ("gemma", "qwen3_next", "qwen3_5")
+"""Families whose norms add 1 to their weights."""
 
 OF_FAMILY: dict[str, dict[str, Any]] = {
     # layers 0 and 2 slide; scores and logits are large enough to be capped
@@ -127,6 +134,17 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     # layers 0 and 2 slide; the others have no rotary angles
     "cohere2": {"logit_scale": 0.5, "sliding_window": 4, "sliding_window_pattern": 2},
     "gpt2": {"num_key_value_heads": None, "n_inner": 40},
+    # layers 1 and 3 attend, with gates; keys of 2 heads for 4 of values. What a head reads may be almost zero, and a
+    # norm with the usual eps would scale its rounding error up
+    "qwen3_5_text": {
+        "rms_norm_eps": 0.1,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 6,
+    },
+    "lfm2": {"intermediate_size": 54, "block_multiple_of": 4, "full_attn_idxs": [1, 3]},  # 36 columns
 }
 
 
@@ -149,7 +167,8 @@ def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = 
         model = scalar_model(config, **how)
     for name, parameter in model.named_parameters():
         is_norm = ("norm" in name or ".ln_" in name) and name.endswith(".weight")
-        offset = 1.0 if is_norm and not config.model_type.startswith("gemma") else 0.0
+        centred = config.model_type.startswith(CENTRED) and "linear_attn" not in name
+        offset = 1.0 if is_norm and not centred else 0.0
         parameter.data.normal_(offset, 0.3)
     for buffer in stored_buffers(model).values():
         buffer.normal_(0.0, 0.3)

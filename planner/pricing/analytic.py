@@ -40,7 +40,7 @@ def computed_profile(
     Points cost nothing to compute, so passes have every context of the grid and every power of two in tokens.
     itemsize  bytes of a parameter
     """
-    per_host, most_tp = cluster.devices_per_host, min(shape.query_heads, shape.least_columns, shape.vocab)
+    per_host, most_tp = cluster.devices_per_host, shape.most_tp
     degrees = [tp for tp in range(1, per_host + 1) if per_host % tp == 0 and tp <= most_tp]
     return MeasuredProfile(
         device=device.name,
@@ -195,7 +195,7 @@ def _layers(device: DeviceProfile, measured: MeasuredProfile, kind: Pass) -> Ite
     for o in measured.operations:
         if (o.operation, o.tp) == (f"layer/{kind}", 1):
             attended = o.context if kind == "decode" else o.context / 2
-            flops = layer_flops(o.tokens, attended, local.active, local.query)
+            flops = layer_flops(o.tokens, attended, local.active, local.scored, local.state)
             seconds = max(o.seconds - device.expert_overhead_s * local.busy(o.tokens), 0.0)
             yield _LayerPass(flops, memory.layer_s(kind, o.tokens, o.context), seconds)
 

@@ -42,6 +42,7 @@ and 2048 (bfloat16, float32), and more below, where Python sees each operator of
 
 COPY_BYTES = 4  # what stays of each copy of a token for an expert: the token's number
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
+STATE_BYTES = 4  # of an element of a state of the gated delta rule: float32, as what is computed from it
 DRAWN_BYTES = 16  # of a logit that is being drawn from: its float64 score and the sum up to it (sampling.py)
 LOGPROB_BYTES = 8  # of a logit whose log-probability is being computed: two float32 copies (logprobs.py)
 NUCLEUS_BYTES = 96  # of one among which a nucleus is sought: measured 54 to 94 (bench/results/engine.md)
@@ -217,7 +218,7 @@ class OnMesh:
         if not self.has_adapters:
             return 1.0
         attended = context if kind == "decode" else context / 2
-        forward = layer_flops(tokens, attended, self.local.active, self.local.query)
+        forward = layer_flops(tokens, attended, self.local.active, self.local.scored, self.local.state)
         frozen, adapters = (layer_flops(tokens, 0, size.active, 0) for size in (self.local, self.trained))
         if kind == "backward":
             return (2 * forward - frozen + 2 * adapters) / (2 * forward)
@@ -246,7 +247,8 @@ class OnMesh:
                    the inputs of its products (outputs of both norms and of attention, the gated activation); rotated
                    queries and keys, and values; attention's output; gate, its activation, and up. With experts also
                    their copies of the hidden state, and the weighed gated activation. Without a gate: up and its
-                   activation. A LayerNorm keeps its input as it is, not in float32.
+                   activation. A LayerNorm keeps its input as it is, not in float32. The gated delta rule is in
+                   float32, too.
         """
         local, itemsize = self.local, self.workload.itemsize
         if recompute == "full":
@@ -260,7 +262,7 @@ class OnMesh:
         if local.routed:
             products += local.routed + local.intermediate
         norms = 2 * local.hidden * itemsize if local.norm_bias else 4 * local.hidden * NORM_BYTES
-        return norms + products * itemsize
+        return norms + products * itemsize + local.mixing * STATE_BYTES
 
     def repeated_bytes(self) -> float:
         """Bytes of a layer's keys and values of a token that is repeated for another sequence."""
@@ -290,6 +292,7 @@ class OnMesh:
         if local.routed:
             mlp = max(4 * local.routed, local.routed + 4 * local.intermediate)
         layer = tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + mlp) * itemsize
+        layer += tokens * local.mixing * STATE_BYTES
         layer += repeated * self.repeated_bytes()
         if gradients:
             layer *= 2
@@ -500,7 +503,8 @@ def _generation_bytes(mesh: OnMesh, at_once: int, slots: int, read_tokens: float
     workload, local = mesh.workload, mesh.local
 
     def active(stage: int) -> float:
-        cache = at_once * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
+        of_sequence = workload.cache_tokens * 2 * local.cached * workload.itemsize + local.state * STATE_BYTES
+        cache = at_once * of_sequence * mesh.layers(stage)
         logits = slots * local.vocab if stage == mesh.strategy.pp - 1 else 0
         drawing = logits * workload.itemsize + _drawing_bytes(mesh, logits)
         return cache + max(mesh.layer_working_bytes(read_tokens, False), drawing)

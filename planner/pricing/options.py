@@ -136,7 +136,7 @@ def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator
     """The strategies of a call on a mesh of `size` devices."""
     shape = problem.model.models[call.role].shape
     per_host = problem.cluster.devices_per_host
-    most_tp = min(problem.tp_limit, size, shape.query_heads, shape.least_columns, shape.vocab)
+    most_tp = min(problem.tp_limit, size, shape.most_tp)
     for tp in range(1, most_tp + 1):
         if size % tp or (per_host % tp and tp % per_host):
             continue

@@ -12,11 +12,14 @@ from math import ceil
 from typing import Protocol
 
 from prefect_rlhf.planner.pricing.devices import DeviceProfile
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import POSITIONS, Head, Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import LayerKind
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import POSITIONS, Head, Lora, ModelShape, Unit
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout, split
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from prefect_rlhf.rlhf_tasks.parallel.layout.work import head_flops, layer_flops
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import DELTA_CHUNK, head_flops, layer_flops
 from prefect_rlhf.rlhf_tasks.profiling.measurements import Exchange, Pass
+
+KINDS: tuple[LayerKind, ...] = ("attention", "convolution", "delta")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,10 @@ class Sizes:
     of_experts               of a layer's: those of its experts
     experts, chosen          number of a layer's experts, 0 where it has one MLP; the share that a token is given to
     query, kv, intermediate  width of the local query heads, of the local keys (values have the same), of the MLPs
-                             that a token passes
+                             that a token passes; without attention, of what a layer has in their place
+    scored, cached           the same as query and kv, of attention alone
+    state                    what a layer keeps of a sequence in place of keys and values
+    mixing                   of a token: what a backward pass of the gated delta rule needs
     routed                   width of the copies of a token's hidden state that its experts get; 0: one MLP, no copies
     vocab                    local rows of the vocabulary; 1 for a scalar head
     hidden, layers           of the whole model
@@ -46,8 +52,12 @@ class Sizes:
     chosen: float
     embedding: int
     head: int
-    query: int
-    kv: int
+    query: float
+    kv: float
+    scored: float
+    cached: float
+    state: float
+    mixing: float
     intermediate: int
     routed: int
     vocab: int
@@ -164,8 +174,7 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
         chosen=per_token / shape.experts if shape.experts else 1.0,
         embedding=max(local(rank, ("first", "ends")) for rank in ranks) - positions,
         head=max(local(rank, ("last",)) for rank in ranks),
-        query=max(layout.units("query_head", rank).size for rank in ranks) * shape.head_dim,
-        kv=max(layout.units("kv_head", rank).size for rank in ranks) * shape.head_dim,
+        **_mixers(layout),
         intermediate=ceil(of_mixture * passed + (1 - of_mixture) * most(shape.dense_columns)),
         routed=ceil(of_mixture * per_token * shape.hidden),
         vocab=1 if head == "scalar" else max(layout.units("vocab", rank).size for rank in ranks),
@@ -178,6 +187,35 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
         norm_bias=shape.norm_bias,
         norms_over_ranks=2 if shape.qk_norm == "all heads" else 0,
     )
+
+
+def _mixers(layout: Layout) -> dict[str, float]:
+    """Of `Sizes`, what depends on the kinds of layers: sums over kinds, each by its share of the layers."""
+    shape, ranks = layout.shape, range(layout.placement.strategy.tp)
+
+    def most(unit: Unit) -> int:
+        return max(layout.units(unit, rank).size for rank in ranks)
+
+    attends, convolves, corrects = map(shape.share, KINDS)
+    scored = most("query_head") * shape.head_dim * attends
+    cached = most("kv_head") * shape.head_dim * attends
+    widths = {"query": scored, "kv": cached, "scored": scored, "cached": cached, "state": 0.0, "mixing": 0.0}
+    if shape.gated_attention:
+        widths["query"] += scored
+    if convolves:
+        channels = most("channel") * convolves
+        widths["query"] += channels
+        widths["kv"] += channels
+        widths["state"] += channels * (shape.kernel - 1)
+    if shape.delta is not None:
+        heads, delta = most("delta_head") * corrects, shape.delta
+        keys, values = heads * delta.key_dim, heads * delta.group * delta.value_dim
+        matrices = delta.group * (delta.key_dim * delta.value_dim / DELTA_CHUNK + 4 * DELTA_CHUNK)
+        widths["query"] += 2 * values
+        widths["kv"] += keys
+        widths["state"] += values * delta.key_dim + (2 * keys + values) * (shape.kernel - 1)
+        widths["mixing"] += 7 * delta.group * keys + 5 * values + heads * matrices
+    return widths
 
 
 GRADIENT_BYTES = 4  # float32 (gradients.py)
@@ -306,7 +344,7 @@ class Roofline:
         cached  keys and values of the others are read from the KV cache
         """
         local = self._local
-        flops = layer_flops(tokens, attended, local.active, local.query)
+        flops = layer_flops(tokens, attended, local.active, local.scored, local.state)
         # Read and written: hidden states; query, key and value; the MLP's branches and their product.
         of_mlp = (6 if local.gated else 4) * local.intermediate
         elements = tokens * (8 * local.hidden + 2 * local.query + 4 * local.kv + of_mlp)
@@ -315,7 +353,7 @@ class Roofline:
             # product of the branches is weighed.
             elements += tokens * (9 * local.routed + 2 * local.intermediate)
         if cached:
-            elements += 2 * tokens * attended * local.kv
+            elements += 2 * tokens * (attended * local.cached + local.state)
         traffic = passes * (elements + local.read(tokens)) * self._itemsize
         return self._device.compute_s(passes * flops, traffic)
 

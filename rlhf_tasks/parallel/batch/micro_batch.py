@@ -68,6 +68,11 @@ class SharedPrefixes:
         pieces = x.split([*self.pieces, x.shape[dim] - sum(self.pieces)], dim)
         return torch.cat([pieces[number] for number in self.order], dim)
 
+    def once(self, x: Tensor, dim: int) -> Tensor:
+        """The reverse: of T rows along a dim those C that are computed, shared ones of the first of their samples."""
+        pieces = x.split([self.pieces[number] for number in self.order], dim)
+        return torch.cat([pieces[self.order.index(number)] for number in range(len(self.pieces))], dim)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

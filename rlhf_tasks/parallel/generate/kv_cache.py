@@ -8,6 +8,9 @@ A sequence that is decoded has a row. Its token at position p is in column p:
 
 The memory of a layer is allocated when its first keys are written, which show how many KV heads a tensor parallel
 rank holds and how large they are.
+
+A layer without attention keeps states instead: tensors of fixed size for each row. They move with their rows, and
+are zero when a sequence enters.
 """
 
 import math
@@ -60,7 +63,9 @@ class KVCache:
         self._newest = torch.zeros(slots, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(slots, device=device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [slots, kv heads, columns, head_dim] twice
+        self._states: dict[int, tuple[Tensor, ...]] = {}  # [slots, ...] each
         # Of the next micro-batch:
+        self._sequences = torch.zeros(0, dtype=torch.int64, device=device)  # row of each sequence
         self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
         self._read = [(slice(0), 0)]  # runs of rows, and the columns that are read of them
         # Columns of these rows' new tokens:
@@ -121,6 +126,20 @@ class KVCache:
             masks.append(mask[:, None])
         return masks
 
+    # For layers without attention
+
+    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+        """The states of the micro-batch's sequences: [n, ...] each, zeros of one without tokens; None: all are."""
+        stored = self._states.get(layer)
+        return stored and tuple(each.index_select(0, self._sequences) for each in stored)
+
+    def keep_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """Keep the states of the micro-batch's sequences after its tokens: [n, ...] each."""
+        if layer not in self._states:
+            self._states[layer] = tuple(state.new_zeros(self._slots, *state.shape[1:]) for state in states)
+        for stored, new in zip(self._states[layer], states, strict=True):
+            stored.index_copy_(0, self._sequences, new)
+
     # For the decode loop
 
     def enter(self, lengths: Sequence[int]) -> None:
@@ -130,6 +149,8 @@ class KVCache:
         self._lengths += lengths
         assert self.rows <= self._slots, f"the cache has {self._slots} slots only"
         self._newest[first : self.rows] = torch.tensor(lengths, device=self._device) - 1
+        for stored in (tensor for of_layer in self._states.values() for tensor in of_layer):
+            stored[first : self.rows] = 0
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """The next micro-batch holds these pieces, in this order.
@@ -141,6 +162,7 @@ class KVCache:
         columns = [torch.arange(piece.first, piece.stop) for piece in pieces]
         rows = [torch.full_like(own, piece.row) for own, piece in zip(columns, pieces, strict=True)]
         self._places = (torch.cat(rows).to(self._device), torch.cat(columns).to(self._device))
+        self._sequences = torch.tensor([piece.row for piece in pieces], device=self._device)
         row, _, stop = pieces[0]
         self._attend([(slice(row, row + 1), stop)], self._places[1][None])
 
@@ -150,6 +172,8 @@ class KVCache:
         longest = max(self._lengths[row] for _, row in pairs)
         for stored in (tensor for pair in self._layers.values() for tensor in pair):
             stored[target, :, :longest] = stored[source, :, :longest]
+        for stored in (tensor for of_layer in self._states.values() for tensor in of_layer):
+            stored[target] = stored[source]
 
     def advance(self) -> None:
         """Open a column: the next micro-batch holds one new token for every row.
@@ -162,6 +186,7 @@ class KVCache:
         newest = self._newest[:rows]
         newest.add_(1).clamp_(max=self._most - 1)
         self._places = (self._row_numbers[:rows], newest)
+        self._sequences = self._row_numbers[:rows]
         multiple = self._span_multiple
         runs = runs_of(self._lengths) if multiple == 1 else [(slice(0, rows), max(self._lengths))]
         self._attend([(run, -(-span // multiple) * multiple) for run, span in runs], newest[:, None])
@@ -184,6 +209,8 @@ class KVCache:
             for stored in (tensor for pair in self._layers.values() for tensor in pair):
                 used = stored[:, :, :longest]
                 used[target] = used[source]
+            for stored in (tensor for of_layer in self._states.values() for tensor in of_layer):
+                stored[target] = stored[source]
             self._newest[target] = self._newest[source]
         self._lengths = [self._lengths[row] for row in rows]
 

@@ -218,7 +218,8 @@ class Group:
     A *place* is the number of a sequence in the group. A *row* is the index of a slot that is in use.
 
     Before a sequence's first step, its prompt is filled into the cache, all but the last token. The first step reads
-    that token. A prompt that another slot holds already is copied from there.
+    that token. A prompt that another slot holds already is copied from there; where layers keep states, only from a
+    sequence that enters at the same time.
 
     In segments, a sequence rests when it has the segment's tokens. Where every sequence has a slot, all rest at the
     same step, and the next segment continues with the slots and the cache as they are. Where there are fewer slots, a
@@ -257,8 +258,10 @@ class Group:
         # The last token of a response is never read, so it needs no column.
         columns = max(map(add, prompts["input_ids"].lengths, self._responses.allowed)) - 1
         self._cache = KVCache(self._slots, columns, device, self._pace.span_multiple)
-        # A pass of experts may wait for the numbers of their tokens, which a graph cannot.
-        graphs = self._pace.graphs and not engine.layout.shape.experts
+        # A pass of experts may wait for the numbers of their tokens, which a graph cannot; and the step that runs
+        # before a capture would change states twice.
+        shape = engine.layout.shape
+        graphs = self._pace.graphs and not (shape.experts or shape.keeps_states)
         self._graphs = DecodeGraphs(self._stage, self._cache) if graphs else None
         # Whether a token was drawn from no distribution. It stays on the device until the next check, as a look at it
         # would wait for the device.
@@ -296,8 +299,13 @@ class Group:
         self._rows.enter(queue, self._step + 1)
         places = self._rows.places
         filled = {}  # prompt -> the first row with it
-        sources = [filled.setdefault(queue.like[place], row) for row, place in enumerate(places)]
-        entered = [(sources[row], row) for row in range(first, len(sources))]
+        # A state is that after the newest token: only sequences that enter together have the same.
+        since = first if self._stage.layout.shape.keeps_states else 0
+        alike = [
+            (filled.setdefault(queue.like[place], row), row)
+            for row, place in enumerate(places[since:], since)
+        ]
+        entered = alike[first - since :]
         to_fill = [
             length if source == row else 0 for length, (source, row) in zip(lengths, entered, strict=True)
         ]

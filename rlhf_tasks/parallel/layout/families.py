@@ -5,7 +5,7 @@ A family is the models of one `model_type`. Pure Python.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -90,17 +90,58 @@ class Mixture:
     grouped: bool = False
 
 
+LayerKind = Literal["attention", "delta", "convolution"]
+"""What mixes the tokens of a sequence in a layer, and so what generation keeps of a sequence: the keys and values of
+all its tokens; a state of the gated delta rule and the last inputs of a convolution; the latter alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """Heads of layers with the gated delta rule. Each key head belongs to `group` value heads, which stay together.
+
+    key_dim, value_dim  sizes of a key (and query), and of a value
+    """
+
+    heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def state(self) -> int:
+        """Elements of a sequence's state."""
+        return self.heads * self.group * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Which layers of a family are of which kind.
+
+    names    the values of the config's `layer_types` -> kind
+    default  the kinds where the config has no `layer_types`: told the config and the number of layers. Raises
+             ValueError, as `columns` of `Family` does, for what is wrong in the config
+    """
+
+    names: Mapping[str, LayerKind]
+    default: Callable[[Mapping[str, Any], int], list[LayerKind]]
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """What the modules of a layer are called, in transformers' classes as here.
 
-    attention        the block of the heads; the other one is always `mlp`
-    out, up, down    linear modules: the last one of the heads; those of an MLP but its gate
-    qkv, gate_up     those that a family packs several in
+    attention, mlp         the two blocks
+    q_norm, k_norm         the norms inside heads
+    out, gate, up, down    linear modules: the last one of the heads; those of an MLP
+    qkv, gate_up           those that a family packs several in
     """
 
     attention: str = "self_attn"
+    mlp: str = "mlp"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
     out: str = "o_proj"
+    gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     qkv: str = "qkv_proj"
@@ -125,6 +166,11 @@ class Family:
     norm_bias                     norms subtract the mean and add a bias (LayerNorm)
     learned_positions             an embedding of positions is added to that of tokens; no rotary angles
     columns_per_hidden            default columns of the MLP, in hidden sizes; None: the config must say
+    columns                       columns of the MLP, told the config and its `intermediate_size`; None: as many
+    kinds                         the kinds of layers; None: attention alone
+    gated_attention               each head's query is followed by a gate of the head's output
+    sorted_by_heads               delta layers have two input projections, whose rows are sorted by key heads; False:
+                                  a packed one of query, key and value, and one each of gate, beta and decay
     names                         of the modules of a layer
     keys                          key of Llama's configs -> the keys that mean the same, the first of which counts;
                                   none: there is no such key, and its default holds
@@ -151,6 +197,10 @@ class Family:
     norm_bias: bool = False
     learned_positions: bool = False
     columns_per_hidden: int | None = None
+    columns: Callable[[Mapping[str, Any], int], int] | None = None
+    kinds: Kinds | None = None
+    gated_attention: bool = False
+    sorted_by_heads: bool = False
     names: Names = Names()
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     files: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -184,6 +234,52 @@ _COHERE = Family(
     norms=("input_layernorm",),
     logits_factor="logit_scale",
     refused=("use_qk_norm",),
+)
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """Raises ValueError, naming the key, for what is not a positive number."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_FACTOR:
+        raise ValueError(f"{key}={shown(value)} in its config is not a positive number")
+    return value
+
+
+_MOST_FACTOR = 1e6
+
+
+def _lfm2_columns(config: Mapping[str, Any], columns: int) -> int:
+    """Two thirds, times a factor, rounded up to a multiple; unless the config says not to."""
+    if config.get("block_auto_adjust_ff_dim") is False:
+        return columns
+    factor, multiple = (
+        _number(config, "block_ffn_dim_multiplier", 1.0),
+        _number(config, "block_multiple_of", 256),
+    )
+    return math.ceil(int(factor * int(2 * columns / 3)) / multiple) * math.ceil(multiple)
+
+
+def _lfm2_kinds(config: Mapping[str, Any], layers: int) -> list[LayerKind]:
+    attending = config.get("full_attn_idxs")
+    if attending is not None and not isinstance(attending, list):
+        raise ValueError(f"full_attn_idxs={shown(attending)} in its config is not a list of layers")
+    return ["attention" if attending is None or i in attending else "convolution" for i in range(layers)]
+
+
+def _qwen_kinds(config: Mapping[str, Any], layers: int) -> list[LayerKind]:
+    every = _number(config, "full_attention_interval", 4)
+    return ["delta" if (i + 1) % every else "attention" for i in range(layers)]
+
+
+_QWEN3_5 = Family(
+    "Qwen3.5 (text)",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm="each head",
+    head_dim=256,
+    kv_heads=4,
+    kinds=Kinds({"full_attention": "attention", "linear_attention": "delta"}, _qwen_kinds),
+    gated_attention=True,
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -314,6 +410,30 @@ FAMILIES: Mapping[str, Family] = {
         transposed=True,
         refused=("add_cross_attention",),
     ),
+    "lfm2": Family(
+        "LFM2",
+        qk_norm="each head",
+        kv_heads=8,
+        tied=True,
+        norms=("operator_norm", "ffn_norm"),
+        columns=_lfm2_columns,
+        kinds=Kinds({"full_attention": "attention", "conv": "convolution"}, _lfm2_kinds),
+        names=Names(
+            mlp="feed_forward",
+            q_norm="q_layernorm",
+            k_norm="k_layernorm",
+            out="out_proj",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+        keys={
+            "tie_word_embeddings": ("tie_embedding", "tie_word_embeddings"),
+            "intermediate_size": ("block_ff_dim", "intermediate_size"),
+        },
+        files={"model.norm.": "model.embedding_norm."},
+    ),
+    "qwen3_5_text": _QWEN3_5,
 }
 """The tested families: tests compare their logits, values and gradients with those of transformers."""
 
@@ -328,6 +448,25 @@ _KNOWN = f"Use a decoder of one of the families {TESTED}, or another dense one w
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _ROPE_OF_THE_BATCH = ("dynamic", "longrope")  # as in transformers' modeling_rope_utils.py
 """Kinds of rotary embedding whose angles depend only on the token's position."""
+
+
+def kinds_of(config: Mapping[str, Any], family: Family, layers: int) -> tuple[LayerKind, ...]:
+    """The kind of each layer; none where all have attention. Raises ValueError, without the model's name, for a list
+    that is not one of the family's kinds for each layer."""
+    if family.kinds is None:
+        return ()
+    named = config.get("layer_types")
+    if named is None:
+        return tuple(family.kinds.default(config, layers))
+    kinds = cast(list[Any], named if isinstance(named, list) else [])
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types in its config is not a list of {layers} kinds, one for each layer")
+    unknown = next((kind for kind in kinds if kind not in list(family.kinds.names)), None)
+    if unknown is not None:
+        raise ValueError(
+            f"layer_types in its config has {shown(unknown)}, which is not one of {', '.join(family.kinds.names)}"
+        )
+    return tuple(family.kinds.names[kind] for kind in kinds)
 
 
 def family_of(

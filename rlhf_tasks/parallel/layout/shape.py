@@ -5,27 +5,28 @@ Parameter names are Hugging Face's.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
+from prefect_rlhf.rlhf_tasks.parallel.layout.config_keys import ConfigKeys
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
-    EXPERT_COUNTS,
     FAMILIES,
     LAYER_NORMS,
+    DeltaHeads,
     Family,
     HeadNorms,
+    LayerKind,
     Mixture,
     Packing,
-    Unless,
-    Where,
     family_of,
+    kinds_of,
 )
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
 
-Unit = Literal["query_head", "kv_head", "column", "vocab"]
+Unit = Literal["query_head", "kv_head", "column", "vocab", "channel", "delta_head"]
 """The units that a sharded dim consists of. A unit is never divided between tp ranks."""
 
 StagePlace = Literal["layer", "first", "last", "ends"]
@@ -131,23 +132,6 @@ CORRECTION = "e_score_correction_bias"
 POSITIONS = "model.embed_positions.weight"
 """The embedding of positions, of models that have one."""
 
-MOST: Mapping[str, int] = {
-    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "decoder_sparse_step"), 4096),
-    "hidden_size": 2**20,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "intermediate_size": 2**24,
-    "moe_intermediate_size": 2**24,
-    "shared_expert_intermediate_size": 2**24,
-    **dict.fromkeys(("num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"), 2**12),
-    **dict.fromkeys(EXPERT_COUNTS, 2**12),
-    "vocab_size": 2**28,
-    "max_position_embeddings": 2**31,
-}
-"""Upper bounds that no real model reaches. A larger figure is a mistake and could exhaust memory: each layer has a
-dozen objects here."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -160,6 +144,10 @@ class ModelShape:
     shared_columns     columns of the experts that every token passes besides
     dense_layers       numbers of the layers that have one MLP in place of experts
     dense_columns      its columns
+    kinds              of the layers, over and over again (`kind_of`); none: all have attention
+    kernel             tokens that a layer's causal convolution reads, the current one included; 0: no layer has one
+    convolution_bias   the convolutions, and the linear modules around them, have biases
+    delta              heads of the layers with the gated delta rule; None: there are no such layers
     Further fields are as in `Family`.
     """
 
@@ -188,6 +176,31 @@ class ModelShape:
     dense_columns: int = 0
     norm_bias: bool = False
     learned_positions: bool = False
+    kinds: tuple[LayerKind, ...] = ()
+    kernel: int = 0
+    convolution_bias: bool = False
+    delta: DeltaHeads | None = None
+    gated_attention: bool = False
+    sorted_by_heads: bool = False
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """What mixes tokens in a layer."""
+        return self.kinds[layer % len(self.kinds)] if self.kinds else "attention"
+
+    def share(self, kind: LayerKind) -> float:
+        """The share of layers of a kind."""
+        return sum(self.kind_of(layer) == kind for layer in range(self.layers)) / self.layers
+
+    @property
+    def most_tp(self) -> int:
+        """The most tp ranks of which none is empty."""
+        heads = self.query_heads if self.delta is None else min(self.query_heads, self.delta.heads)
+        return min(heads, self.least_columns, self.vocab)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether generation keeps more of a sequence than the keys and values of its tokens."""
+        return any(kind != "attention" for kind in self.kinds)
 
     @staticmethod
     def from_config(
@@ -202,13 +215,19 @@ class ModelShape:
         if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]: users write it
             raise ConfigError(f"Model {source!r}: the config is not a JSON object.")
         family = family_of(config, source, weights)
-        read = _ConfigKeys(config, source, family.keys)
+        read = ConfigKeys(config, source, family.keys)
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
         mixture = family.mixture
         experts, per_token = (0, 0) if mixture is None else read.experts(mixture)
         columns = None if family.columns_per_hidden is None else family.columns_per_hidden * hidden
         layers = read.count("num_hidden_layers")
         dense = () if mixture is None else read.dense_layers(mixture, layers)
+        columns = read.count("intermediate_size" if mixture is None else mixture.width, columns)
+        try:
+            kinds = kinds_of(config, family, layers)
+            columns = columns if family.columns is None else family.columns(config, columns)
+        except ValueError as fault:
+            raise ConfigError(f"Model {source!r}: {fault}.") from None
         shape = ModelShape(
             family=config["model_type"],
             hidden=hidden,
@@ -216,7 +235,7 @@ class ModelShape:
             query_heads=heads,
             kv_heads=read.count("num_key_value_heads", family.kv_heads or heads),
             head_dim=read.count("head_dim", family.head_dim or max(1, hidden // heads)),
-            intermediate=read.count("intermediate_size" if mixture is None else mixture.width, columns),
+            intermediate=columns,
             vocab=read.count("vocab_size"),
             context=read.count("max_position_embeddings"),
             tied=read.flag("tie_word_embeddings", family.tied),
@@ -235,6 +254,12 @@ class ModelShape:
             dense_columns=read.count("intermediate_size") if dense else 0,
             norm_bias=family.norm_bias,
             learned_positions=family.learned_positions,
+            kinds=kinds,
+            kernel=read.kernel(kinds),
+            convolution_bias="convolution" in kinds and read.flag("conv_bias", False),
+            delta=read.delta_heads() if "delta" in kinds else None,
+            gated_attention=family.gated_attention,
+            sorted_by_heads=family.sorted_by_heads,
         )
         if not family.keys.get("head_dim", ("head_dim",)) and hidden % heads:
             raise ConfigError(
@@ -264,104 +289,6 @@ class ModelShape:
         """The fields in which two models differ: {field: (ours, theirs)}; empty when they are equal."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-@dataclass(frozen=True, slots=True)
-class _ConfigKeys:
-    """Checked access to config keys, by Llama's names. A key that is null counts as absent.
-
-    keys  as in `Family`
-    """
-
-    config: Mapping[str, Any]
-    source: str
-    keys: Mapping[str, tuple[str, ...]]
-
-    def count(self, key: str, default: int | None = None) -> int:
-        names = self.keys.get(key, (key,))
-        name = next((name for name in names if self.config.get(name) is not None), "")
-        value = self.config.get(name, default)
-        name = name or (names or (key,))[0]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"Model {self.source!r}: {name}={shown(value)} in its config is not a positive whole number."
-            )
-        if value > MOST[key]:
-            raise ConfigError(
-                f"Model {self.source!r}: {name}={shown(value)} in its config is more than {MOST[key]:,}, which no "
-                "model has."
-            )
-        return value
-
-    def experts(self, mixture: Mixture) -> tuple[int, int]:
-        """The numbers of experts, and of those that a token is given to."""
-        key = next((key for key in EXPERT_COUNTS if self.config.get(key) is not None), EXPERT_COUNTS[0])
-        count = self.count(key, mixture.count)
-        per_token = self.count("num_experts_per_tok", mixture.per_token)
-        if per_token > count:
-            raise ConfigError(
-                f"Model {self.source!r}: num_experts_per_tok={per_token} in its config is more than its "
-                f"{count} experts."
-            )
-        if mixture.grouped:
-            groups, chosen = self.count("n_group", 1), self.count("topk_group", 1)
-            if count % groups or not per_token <= chosen * (count // groups) <= count:
-                raise ConfigError(
-                    f"Model {self.source!r}: n_group={groups} and topk_group={chosen} in its config do not fit "
-                    f"{count} experts of which {per_token} are chosen."
-                )
-        return count, per_token
-
-    def shared_columns(self, mixture: Mixture) -> int:
-        """Columns of the experts that every token passes, side by side."""
-        if mixture.shared is None:
-            return 0
-        if mixture.shared.columns is not None:
-            return self.count(mixture.shared.columns)
-        assert mixture.shared.count is not None
-        return self.count(mixture.shared.count, 1) * self.count(mixture.width)
-
-    def dense_layers(self, mixture: Mixture, layers: int) -> tuple[int, ...]:
-        """The numbers of layers without experts."""
-        first = (
-            0 if mixture.first_dense is None else self._number("first_k_dense_replace", mixture.first_dense)
-        )
-        named: Any = (self.config.get("mlp_only_layers") or []) if "mlp_only_layers" in mixture.among else []
-        numbers = cast(list[Any], named) if isinstance(named, list) else [None]
-        if not all(type(layer) is int for layer in numbers):
-            raise ConfigError(
-                f"Model {self.source!r}: mlp_only_layers={shown(cast(Any, named))} in its config is not a list of "
-                "whole numbers."
-            )
-        step = self.count("decoder_sparse_step", 1) if "decoder_sparse_step" in mixture.among else 1
-        dense = tuple(i for i in range(layers) if i < first or i in numbers or (i + 1) % step)
-        if len(dense) == layers:
-            raise ConfigError(f"Model {self.source!r}: none of its {layers} layers has experts.")
-        return dense
-
-    def _number(self, key: str, default: int) -> int:
-        """A whole number from 0."""
-        return 0 if self.config.get(key) == 0 else self.count(key, default)
-
-    def head_norms(self, known: HeadNorms | Where | None) -> HeadNorms | None:
-        if isinstance(known, Where):
-            return known.value if self.flag(known.key, False) else None
-        return known
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ConfigError(
-                f"Model {self.source!r}: {key}={shown(value)} in its config is neither true nor false."
-            )
-        return value
-
-    def option(self, known: bool | str | Unless) -> bool:
-        """The family's value, or the config's value where the family names a config key."""
-        if isinstance(known, Unless):
-            return self.flag(known.key, True)
-        return self.flag(known, False) if isinstance(known, str) else known
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,6 +407,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
     prefix = f"model.layers.{layer}."
     query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     names, attention = family.names, family.names.attention
+    per_head = 2 if shape.gated_attention else 1  # queries, and gates
 
     def spec(
         name: str,
@@ -488,7 +416,10 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         unit: Unit | None = None,
         partial: bool = False,
     ) -> ParameterSpec:
-        unit_size = shape.head_dim if unit in ("query_head", "kv_head") else 1
+        rows = 0 if shard_dim is None else dims[shard_dim]
+        units = {"query_head": shape.query_heads, "kv_head": shape.kv_heads}
+        units["delta_head"] = shape.delta.heads if shape.delta else rows
+        unit_size = rows // units.get(unit, rows) if unit else 1
         return ParameterSpec(prefix + name, dims, "layer", layer, shard_dim, unit, unit_size, partial)
 
     def linear(name: str, out: int, into: int, unit: Unit, split: int, bias: bool) -> list[ParameterSpec]:
@@ -504,7 +435,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         parts = ("weight", "bias") if shape.norm_bias else ("weight",)
         return [spec(f"{name}.{part}", (size,)) for part in parts]
 
-    q_norm, k_norm = (f"{attention}.{name}.weight" for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (f"{attention}.{name}.weight" for name in (names.q_norm, names.k_norm))
     head_norms = {
         None: [],
         "each head": [spec(name, (shape.head_dim,), partial=True) for name in (q_norm, k_norm)],
@@ -514,7 +445,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         ],
     }[shape.qk_norm]
     into_heads = [
-        *linear(f"{attention}.q_proj", query, shape.hidden, "query_head", 0, shape.qkv_bias),
+        *linear(f"{attention}.q_proj", query * per_head, shape.hidden, "query_head", 0, shape.qkv_bias),
         *linear(f"{attention}.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
         *linear(f"{attention}.v_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
     ]
@@ -522,7 +453,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         into_heads = _packed(into_heads, names.qkv)
 
     def mlp(block: str, columns: int) -> list[ParameterSpec]:
-        into = ["gate_proj", names.up] if shape.gated else [names.up]
+        into = [names.gate, names.up] if shape.gated else [names.up]
         first = [
             spec
             for name in into
@@ -536,18 +467,71 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
     sinks = replace(spec(f"{attention}.sinks", (shape.query_heads,), 0, "query_head"), unit_size=1)
     mixture = family.mixture if shape.has_experts(layer) else None
     if mixture is None:
-        columns = mlp("mlp", shape.dense_columns if shape.experts else shape.intermediate)
+        columns = mlp(names.mlp, shape.dense_columns if shape.experts else shape.intermediate)
     else:
         columns = _mixture(shape, mixture, layer)
         if mixture.shared is not None:
-            columns += mlp(f"mlp.{mixture.shared.block}", shape.shared_columns)
-    return [
+            columns += mlp(f"{names.mlp}.{mixture.shared.block}", shape.shared_columns)
+    attends = [
         *into_heads,
         *head_norms,
         *([sinks] if shape.sinks else []),
         *linear(f"{attention}.{names.out}", shape.hidden, query, "query_head", 1, shape.out_bias),
+    ]
+
+    others = {"convolution": _convolution, "delta": _delta}
+    kind = shape.kind_of(layer)
+    return [
+        *(attends if kind == "attention" else others[kind](shape, spec, linear)),
         *columns,
         *(spec for name in shape.norms for spec in norm(name, shape.hidden)),
+    ]
+
+
+_Spec = Callable[..., ParameterSpec]
+_Linear = Callable[[str, int, int, Unit, int, bool], list[ParameterSpec]]
+
+
+def _convolution(shape: ModelShape, spec: _Spec, linear: _Linear) -> list[ParameterSpec]:
+    """A short convolution: a gated input, a causal convolution of each of its channels, and a gated output."""
+    hidden, bias = shape.hidden, shape.convolution_bias
+    parts = [linear(f"conv.{part}", hidden, hidden, "channel", 0, bias) for part in ("b", "c", "x")]
+    kernel = [spec("conv.conv.weight", (hidden, 1, shape.kernel), 0, "channel")]
+    kernel += [spec("conv.conv.bias", (hidden,), 0, "channel")] * bias
+    out = linear("conv.out_proj", hidden, hidden, "channel", 1, bias)
+    return [*_packed([each for part in parts for each in part], "in_proj"), *kernel, *out]
+
+
+def _delta(shape: ModelShape, spec: _Spec, linear: _Linear) -> list[ParameterSpec]:
+    """The gated delta rule: projections, a convolution, the decay of each head, a norm inside heads."""
+    delta, hidden, block = shape.delta, shape.hidden, "linear_attn"
+    assert delta is not None
+    values = delta.heads * delta.group
+    widths = {
+        "query": delta.heads * delta.key_dim,
+        "key": delta.heads * delta.key_dim,
+        "value": values * delta.value_dim,
+    }
+    projections = {"in_proj_z": widths["value"], "in_proj_b": values, "in_proj_a": values}
+    if shape.sorted_by_heads:
+        projections = {"in_proj_qkvz": sum(widths.values()) + widths["value"], "in_proj_ba": 2 * values}
+
+    def each(width: int, name: str) -> list[ParameterSpec]:
+        return linear(f"{block}.{name}", width, hidden, "delta_head", 0, False)
+
+    qkv = [] if shape.sorted_by_heads else [s for name, width in widths.items() for s in each(width, name)]
+    kernels = [
+        spec(f"{block}.{name}.weight", (width, 1, shape.kernel), 0, "delta_head")
+        for name, width in widths.items()
+    ]
+    return [
+        *_packed(qkv, "in_proj_qkv"),
+        *(spec for name, width in projections.items() for spec in each(width, name)),
+        *_packed(kernels, "conv1d"),
+        spec(f"{block}.dt_bias", (values,), 0, "delta_head"),
+        spec(f"{block}.A_log", (values,), 0, "delta_head"),
+        spec(f"{block}.norm.weight", (delta.value_dim,), partial=True),
+        *linear(f"{block}.out_proj", hidden, widths["value"], "delta_head", 1, False),
     ]
 
 

@@ -72,6 +72,8 @@ class Layout:
     def __post_init__(self) -> None:
         strategy, shape = self.placement.strategy, self.shape
         limits = {"query heads": shape.query_heads, "columns": shape.least_columns, "tokens": shape.vocab}
+        if shape.delta is not None:
+            limits["key heads of linear attention"] = shape.delta.heads
         for what, limit in limits.items():
             if strategy.tp > limit:
                 raise ValueError(f"tp={strategy.tp} exceeds the model's {limit} {what}. Choose a smaller tp.")
@@ -117,7 +119,13 @@ class Layout:
         if unit == "kv_head":
             heads, group = split(shape.query_heads, tp, tp_rank), shape.query_heads // shape.kv_heads
             return Interval(heads.start // group, -(-heads.stop // group))
-        totals = {"query_head": shape.query_heads, "column": shape.intermediate, "vocab": shape.vocab}
+        totals = {
+            "query_head": shape.query_heads,
+            "column": shape.intermediate,
+            "vocab": shape.vocab,
+            "channel": shape.hidden,
+            "delta_head": shape.delta.heads if shape.delta else 0,
+        }
         return split(totals[unit], tp, tp_rank)
 
     def interval(self, spec: ParameterSpec, tp_rank: int) -> Interval:

@@ -169,10 +169,10 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes in which a parameter may be stored. Others are quantised and would be read as if they were not."""
 
 _IDLE = re.compile(
-    r"lm_head\.weight|score\.weight|.*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+    r"lm_head\.weight|score\.weight|.*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias|mtp\..*"
 )
 """Tensors that a folder may have beyond the model's: the other head, tied embeddings once more, old angles, GPT-2's
-masks."""
+masks, heads that predict further tokens (which neither train nor are exported)."""
 
 SAVE_ANEW, FETCH_AGAIN = "Save the model again with save_pretrained.", "Fetch or save it again."
 MOST_HEADER_BYTES = 100_000_000  # as the safetensors format defines

@@ -3,8 +3,9 @@ it, and counts its FLOPs for `mfu`; the planner prices it. Loads no torch.
 
 As in arXiv:2104.04473, eq. 3, a token costs two FLOPs per parameter of each matrix that it is multiplied by, and four
 per attended token and column of the query (scores and weighted values). Attention here is causal: a token attends to
-half of its sequence on average. A backward pass costs twice a forward pass. Recomputed activations, padding and
-sequences that have ended do not count.
+half of its sequence on average. A token reads, corrects and reads again the state of a layer with the gated delta
+rule: six FLOPs for each of its elements. A backward pass costs twice a forward pass. Recomputed activations, padding
+and sequences that have ended do not count.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,15 +23,16 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
 TRAINING = 3  # cost of a forward and a backward pass, in forward passes
 
 
-def layer_flops(tokens: float, attended: float, size: float, query: float) -> float:
+def layer_flops(tokens: float, attended: float, size: float, query: float, state: float = 0.0) -> float:
     """FLOPs of one layer's forward pass.
 
     tokens    tokens that pass the layer
     attended  tokens that each of them attends to, on average
     size      parameters of the layer
     query     columns of all query heads together
+    state     elements of a sequence's state
     """
-    return 2 * tokens * size + 4 * tokens * attended * query
+    return 2 * tokens * size + 4 * tokens * attended * query + 6 * tokens * state
 
 
 def head_flops(tokens: float, hidden: int, vocab: int) -> float:
@@ -56,7 +58,8 @@ def pass_flops(
     vocab = 1 if head == "scalar" else shape.vocab
     rows = sum(lengths) if predicted is None else predicted
     layers = sum(_layers_flops(shape, head, length, lora) for length in lengths)
-    layers -= sum(_layers_flops(shape, head, length, lora) for length in shared)
+    # What mixes tokens by a state does so for every sequence.
+    layers -= sum(_layers_flops(shape, head, length, lora, states=False) for length in shared)
     forward = layers + head_flops(rows, shape.hidden, vocab)
     if not training:
         return forward
@@ -94,10 +97,13 @@ def layers_size(shape: ModelShape, head: Head, lora: Lora | None = None) -> int:
     return sum(whole) + shape.experts_per_token * sum(of_expert)
 
 
-def _layers_flops(shape: ModelShape, head: Head, tokens: int, lora: Lora | None) -> float:
+def _layers_flops(
+    shape: ModelShape, head: Head, tokens: int, lora: Lora | None, states: bool = True
+) -> float:
     size = layers_size(shape, head) + (0 if lora is None else layers_size(shape, head, lora))
-    query = shape.query_heads * shape.head_dim
-    return shape.layers * layer_flops(tokens, tokens / 2, size / shape.layers, query)
+    query = shape.query_heads * shape.head_dim * shape.share("attention")
+    state = shape.delta.state * shape.share("delta") if shape.delta and states else 0.0
+    return shape.layers * layer_flops(tokens, tokens / 2, size / shape.layers, query, state)
 
 
 PREFILL_TOKENS = 8192
@@ -113,6 +119,10 @@ cache, and small beside a model on a GPU, which sums up many rows at a time as f
 LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits of a rank whose log-probabilities are computed at a time, by type of device. On a CPU their 4 MiB of float32
 stay in the cache; on a GPU 64 MiB take longer to compute than their kernel to launch."""
+
+DELTA_CHUNK = 64
+"""Most tokens of a chunk of the gated delta rule. A larger one has more work inside, a smaller one more chunks that
+wait for each other."""
 
 LEAST_SHARED = 8
 """Fewest first tokens that neighbouring samples have in common and are computed once. Below, what is saved is less

@@ -36,7 +36,8 @@ _GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters
 
 
 class Cache(Protocol):
-    """The KV cache of one generation, as attention sees it. `layer` is the layer's number in the model."""
+    """What one generation keeps of its sequences, as layers see it: keys and values of their tokens, or a state of
+    fixed size (`states`). `layer` is the layer's number in the model."""
 
     @property
     def continues(self) -> bool:
@@ -57,6 +58,15 @@ class Cache(Protocol):
 
         The mask is True where a new token may attend; None: everywhere. window: the sliding window in tokens.
         """
+        ...
+
+    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+        """What `keep_states` has kept of each sequence of the micro-batch: tensors [n, ...], zeros of a sequence
+        without tokens so far; None: all are without."""
+        ...
+
+    def keep_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """Keep the states after the micro-batch's tokens, of each sequence: tensors [n, ...]."""
         ...
 
 

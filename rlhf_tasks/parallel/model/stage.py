@@ -24,6 +24,8 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate
 from prefect_rlhf.rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
+from prefect_rlhf.rlhf_tasks.parallel.model.convolutions import Channels, ShortConvolution
+from prefect_rlhf.rlhf_tasks.parallel.model.delta_rule import GatedDeltaNet, GatedNorm
 from prefect_rlhf.rlhf_tasks.parallel.model.norms import NormOverRanks, RMSNorm, norm_offset, own_norm
 from prefect_rlhf.rlhf_tasks.parallel.model.products import linear
 from prefect_rlhf.rlhf_tasks.parallel.model.recomputation import recomputing
@@ -52,6 +54,9 @@ gradients, and .6 MB that it keeps for each shape. Micro-batches of natural leng
 """
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+_OURS = (ShortConvolution, GatedDeltaNet, Channels, GatedNorm)
+"""Modules with parameters that are this rank's from the start; linear modules inside are split as others are."""
 
 
 def _plan(config: PreTrainedConfig) -> Mapping[str, str]:
@@ -250,11 +255,18 @@ class Stage(nn.Module):
         self.model = _Decoder()
         self._norm_offset = norm_offset(final_norm)
         if not self.layout.shape.learned_positions:
-            self.model.rotary_emb = type(whole.rotary_emb)(config).to(self.device)
+            self.model.rotary_emb = type(self._theirs(whole, "rotary_emb"))(config).to(self.device)
         self.model.layers = nn.ModuleDict({str(i): layers[i] for i in self.layers})
         for i, layer in self.model.layers.items():
             if self.layout.shape.has_experts(int(i)):
                 layer.mlp = self._mixture_of_experts(layer.mlp, f"model.layers.{i}.mlp")
+            kind = self.layout.shape.kind_of(int(i))
+            if kind == "convolution":
+                channels = self.layout.units("channel", self.coordinate.tp).size
+                layer.conv = ShortConvolution(layer.conv, channels)
+            elif kind == "delta":
+                heads = self.layout.units("delta_head", self.coordinate.tp).size
+                layer.linear_attn = GatedDeltaNet(layer.linear_attn, heads)
             self._split_layer(layer, f"model.layers.{i}")
         if self.is_first or (self.is_last and self._tied):
             # Gemma's classes of embeddings multiply by the root of the hidden size.
@@ -341,6 +353,8 @@ class Stage(nn.Module):
                     enters = enters or isinstance(own, ColumnParallelLinear)
                 elif isinstance(child, NewGELUActivation):  # the same, in one kernel that keeps less
                     setattr(parent, name, nn.GELU("tanh"))
+                elif isinstance(child, _OURS):
+                    continue
                 elif kind.endswith("Norm"):
                     setattr(parent, name, self._norm(child, path))
                 elif not isinstance(child, MixtureOfExperts):

@@ -257,12 +257,22 @@ def initialise_adapters(stage: Stage, seed: int) -> None:
         _fill(adapters[name], whole)
 
 
+_CONSTANTS = {".dt_bias": 1.0, "bias": 0.0, ".linear_attn.norm.weight": 1.0}
+"""Ends of names -> the initial value, by the first that fits. Other vectors are weights of norms."""
+MOST_DECAY = (0.01, 16.0)
+"""Between these lies, at first, the rate at which a state of the gated delta rule fades; A_log is its logarithm."""
+
+
 def _randomise(stage: Stage, names: Iterable[str], seed: int, moved: ByteCount | None) -> None:
     parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
     for name in names:
         spec, rows = stage.layout.specs[name], held[name]
-        if name.endswith("bias") or (name.endswith(".weight") and len(spec.shape) == 1):
-            constant = 0.0 if name.endswith("bias") else stage.neutral_norm
+        if name.endswith(".A_log"):
+            whole = torch.empty(spec.shape).uniform_(*MOST_DECAY, generator=_generator(seed, name)).log()
+            _fill(parameters[name], whole[slice(*rows)], moved)
+        elif name.endswith("bias") or (name.endswith(".weight") and len(spec.shape) == 1):
+            ends = (end for end in _CONSTANTS if name.endswith(end))
+            constant = _CONSTANTS.get(next(ends, ""), stage.neutral_norm)
             _fill(parameters[name], torch.tensor(constant), moved)
         else:
             whole = _drawn(spec, seed, stage.config)

@@ -111,7 +111,7 @@ def tokens_of_prompts(x: Tensor, micro: MicroBatch, cache: KVCache, *prompts: Te
     "family",
     [
         name
-        if name in ("llama", "gemma2", "mixtral", "gpt2")
+        if name in ("llama", "gemma2", "mixtral", "gpt2", "lfm2", "qwen3_5_text")
         else pytest.param(name, marks=pytest.mark.whole)
         for name in CONFIGS
     ],
@@ -329,16 +329,37 @@ def test_finished_sequences_leave_the_batch():
 MANY = tuple(1 + (7 * i) % 11 for i in range(40))  # lengths of prompts
 
 
+STATES = ("lfm2", "qwen3_5_text")
+"""Families whose layers keep states beside keys and values."""
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_states_say_while_decoding_what_a_full_forward_does(family: str):
+    engine = build(family, torch.float64)
+    samples = draw(engine, prompts(), max_new_tokens=20)
+    micro = micro_batch(samples)
+    with torch.no_grad():
+        logits = engine.stage(micro.input_ids, micro)
+    mask, expected = samples["response_mask"].values, packed_logprobs(logits, micro, WHOLE)
+    torch.testing.assert_close(samples["old_logprobs"].values[mask], expected[mask], atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize(
-    ("check_every", "micro_batches"),
+    ("check_every", "micro_batches", "family"),
     [
-        (4, 7),
-        (1, 2),
-        *(pytest.param(*case, marks=pytest.mark.whole) for case in [(4, 2), (1, 7), (4, 40), (1, 40)]),
+        (4, 7, "llama"),
+        (1, 2, "llama"),
+        *((4, 7, family) for family in STATES),
+        *(
+            pytest.param(*case, "llama", marks=pytest.mark.whole)
+            for case in [(4, 2), (1, 7), (4, 40), (1, 40)]
+        ),
     ],
 )
-def test_refilled_slots_give_the_tokens_of_all_at_once(monkeypatch, micro_batches: int, check_every: int):
-    engine, batch = build("llama", torch.float64), prompts(MANY)
+def test_refilled_slots_give_the_tokens_of_all_at_once(
+    monkeypatch, micro_batches: int, check_every: int, family: str
+):
+    engine, batch = build(family, torch.float64), prompts(MANY)
     options: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 2, "stop_ids": STOPS, "top_p": 0.9}
     options |= {"stop_strings": StopStrings(STRINGS, TEXTS), "record_kept": True}
     whole = draw(engine, batch, **options)
@@ -369,12 +390,22 @@ def test_a_finished_sequence_makes_room_for_a_waiting_one():
     assert len(rows) < sum(lengths) / 10 + max(lengths), "the bound, and the tail of the last ones"
 
 
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 4}),
+    *((family, {}) for family in STATES),
+]
+"""Families by what they keep of a sequence."""
+
+
 @pytest.mark.parametrize(
     "prefill_tokens", [4, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 9, 25))]
 )
-@pytest.mark.parametrize("window", [None, 4])
-def test_prompts_in_passes_of_few_tokens_give_the_tokens_of_one_pass(prefill_tokens: int, window: int | None):
-    engine = build("mistral", torch.float64, sliding_window=window)
+@pytest.mark.parametrize(("family", "sizes"), WAYS)
+def test_prompts_in_passes_of_few_tokens_give_the_tokens_of_one_pass(
+    prefill_tokens: int, family: str, sizes: dict
+):
+    engine = build(family, torch.float64, **sizes)
     options = {"max_new_tokens": 8, "micro_batches": 2}
     whole = responses(draw(engine, prompts(MANY), **options))
     passed = watched(engine, tokens_of_prompts)
@@ -393,9 +424,9 @@ def repeated(group: int, lengths=LENGTHS) -> SampleBatch:
 @pytest.mark.parametrize(
     "limits", [{}, {"micro_batches": 5}, {"prefill_tokens": 3}, {"groups_in_flight": 3}], ids=str
 )
-@pytest.mark.parametrize("window", [None, 4])
-def test_a_shared_prompt_gives_the_tokens_of_a_repeated_one(limits: dict[str, int], window: int | None):
-    engine, batch = build("mistral", torch.float64, sliding_window=window), repeated(4)
+@pytest.mark.parametrize(("family", "sizes"), WAYS)
+def test_a_shared_prompt_gives_the_tokens_of_a_repeated_one(limits: dict[str, int], family: str, sizes: dict):
+    engine, batch = build(family, torch.float64, **sizes), repeated(4)
     options = {"max_new_tokens": 16, "stop_ids": STOPS}
     shared = draw(engine, batch, **options, **limits)
     assert shared.ids == batch.ids
@@ -444,10 +475,12 @@ OTHERS: list[Model] = [
     ("mixtral", {}),
     ("qwen3_moe", {"norm_topk_prob": True}),
     ("gpt2", {}),
+    ("lfm2", {}),
+    ("qwen3_5_text", {}),
 ]
 BY_STAGES = ("qwen2", "qwen3_moe")
 """Families that are split by layers (both ends of the first have the embeddings); others by heads."""
-BY_DEFAULT = ("qwen2", "mixtral", "gpt2")
+BY_DEFAULT = ("qwen2", "mixtral", "gpt2", "lfm2", "qwen3_5_text")
 """Families that the default suite splits; continuous integration splits all. `make test-slow` has both ways."""
 
 

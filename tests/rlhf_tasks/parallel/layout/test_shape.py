@@ -61,6 +61,12 @@ CASES = [
     ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
     ("gpt2", {}),
     ("gpt2", {"n_inner": 20, "tie_word_embeddings": False}),
+    ("lfm2", {"full_attn_idxs": [1]}),
+    ("lfm2", {"conv_bias": True, "layer_types": ["full_attention", "conv", "conv"], "conv_L_cache": 4}),
+    ("lfm2", {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8}),
+    ("qwen3_5_text", {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "attention_bias": True}),
+    ("qwen3_5_text", {"full_attention_interval": 2, "linear_conv_kernel_dim": 3}),
+    ("lfm2", {"block_auto_adjust_ff_dim": False, "block_ff_dim": 33}),
 ]
 
 
@@ -125,6 +131,34 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
         (
             {"model_type": "gpt2", "add_cross_attention": True},
             r"\(gpt2\) has add_cross_attention, which is unknown",
+        ),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv"]},
+            "layer_types in its config is not a list of 3 kinds",
+        ),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "mamba"]},
+            "has 'mamba', which is not one of",
+        ),
+        (
+            {"model_type": "lfm2", "full_attn_idxs": 1},
+            "full_attn_idxs=1 in its config is not a list of layers",
+        ),
+        (
+            {"model_type": "lfm2", "block_multiple_of": 0},
+            "block_multiple_of=0 in its config is not a positive number",
+        ),
+        (
+            {"model_type": "lfm2", "full_attn_idxs": [], "conv_L_cache": 0},
+            "conv_L_cache=0 in its config is not a positive whole number",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "linear_num_key_heads": 5},
+            r"32 value heads are not a multiple of 5 key heads \(linear_num",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "full_attention_interval": "x"},
+            "full_attention_interval='x' in its config",
         ),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer=0 in its config is not a positive"),
         ({"model_type": "gpt2", "n_embd": 25}, "hidden size 25 is not a multiple of 6 heads"),

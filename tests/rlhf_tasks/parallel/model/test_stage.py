@@ -152,6 +152,12 @@ OF_LAYER_TYPES = {
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
         ("gpt2", {"scale_attn_weights": False}),
         ("gpt2", {"activation_function": "relu"}),
+        ("lfm2", {"conv_bias": True}),
+        ("lfm2", {"conv_L_cache": 4}),
+        ("lfm2", {"full_attn_idxs": [0]}),  # the second of two stages has no attention
+        ("qwen3_5_text", {"attention_bias": True}),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 2}),
+        ("qwen3_5_text", {"full_attention_interval": 4}),
     ],
 )
 def test_options_of_a_config_are_followed(family: str, changes: dict[str, Any]):
@@ -159,7 +165,10 @@ def test_options_of_a_config_are_followed(family: str, changes: dict[str, Any]):
     model, sequences = tiny_model(config), tokens(*LENGTHS)
     plain = tiny_model(tiny_config(family))
     theirs = reference(model, "lm", sequences)
-    if not {"attention_bias", "mlp_bias"} & changes.keys():
+    if (
+        not {"attention_bias", "mlp_bias", "conv_bias", "conv_L_cache", "linear_conv_kernel_dim"}
+        & changes.keys()
+    ):
         assert (theirs - reference(plain, "lm", sequences)).abs().max() > 1e-3, "the option changes nothing"
     assert_close(run(pipeline(config, model, 2), sequences), theirs, 1e-5)
 
@@ -189,7 +198,7 @@ def test_the_padding_token_gets_no_gradient_as_in_transformers():
     assert_close(gradient, model.model.embed_tokens.weight.grad, 1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2", "lfm2", "qwen3_5_text"])
 @pytest.mark.parametrize(
     "lengths",
     [(5, 9, 1), *(pytest.param(own, marks=pytest.mark.whole) for own in ((ROWS, ROWS), (ROWS, ROWS, 20)))],
@@ -237,6 +246,8 @@ def samples_of_prompts() -> list[Tensor]:
         ("qwen3_moe", {}),
         ("gpt_oss", {}),
         ("gpt2", {}),
+        ("lfm2", {}),
+        ("qwen3_5_text", {}),
     ],
 )
 @pytest.mark.parametrize(
@@ -286,6 +297,8 @@ def test_a_prompt_of_several_samples_is_computed_once_and_gives_the_same(
         ("mixtral", True),
         ("gpt_oss", True),
         ("gpt2", False),
+        ("lfm2", False),
+        ("qwen3_5_text", False),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -461,6 +474,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"norm_topk_prob": True}),
     ("qwen3_moe", {"mlp_only_layers": [2]}),
     ("glm4_moe", {**UNEVEN, "head_dim": 8}),
+    ("lfm2", {**UNEVEN, "hidden_size": 45, "conv_bias": True}),
+    ("qwen3_5_text", {**UNEVEN, "linear_num_key_heads": 3, "linear_num_value_heads": 6}),
 ]
 
 
@@ -475,8 +490,8 @@ SPLITS: list[tuple[ParallelStrategy, Head, tuple[str, ...]]] = [
 ]
 """How other families are split, and of which continuous integration runs that: of each the split of both kinds, which
 has all that either has; a value head differs after the last layer, which families do not. The default suite runs
-those of Gemma 2, OLMo 2, Mixtral, GPT-OSS and GPT-2."""
-BY_DEFAULT = ("gemma2", "olmo2", "mixtral", "gpt_oss", "gpt2")
+those of Gemma 2, OLMo 2, Mixtral, GPT-OSS, GPT-2, LFM2 and Qwen3.5."""
+BY_DEFAULT = ("gemma2", "olmo2", "mixtral", "gpt_oss", "gpt2", "lfm2", "qwen3_5_text")
 
 
 @pytest.mark.dist

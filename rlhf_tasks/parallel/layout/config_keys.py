@@ -1,0 +1,152 @@
+"""Checked access to the keys of a Hugging Face config. Pure Python."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
+    EXPERT_COUNTS,
+    DeltaHeads,
+    HeadNorms,
+    LayerKind,
+    Mixture,
+    Unless,
+    Where,
+)
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
+
+MOST: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "decoder_sparse_step"), 4096),
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "intermediate_size": 2**24,
+    "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
+    **dict.fromkeys(("num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"), 2**12),
+    **dict.fromkeys(EXPERT_COUNTS, 2**12),
+    "vocab_size": 2**28,
+    "max_position_embeddings": 2**31,
+    **dict.fromkeys(("conv_L_cache", "linear_conv_kernel_dim"), 2**10),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 2**16),
+}
+"""Upper bounds that no real model reaches. A larger figure is a mistake and could exhaust memory: each layer has a
+dozen objects here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKeys:
+    """Checked access to config keys, by Llama's names. A key that is null counts as absent.
+
+    keys  as in `Family`
+    """
+
+    config: Mapping[str, Any]
+    source: str
+    keys: Mapping[str, tuple[str, ...]]
+
+    def count(self, key: str, default: int | None = None) -> int:
+        names = self.keys.get(key, (key,))
+        name = next((name for name in names if self.config.get(name) is not None), "")
+        value = self.config.get(name, default)
+        name = name or (names or (key,))[0]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"Model {self.source!r}: {name}={shown(value)} in its config is not a positive whole number."
+            )
+        if value > MOST[key]:
+            raise ConfigError(
+                f"Model {self.source!r}: {name}={shown(value)} in its config is more than {MOST[key]:,}, which no "
+                "model has."
+            )
+        return value
+
+    def experts(self, mixture: Mixture) -> tuple[int, int]:
+        """The numbers of experts, and of those that a token is given to."""
+        key = next((key for key in EXPERT_COUNTS if self.config.get(key) is not None), EXPERT_COUNTS[0])
+        count = self.count(key, mixture.count)
+        per_token = self.count("num_experts_per_tok", mixture.per_token)
+        if per_token > count:
+            raise ConfigError(
+                f"Model {self.source!r}: num_experts_per_tok={per_token} in its config is more than its "
+                f"{count} experts."
+            )
+        if mixture.grouped:
+            groups, chosen = self.count("n_group", 1), self.count("topk_group", 1)
+            if count % groups or not per_token <= chosen * (count // groups) <= count:
+                raise ConfigError(
+                    f"Model {self.source!r}: n_group={groups} and topk_group={chosen} in its config do not fit "
+                    f"{count} experts of which {per_token} are chosen."
+                )
+        return count, per_token
+
+    def shared_columns(self, mixture: Mixture) -> int:
+        """Columns of the experts that every token passes, side by side."""
+        if mixture.shared is None:
+            return 0
+        if mixture.shared.columns is not None:
+            return self.count(mixture.shared.columns)
+        assert mixture.shared.count is not None
+        return self.count(mixture.shared.count, 1) * self.count(mixture.width)
+
+    def dense_layers(self, mixture: Mixture, layers: int) -> tuple[int, ...]:
+        """The numbers of layers without experts."""
+        first = (
+            0 if mixture.first_dense is None else self._number("first_k_dense_replace", mixture.first_dense)
+        )
+        named: Any = (self.config.get("mlp_only_layers") or []) if "mlp_only_layers" in mixture.among else []
+        numbers = cast(list[Any], named) if isinstance(named, list) else [None]
+        if not all(type(layer) is int for layer in numbers):
+            raise ConfigError(
+                f"Model {self.source!r}: mlp_only_layers={shown(cast(Any, named))} in its config is not a list of "
+                "whole numbers."
+            )
+        step = self.count("decoder_sparse_step", 1) if "decoder_sparse_step" in mixture.among else 1
+        dense = tuple(i for i in range(layers) if i < first or i in numbers or (i + 1) % step)
+        if len(dense) == layers:
+            raise ConfigError(f"Model {self.source!r}: none of its {layers} layers has experts.")
+        return dense
+
+    def _number(self, key: str, default: int) -> int:
+        """A whole number from 0."""
+        return 0 if self.config.get(key) == 0 else self.count(key, default)
+
+    def head_norms(self, known: HeadNorms | Where | None) -> HeadNorms | None:
+        if isinstance(known, Where):
+            return known.value if self.flag(known.key, False) else None
+        return known
+
+    def kernel(self, kinds: Sequence[LayerKind]) -> int:
+        """Tokens that a causal convolution reads; 0 where no layer has one."""
+        if "convolution" in kinds:
+            return self.count("conv_L_cache", 3)
+        return self.count("linear_conv_kernel_dim", 4) if "delta" in kinds else 0
+
+    def delta_heads(self) -> DeltaHeads:
+        keys, values = self.count("linear_num_key_heads", 16), self.count("linear_num_value_heads", 32)
+        if values % keys:
+            raise ConfigError(
+                f"Model {self.source!r}: {values} value heads are not a multiple of {keys} key heads "
+                "(linear_num_value_heads, linear_num_key_heads)."
+            )
+        dims = self.count("linear_key_head_dim", 128), self.count("linear_value_head_dim", 128)
+        return DeltaHeads(keys, values // keys, *dims)
+
+    def flag(self, key: str, default: bool) -> bool:
+        names = self.keys.get(key, (key,))
+        key = next((name for name in names if self.config.get(name) is not None), key)
+        value = self.config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"Model {self.source!r}: {key}={shown(value)} in its config is neither true nor false."
+            )
+        return value
+
+    def option(self, known: bool | str | Unless) -> bool:
+        """The family's value, or the config's value where the family names a config key."""
+        if isinstance(known, Unless):
+            return self.flag(known.key, True)
+        return self.flag(known, False) if isinstance(known, str) else known
