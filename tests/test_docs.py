@@ -88,3 +88,10 @@ def test_figures_have_a_digit_before_the_point():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert not re.findall(r"(?:^|[ (*~≤])\.\d+(?![\w/.])", prose), page
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_no_page_has_marks_of_a_merge(page: Path):
+    assert not re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)

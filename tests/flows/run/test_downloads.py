@@ -1,11 +1,13 @@
 """A run whose model and rows are named by their ids on a Hub."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.commands.answers import _model_folder
 from prefect_rlhf.flows.run.downloads import REVISIONS
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.flows.run.run_folder import CONFIG, existing_run_folder, new_run_folder
@@ -123,6 +125,33 @@ def test_to_plan_no_weights_are_downloaded(hub: Hub, config, home, tmp_path, cap
     assert "model.safetensors" not in hub.downloads()
     assert "config.json" in hub.downloads()
     capsys.readouterr()
+
+
+def test_init_writes_ids_and_downloads_no_weights(hub: Hub, config, home, tmp_path, capsys):
+    command = [
+        "init",
+        "--model",
+        "org/model",
+        "--data",
+        "org/rows",
+        "--out",
+        str(tmp_path / "new" / "run.yaml"),
+    ]
+    (tmp_path / "new").mkdir()
+    with hub.used_here(home):
+        assert run_command(command) == 0, capsys.readouterr().err
+    written = yaml.safe_load((tmp_path / "new" / "run.yaml").read_text())
+    assert (written["models"]["actor"], written["data"]["train"]) == ("org/model", "org/rows")
+    assert "model.safetensors" not in hub.downloads()
+    capsys.readouterr()
+
+
+def test_a_model_to_try_is_named_by_its_id_too(hub: Hub, config, home, capsys):
+    with hub.used_here(home), _model_folder(Path("org/model")) as folder:
+        assert (folder / "model.safetensors").is_file()
+    out, err = capsys.readouterr()
+    assert out == "", "standard output is the model's"
+    assert "downloaded org/model@" in err
 
 
 def test_rows_to_answer_need_their_split_named(hub: Hub, config, home):
