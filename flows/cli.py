@@ -21,6 +21,7 @@ app = App(
 )
 config_app = App(name="config", help="Show and check run configurations.")
 runs_app = App(name="runs", help="List runs, and compare them.")
+champion_app = App(name="champion", help="The model that a series has promoted: list them, roll back.")
 COMMANDS = {
     "run": "runs",
     "demo": "runs",
@@ -35,6 +36,7 @@ COMMANDS = {
     "ui": "runs",
     "export": "runs",
     "report": "reports",
+    "lineage": "lineage",
     "init": "init",
     "chat": "answers",
     "generate": "answers",
@@ -42,6 +44,7 @@ COMMANDS = {
 }
 CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}
 RUNS_COMMANDS = {"list": "records:list_runs", "compare": "records:compare_runs"}
+CHAMPION_COMMANDS = {"list": "champions:list_champions", "rollback": "champions:rollback"}
 """Command -> its module in flows/commands, and its function there if that has another name."""
 
 
@@ -52,14 +55,20 @@ def _about(name: str, module: str) -> str:
     return (ast.get_docstring(function) or "").partition("\nParameters\n")[0].strip()
 
 
-for group, commands in ((app, COMMANDS), (config_app, CONFIG_COMMANDS), (runs_app, RUNS_COMMANDS)):
+GROUPS = (
+    (app, COMMANDS),
+    (config_app, CONFIG_COMMANDS),
+    (runs_app, RUNS_COMMANDS),
+    (champion_app, CHAMPION_COMMANDS),
+)
+for group, commands in GROUPS:
     for name, place in commands.items():
         module, _, function = place.partition(":")
         function = function or name
         target = f"prefect_rlhf.flows.commands.{module}:{function}"
         group.command(target, name=name, help=_about(function, module))
-app.command(config_app)
-app.command(runs_app)
+    if group is not app:
+        app.command(group)
 
 USER_ERROR = 2  # exit status after a mistake of the user
 INTERRUPTED = 130  # 128 + SIGINT, the shells' convention

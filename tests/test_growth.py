@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 284,
-    "hundreds of lines": 633,
+    "files": 297,
+    "hundreds of lines": 653,
     "lines of the longest file": 661,
-    "modules of the fullest folder": 14,
+    "modules of the fullest folder": 15,
     "configuration paths of PPO": 122,
     "configuration paths of GRPO": 117,
-    "hundreds of words in docs": 267,
+    "hundreds of words in docs": 278,
     "files that name a kind of plan node": 16,
 }
 

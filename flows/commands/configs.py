@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 
 from prefect_rlhf.flows.commands.options import show_warnings
+from prefect_rlhf.flows.recurring.beginning import check_series
 from prefect_rlhf.flows.rewards import try_environment, try_rewards
 from prefect_rlhf.flows.run.downloads import local_model
 from prefect_rlhf.flows.run.examination import (
@@ -28,13 +29,14 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     PIPELINE,
     ConfigError,
     PipelineConfig,
-    is_pipeline,
     load_config,
     load_pipeline,
     stages_of,
+    type_of,
 )
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.algorithms.series import SERIES, SeriesConfig, load_series
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
 from prefect_rlhf.rlhf_tasks.system.reading import printable
 
@@ -47,11 +49,13 @@ def schema(type_: str = "ppo", /) -> None:
     Parameters
     ----------
     type_
-        ppo, grpo, dpo, sft, reward_model, rollout, evaluate, pipeline, or another algorithm (docs/algorithms.md).
+        ppo, grpo, dpo, sft, reward_model, rollout, evaluate, pipeline, series, or another algorithm
+        (docs/algorithms.md).
     """
     name = type_.replace("-", "_")
-    if name == PIPELINE:
-        print(json.dumps(PipelineConfig.model_json_schema(), indent=2))
+    if name in (PIPELINE, SERIES):
+        several = PipelineConfig if name == PIPELINE else SeriesConfig
+        print(json.dumps(several.model_json_schema(), indent=2))
         return
     if name not in algorithm_names():
         raise ConfigError(
@@ -87,7 +91,11 @@ def validate(
     rewards
         Also call each Python reward and the environment once, on the first row of their data, in a separate process.
     """
-    if is_pipeline(config):
+    if type_of(config) == SERIES:
+        show_warnings(check_series(load_series(config, overrides)))
+        print(f"{config}: valid.")
+        return
+    if type_of(config) == PIPELINE:
         stages = stages_of(load_pipeline(config, overrides))
         show_warnings(check_stages(stages).warnings)
         print(f"{config}: valid. {len(stages)} stages: {', '.join(stages)}.")

@@ -25,6 +25,7 @@ from prefect_rlhf.flows.run.run_identity import CheckedStages
 from prefect_rlhf.flows.run.runs import run_as_flow
 from prefect_rlhf.flows.run.summary import in_short
 from prefect_rlhf.flows.run.training import RunFailed
+from prefect_rlhf.flows.series import SeriesRun, series_as_flow
 from prefect_rlhf.flows.view.prefect_api import is_prefects, what_is_wrong
 from prefect_rlhf.flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
 from prefect_rlhf.planner.pricing.figures import read_profiles, write_profiles
@@ -80,6 +81,16 @@ def pipeline_here(config: PipelineConfig, file: Path, checked: CheckedStages) ->
         reached = _means(stage["scores"]) if "scores" in stage else stage["model"]
         tell(f"{name} ({stage['type']}): {reached}")
     tell(f"done in {since_start_s():.0f} s; {folder / SUMMARY}")
+
+
+def series_here(run: SeriesRun, file: Path) -> None:
+    """Carry out a series' run, which the caller has begun, in this process, and print its decision.
+
+    file  with its configuration
+    """
+    again = f"prefect-rlhf run series --config {file}"
+    decision = _watched(run.folder, again, lambda: series_as_flow(run.series, run))
+    tell(f"run {run.name} is {decision['decision']}: {decision['reason']}\n{run.place}")
 
 
 def _means(scores: Mapping[str, float]) -> str:

@@ -17,6 +17,7 @@ from prefect_rlhf.flows.cluster.forks import begin_to_load_for
 from prefect_rlhf.flows.commands.options import show_warnings, whole_seed
 from prefect_rlhf.flows.demo import DATA, refuse_without_task
 from prefect_rlhf.flows.pushes import PushError, check_push, push_model
+from prefect_rlhf.flows.recurring.beginning import NOTHING_NEW, begin_run, open_series
 from prefect_rlhf.flows.rewards import refuse_blocks_without_server
 from prefect_rlhf.flows.run import run_identity
 from prefect_rlhf.flows.run.downloads import fetched
@@ -47,6 +48,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     stages_of,
 )
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm as registered
+from prefect_rlhf.rlhf_tasks.algorithms.series import SERIES, SeriesConfig, load_series
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export
 from prefect_rlhf.rlhf_tasks.config.files import faults_of
 from prefect_rlhf.rlhf_tasks.config.models import HubPush
@@ -66,7 +68,8 @@ def run(
     ----------
     algorithm
         ppo, grpo, dpo, sft, reward-model, rollout, evaluate, or another algorithm (docs/algorithms.md); or
-        pipeline, whose stages are such runs. The same command continues an interrupted pipeline.
+        pipeline, whose stages are such runs, or series, which trains on new rows and promotes what is better. The
+        same command continues what was interrupted.
     overrides
         `key.sub=value`, the value being YAML. With --resume only ordinary changes: `total_iterations`, learning
         rates, when to evaluate, and what no result depends on; all others need --accept-changes.
@@ -78,12 +81,15 @@ def run(
         With --resume: resume although configuration, data, models or journals have changed since the last commit;
         the differences are written to accepted.jsonl in the run folder.
     """
-    if algorithm == PIPELINE:
+    if algorithm in (PIPELINE, SERIES):
         if config is None or resume is not None or accept_changes:
             raise ConfigError(
-                "A pipeline takes --config FILE and nothing else: the same command continues it where it ended."
+                f"A {algorithm} takes --config FILE and nothing else: the same command continues it where it ended."
             )
-        _run_pipeline(load_pipeline(config, overrides), config)
+        if algorithm == SERIES:
+            _run_series(load_series(config, overrides), config)
+        else:
+            _run_pipeline(load_pipeline(config, overrides), config)
         return
     if (config is None) == (resume is None):
         raise ConfigError("Give either --config FILE for a new run or --resume FOLDER to resume one.")
@@ -177,6 +183,24 @@ def _run_pipeline(settings: PipelineConfig, file: Path) -> None:
         refuse_blocks_without_server(stage)
     refuse_dead_server()
     pipeline_here(settings, file, checked)
+
+
+def _run_series(settings: SeriesConfig, file: Path) -> None:
+    """Begin or continue a series' next run; end well where no row is new."""
+    with taken(open_series(settings)):
+        with phase("new rows, data and models"):
+            begun = begin_run(settings)
+        if begun is None:
+            tell(NOTHING_NEW)
+            return
+        show_warnings(begun.warnings)
+        with phase("Prefect"):
+            from prefect_rlhf.flows.cluster.server import refuse_dead_server
+            from prefect_rlhf.flows.commands.local_run import series_here
+        for stage in begun.stages.values():
+            refuse_blocks_without_server(stage)
+        refuse_dead_server()
+        series_here(begun, file)
 
 
 def demo(

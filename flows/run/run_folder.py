@@ -18,6 +18,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           attempts/        one file per attempt, named by its number; empty until the attempt has trained
           step-00000042/   commits
           metrics.jsonl    one row per committed iteration
+          origins.jsonl    what teaches the run: data, settings, reward code and models, where one of them changes
           lineage.jsonl    one row per node of a committed iteration: versions, and times by each rank's own clock
           trackers/        what each tracker of report_to has, and what it has printed
           tensorboard/     event files (report_to: tensorboard); wandb/ likewise

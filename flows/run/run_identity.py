@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from prefect_rlhf.flows.run.downloads import REVISIONS
+from prefect_rlhf.flows.run.origins import keep_origin
 from prefect_rlhf.flows.run.planning import rank_counts
 from prefect_rlhf.flows.run.prepare import Prepared, check_without_models, prepare
 from prefect_rlhf.flows.run.run_folder import (
@@ -174,7 +175,9 @@ def keep_identity(folder: Path, prepared: Prepared) -> None:
     """Record the plan and the digests of data and models, with which the next attempt compares. Raises OSError."""
     for name, rows, _ in _data_of(prepared):
         replace_file(folder / name, rows.digest)
-    replace_file(folder / MODELS, json.dumps(model_digests(prepared.config), indent=1))
+    digests = model_digests(prepared.config)
+    keep_origin(folder, prepared, compared(prepared.config), digests)
+    replace_file(folder / MODELS, json.dumps(digests, indent=1))
     if prepared.pins:
         replace_file(folder / REVISIONS, pins_document(prepared.pins))
     keep_first_plan(folder, prepared.plan, prepared.changes)

@@ -223,6 +223,19 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
         pause_s = min(2 * pause_s, LONGEST_BUSY_PAUSE_S)
 
 
+async def send_event(event: str, resource: str, payload: Mapping[str, Any]) -> None:
+    """Send an event of the current flow run, with one request.
+
+    resource  its id; what stands after its last dot is its name
+    """
+    name = resource.rpartition(".")[2]
+    async with prompt_client() as client:
+        related = await related_resources_from_run_context(client)
+        of = Resource({"prefect.resource.id": resource, "prefect.resource.name": name})
+        made = Event(event=event, resource=of, related=related, payload=dict(payload))
+        await client.request("POST", "/events", json=[made.model_dump(mode="json")])
+
+
 class CommitEvents:
     """Sends a run's commits to the Prefect server, in order. Used inside a flow.
 

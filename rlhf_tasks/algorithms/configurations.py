@@ -75,6 +75,8 @@ def make_config(document: Mapping[str, Any]) -> RunConfig:
             raise ConfigError(
                 "type: a pipeline is no single run. `prefect-rlhf run pipeline` runs its stages."
             )
+        if kind == "series":
+            raise ConfigError("type: a series is no single run. `prefect-rlhf run series` runs its next one.")
         if isinstance(kind, str) and (written := kind.replace("-", "_")) in names:
             raise ConfigError(f"type: {shown(kind)} is written {written!r} in a file.")
         raise ConfigError(f"type: must be one of {', '.join(names)}, found {shown(kind)}.")
@@ -245,7 +247,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> PipelineCo
     document = read_yaml(Path(path))
     stages = document.get("stages")
     if isinstance(stages, list):
-        document["stages"] = [_with_file(stage, Path(path).parent) for stage in stages]
+        document["stages"] = [with_file(stage, Path(path).parent) for stage in stages]
     for change in overrides:
         apply_override(document, change)
     return make_pipeline(document)
@@ -259,9 +261,9 @@ def make_pipeline(document: Mapping[str, Any]) -> PipelineConfig:
         raise ConfigError(faults_of(error, PipelineConfig)) from None
 
 
-def is_pipeline(path: Path) -> bool:
-    """Whether a file has a pipeline's configuration. Raises ConfigError for one that is no YAML mapping."""
-    return read_yaml(path).get("type") == PIPELINE
+def type_of(path: Path) -> Any:
+    """The `type` in a file. Raises ConfigError for one that is no YAML mapping."""
+    return read_yaml(path).get("type")
 
 
 def stages_of(pipeline: PipelineConfig, base: Path | None = None) -> dict[str, RunConfig]:
@@ -300,7 +302,11 @@ def folder_of(pipeline: PipelineConfig, base: Path | None = None) -> Path:
     return (base or Path.cwd()) / Path(pipeline.output_dir).expanduser() / pipeline.name
 
 
-def _with_file(stage: Any, folder: Path) -> Any:
+def with_file(stage: Any, folder: Path) -> Any:
+    """A stage's document, with the keys of the file that it names. Raises ConfigError.
+
+    folder  to which the file's path is relative
+    """
     if not isinstance(stage, Mapping) or "file" not in stage:
         return stage
     if not isinstance(stage["file"], str):

@@ -14,7 +14,15 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples
 from prefect_rlhf.rlhf_tasks.data import chat_template, dataset, rows, tokenizer
 from prefect_rlhf.rlhf_tasks.data.chat_template import Conversation
-from prefect_rlhf.rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_set, refuse
+from prefect_rlhf.rlhf_tasks.data.dataset import (
+    BadRow,
+    DataError,
+    DataSet,
+    PlacedRow,
+    data_set,
+    refuse,
+    row_hash,
+)
 from prefect_rlhf.rlhf_tasks.data.rows import Reader, Reading, messages, tools_of
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
@@ -23,7 +31,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import shown
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256
-FORMAT = 4  # of token files
+FORMAT = 5  # of token files
 MOST_MALFORMED, MOST_MALFORMED_SHARE = 10, 0.01
 """At most so many malformed rows, or this share of all rows, are skipped; rows that are too long do not count."""
 PROBE = "an-answer"
@@ -201,7 +209,7 @@ def _token_rows(
         taken[source] += placed.where != last
         last = placed.where
         values = record.values(example)
-        yield TokenRow(placed.file, placed.line, tuple(placed.row), lengths, values)
+        yield TokenRow(placed.file, placed.line, tuple(placed.row), lengths, values, row_hash(placed.raw))
 
 
 def _refuse_empty(rows: TokenFile, config: RunConfig) -> None:

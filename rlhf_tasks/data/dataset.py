@@ -35,6 +35,7 @@ MAX_DEPTH = 64  # of a row's lists and objects in one another
 ROW_BYTES = 8  # of a row at least: Parquet's columns of nothing have none
 PIECE_BYTES = 1 << 20  # read at once
 ROWS_AT_ONCE = 256  # of Parquet
+HASH_BYTES = 16  # of a row
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character beyond 16 bits, written as an escape
 _SPACES, _DECODER = re.compile(r"[ \t\r\n]*"), json.JSONDecoder()
@@ -328,12 +329,16 @@ def refuse(where: str, error: DataError) -> None:
 
 class PlacedRow(NamedTuple):
     """A row and its place: the number of its file, from 0, and its line there, from 1 (Parquet, a JSON list: its
-    number)."""
+    number).
+
+    row  its columns, renamed as the configuration says; raw: as the file has it
+    """
 
     file: int
     line: int
     where: str
     row: Row
+    raw: Row
 
 
 @dataclass(frozen=True)
@@ -398,7 +403,7 @@ class DataSet:
             if first:
                 self._check_renamed(row, where)
             first = False
-            yield PlacedRow(number, line, where, self._named(row))
+            yield PlacedRow(number, line, where, self._named(row), row)
         if empty:
             raise DataError(f"{self.name}: has no rows.")
 
@@ -429,6 +434,12 @@ class DataSet:
         if isinstance(more, str) and more.strip() and isinstance(named.get("prompt"), str):
             named["prompt"] = f"{named['prompt']}\n{more}"
         return named
+
+
+def row_hash(row: Row) -> bytes:
+    """HASH_BYTES that name a row's content as its file has it, whatever its place and the order of its columns."""
+    text = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
 
 
 def step_between(rows: int, most: int) -> int:

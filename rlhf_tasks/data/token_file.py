@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from prefect_rlhf.rlhf_tasks.data.dataset import step_between
+from prefect_rlhf.rlhf_tasks.data.dataset import HASH_BYTES, step_between
 from prefect_rlhf.rlhf_tasks.data.rows import DatasetValue
 from prefect_rlhf.rlhf_tasks.system.counter_random import permutation
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file, sync
@@ -42,6 +42,7 @@ BATCH = 128  # rows of a batch of the file: a random row costs the check of so m
 SAMPLED = 1000  # rows at most whose lengths are told
 _FACTS = b"prefect_rlhf.rows"
 _OWN = ("#file", "#line", "#longest")  # columns beside the keys, int32
+_HASH = "#hash"  # and one of HASH_BYTES
 _DAMAGED = "Remove it; the next attempt makes it anew."
 
 
@@ -52,6 +53,7 @@ class TokenRow(NamedTuple):
     columns     the names of the row's columns
     lengths     tokens of each of its lists of ids
     values      by the keys of the data set
+    hash        of the row's content (`row_hash`)
     """
 
     file: int
@@ -59,6 +61,7 @@ class TokenRow(NamedTuple):
     columns: tuple[str, ...]
     lengths: tuple[int, ...]
     values: Mapping[str, DatasetValue]
+    hash: bytes = bytes(HASH_BYTES)
 
 
 class TokenFile:
@@ -188,6 +191,28 @@ class TokenFile:
             self._orders[seed, purpose, epoch] = order
         return sum(self.sources[:source]) + int(order[position])
 
+    def times(self, first: int, end: int, seed: int, weights: Sequence[float] = (1.0,)) -> NDArray[np.int64]:
+        """[rows] how often the samples `first` to `end` - 1 mean each row, by `row_of`."""
+        times, offset = np.zeros(len(self), np.int64), 0
+        begins, ends = _places_before(first, weights), _places_before(end, weights)
+        for source, (rows, begin, stop) in enumerate(zip(self.sources, begins, ends, strict=True)):
+            purpose = f"rows {source}" if source else "rows"
+            for epoch in range(begin // rows, -(-stop // rows)):
+                order = permutation(rows, seed, purpose, epoch)
+                met = order[max(begin - epoch * rows, 0) : min(stop - epoch * rows, rows)]
+                times[offset + met] += 1
+            offset += rows
+        return times
+
+    def identities(self) -> Iterator[tuple[str, str]]:
+        """(`file:line`, hash of the content as hexadecimal digits) of each row, in order."""
+        for number in range(len(self._longest)):
+            batch = self._batch(number)
+            for file, line, digest in zip(
+                *(batch.column(name).to_pylist() for name in ("#file", "#line", _HASH)), strict=True
+            ):
+                yield f"{self._files[file]}:{line}", digest.hex()
+
     def _batch(self, number: int) -> pa.RecordBatch:
         with reading(self._name, "not a file of tokenised rows", DataError, _DAMAGED):
             batch = self._reader.get_batch(number)
@@ -257,7 +282,8 @@ class _Facts:
         wide = {"ids": pa.int32(), "numbers": pa.float64()}
         types = {key: wide.get(kind, pa.uint8()) for key, kind in self.kinds.items()}
         keys = [pa.field(key, pa.list_(type_)) for key, type_ in types.items()]
-        self.schema = pa.schema([*keys, *(pa.field(name, pa.int32()) for name in _OWN)])
+        facts = [*(pa.field(name, pa.int32()) for name in _OWN), pa.field(_HASH, pa.binary(HASH_BYTES))]
+        self.schema = pa.schema([*keys, *facts])
 
     def batches(self, rows: Iterator[TokenRow]) -> Iterator[pa.RecordBatch]:
         while taken := list(islice(rows, BATCH)):
@@ -270,6 +296,7 @@ class _Facts:
                     arrays.append(_array(values, field.type))
             places = [(row.file, row.line, max(row.lengths, default=0)) for row in taken]
             arrays += [pa.array(column, pa.int32()) for column in zip(*places, strict=True)]
+            arrays.append(pa.array([row.hash for row in taken], pa.binary(HASH_BYTES)))
             for row in taken:
                 self.columns.update(dict.fromkeys(row.columns))
             self.rows_of_file.update(row.file for row in taken)
@@ -328,10 +355,19 @@ def _checksum(batch: pa.RecordBatch) -> int:
     """CRC-32 of a batch's numbers."""
     checksum = 0
     for column in batch.columns:
+        if isinstance(column, pa.FixedSizeBinaryArray):
+            checksum = zlib.crc32(_bytes_of(column), checksum)
+            continue
         parts = (column.offsets, column.values) if isinstance(column, pa.ListArray) else (column,)
         for part in parts:
             checksum = zlib.crc32(part.to_numpy(), checksum)
     return checksum
+
+
+def _bytes_of(hashes: pa.FixedSizeBinaryArray) -> bytes:
+    """The hashes one after another."""
+    data = hashes.buffers()[1]
+    return data.slice(hashes.offset * HASH_BYTES, len(hashes) * HASH_BYTES).to_pybytes()
 
 
 def place_of(sample: int, weights: Sequence[float]) -> tuple[int, int]:
@@ -346,6 +382,15 @@ def place_of(sample: int, weights: Sequence[float]) -> tuple[int, int]:
             return source, before
         sample -= before
     return len(shares), sample
+
+
+def _places_before(sample: int, weights: Sequence[float]) -> list[int]:
+    """How many of the samples before a sample are of each source."""
+    counts = []
+    for share in _shares(tuple(weights)):
+        counts.append(floor(sample * share))
+        sample -= counts[-1]
+    return [*counts, sample]
 
 
 @cache

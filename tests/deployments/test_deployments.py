@@ -25,6 +25,7 @@ def test_every_deployment_names_a_flow_that_is_there():
     assert set(named) == {
         "rlhf-ppo/local",
         "rlhf-pipeline/run-pipeline",
+        "rlhf-series/run-series",
         "grpo/train-grpo",
         "rloo/train-rloo",
         "remax/train-remax",

@@ -13,6 +13,7 @@ from prefect_rlhf.planner.pricing.plans import shortfall
 from prefect_rlhf.planner.search.baselines import heuristic_plan
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config, load_pipeline, stages_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.algorithms.series import load_series, stages_of_run
 from prefect_rlhf.rlhf_tasks.config.base import Scores, TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import Machines
@@ -65,6 +66,16 @@ def test_the_example_of_ids_says_offline_what_is_missing(capsys):
     err = capsys.readouterr().err
     assert err.startswith("error: Qwen/Qwen3-0.6B is no file or folder here, and HF_HUB_OFFLINE is set")
     assert err.count("\n") == 1
+
+
+def test_the_example_of_a_series_trains_and_evaluates():
+    series = load_series(EXAMPLES / "series.yaml")
+    _, stages = stages_of_run(series, "0002", "rows.jsonl", EXAMPLES)
+    assert {name: stage.type for name, stage in stages.items()} == {
+        "train": "sft",
+        "candidate": "evaluate",
+        "champion": "evaluate",
+    }
 
 
 def test_every_example_to_plan_is_known_here():

@@ -281,6 +281,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "of the ui's run": (("ui", LONG), (LONG, "File name too long")),
     "of the run of an export": (("export", LONG, "out"), (LONG, "File name too long")),
+    "of the run of a lineage": (("lineage", LONG), (LONG, "File name too long")),
     "of the run of a report": (("report", LONG), (LONG, "File name too long")),
     "of a model to begin with": (("init", "--model", LONG), (LONG, "File name too long")),
     "of a model to talk to": (("chat", LONG), (LONG, "File name too long")),

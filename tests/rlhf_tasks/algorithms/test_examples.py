@@ -44,7 +44,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def read_row(reader: Reader[Any], row: dict[str, Any], tokenizer: Tokenizer) -> Any:
-    examples = [example for _, example in read_examples(reader, [PlacedRow(0, 1, "rows:1", row)], tokenizer)]
+    examples = [
+        example for _, example in read_examples(reader, [PlacedRow(0, 1, "rows:1", row, row)], tokenizer)
+    ]
     return examples if reader is labelled_examples else examples[0]
 
 
@@ -159,7 +161,8 @@ def test_a_labelled_answer_is_one_example_and_a_pair_is_two(plain: Tokenizer, ch
     row = {"prompt": [USER], "completion": [ANSWER], "label": True}
     (example,) = read_row(labelled_examples, row, chat)
     assert text(chat, example.input_ids[example.prompt_tokens :]) == "ho<eos>"
-    placed = PlacedRow(0, 3, "rows:3", {"prompt": "p", "chosen": "y", "rejected": "n"})
+    row = {"prompt": "p", "chosen": "y", "rejected": "n"}
+    placed = PlacedRow(0, 3, "rows:3", row, row)
     read = list(read_examples(labelled_examples, [placed], plain))
     assert [each.where for each, _ in read] == ["rows:3", "rows:3"]
     assert [(text(plain, e.input_ids), e.desirable) for _, e in read] == [

@@ -127,7 +127,7 @@ def test_the_conversations_of_a_data_set_are_rendered_many_at_once(
     pair = {"prompt": [USER], "chosen": [ANSWER], "rejected": "no"}
     tokenizer = Tokenizer.from_folder(model)
     requests.clear()
-    placed = [PlacedRow(0, line, f"rows:{line}", pair) for line in (1, 2)]
+    placed = [PlacedRow(0, line, f"rows:{line}", pair, pair) for line in (1, 2)]
     (_, first), (_, last) = read_examples(pair_example, placed, tokenizer)
     assert first == last
     assert requests == [6]

@@ -1,0 +1,102 @@
+"""`prefect-rlhf lineage`: which rows taught a model, and which models saw a row."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from prefect_rlhf.flows.commands.options import check_writable
+from prefect_rlhf.flows.run.origins import Lesson, content_hash, lessons_of
+from prefect_rlhf.flows.run.run_folder import existing_run_folder
+from prefect_rlhf.flows.view.terminal import tell
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+
+SHOWN = 12  # digits of a hash
+FEWEST_DIGITS = 8
+
+
+def lineage(
+    *runs: Path,
+    row: Annotated[str | None, Parameter("--row")] = None,
+    out: Annotated[Path | None, Parameter("--out")] = None,
+) -> None:
+    """Which rows taught a run's model; with --row, which of several runs have learned from a row.
+
+    Parameters
+    ----------
+    runs
+        Run folders; with --row also several.
+    row
+        FILE:LINE, or the first digits of the hash of a row's content, as --out writes it.
+    out
+        A file for the rows of one run: a JSON line each, with place, hash and how often it was learned from.
+    """
+    if row is not None and out is None and runs:
+        _seen(row, runs)
+    elif row is None and len(runs) == 1:
+        check_writable(out)
+        (run,) = runs
+        _taught(_training(run)[0], out)
+    else:
+        raise ConfigError("Name one run, or --row FILE:LINE|HASH and the runs to look through.")
+
+
+def _training(run: Path) -> tuple[Path, TrainingConfig]:
+    """A run's folder and configuration. Raises ConfigError for one that does not train."""
+    folder, config = existing_run_folder(run)
+    if not isinstance(config, TrainingConfig):
+        raise ConfigError(f"{run} is a run of type {config.type!r}, which trains no model.")
+    return folder, config
+
+
+def _taught(folder: Path, out: Path | None) -> None:
+    lessons = list(lessons_of(folder))
+    attempts = len(list((folder / "attempts").glob("*")))
+    tell(f"{folder}: {attempts} attempts, {max(0, attempts - 1)} of them retries")
+    for lesson in lessons:
+        origin = lesson.origin
+        tell(
+            f"from iteration {origin['step'] + 1}: samples {origin['sample']} to {lesson.end - 1} of "
+            f"{int((lesson.times > 0).sum())} of {len(lesson.rows)} rows of {origin['config']['data']['train']}"
+        )
+        for kind in ("models", "rewards"):
+            for name, digest in origin[kind].items():
+                tell(f"  {kind.removesuffix('s')} {name}: sha256 {digest[:SHOWN]}")
+    if out is not None:
+        with out.open("w", encoding="utf-8") as file:
+            for lesson in lessons:
+                for place, digest, times in _rows(lesson):
+                    file.write(json.dumps({"row": place, "hash": digest, "times": times}) + "\n")
+        tell(f"rows: {out}")
+
+
+def _rows(lesson: Lesson) -> Iterator[tuple[str, str, int]]:
+    """(`file:line`, hash, how often) of the rows that were learned from."""
+    for index, (place, digest) in enumerate(lesson.rows.identities()):
+        if lesson.times[index]:
+            yield place, digest, int(lesson.times[index])
+
+
+def _seen(row: str, runs: tuple[Path, ...]) -> None:
+    names_place = row.rpartition(":")[2].isdecimal() and ":" in row
+    digest = content_hash(row) if names_place else row.lower()
+    if not names_place and (len(row) < FEWEST_DIGITS or set(row.lower()) - set("0123456789abcdef")):
+        raise ConfigError(f"--row {row}: neither FILE:LINE nor at least {FEWEST_DIGITS} digits of a hash.")
+    name, _, line = row.rpartition(":")
+    where = f"{Path(name).absolute()}:{line}"
+    for run in runs:
+        folder, config = _training(run)
+        times = dict[str, int]()
+        for lesson in lessons_of(folder):
+            for place, content, often in _rows(lesson):
+                if (digest and content.startswith(digest)) or (names_place and place == where):
+                    times[f"{place} ({content[:SHOWN]})"] = (
+                        times.get(f"{place} ({content[:SHOWN]})", 0) + often
+                    )
+        said = ", ".join(f"{often} times from {place}" for place, often in times.items())
+        before = Path(str(config.models.actor)).parent
+        began = f"; it began with the model of {before}" if (before / "origins.jsonl").exists() else ""
+        tell(f"{folder}: {'learned ' + said if said else 'has not learned from it'}{began}")

@@ -1,0 +1,207 @@
+"""A series' run before it starts: which rows are new, and every refusal in one sentence."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.recurring import champions
+from prefect_rlhf.flows.recurring.beginning import begin_run, open_series
+from prefect_rlhf.flows.run.run_folder import taken
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.algorithms.series import make_series
+from tests.tiny_runs import write_model, write_prompts
+
+
+@pytest.fixture
+def document(tmp_path):
+    write_model(tmp_path / "base")
+    write_prompts(tmp_path / "prompts.jsonl", 30)
+    (tmp_path / "judge.py").write_text("def right(completions):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "a.jsonl", range(8))
+    return {
+        "type": "series",
+        "name": "mine",
+        "output_dir": str(tmp_path / "runs"),
+        "training": {
+            "type": "sft",
+            "models": {"actor": str(tmp_path / "base")},
+            "data": {"train": str(tmp_path / "rows")},
+            "batch_size": 4,
+            "total_iterations": 2,
+        },
+        "evaluation": {
+            "type": "evaluate",
+            "data": {"train": str(tmp_path / "prompts.jsonl")},
+            "sampling": {"max_completion_length": 4},
+            "rewards": [{"function": f"{tmp_path / 'judge.py'}:right"}],
+        },
+    }
+
+
+def write(path, numbers):
+    path.write_text("".join(json.dumps({"prompt": f"{i}>", "completion": "ab"}) + "\n" for i in numbers))
+
+
+def begin(document):
+    config = make_series(document)
+    with taken(open_series(config)):
+        return begin_run(config)
+
+
+def end(run, decision, document):
+    """As the flow leaves a run."""
+    model = champions.model_of(run.folder, run.name)
+    shutil.copytree(document["training"]["models"]["actor"], model)
+    champion = run.name if decision == champions.PROMOTED else run.begun["champion"]
+    champions.decide(run.folder, run.name, {"decision": decision, "reason": "so", "champion": champion})
+
+
+def rows_of(run):
+    return sorted(
+        json.loads(line)["prompt"] for line in (run.place / "rows" / "0.jsonl").read_text().splitlines()
+    )
+
+
+def test_a_run_takes_the_rows_that_no_champion_has_learned_from(document, tmp_path):
+    first = begin(document)
+    assert first.begun["rows"] == 8
+    assert begin(document)[:4] == first[:4], "one that is not decided is continued"
+    end(first, champions.PROMOTED, document)
+    assert begin(document) is None, "nothing is new"
+
+    (tmp_path / "rows" / "a.jsonl").unlink()
+    write(tmp_path / "rows" / "b.jsonl", reversed(range(10)))
+    second = begin(document)
+    assert rows_of(second) == ["8>", "9>"], "the others are known, wherever they stand"
+    assert second.begun["warnings"] == []
+    places = [json.loads(line)[1] for line in (second.place / "rows" / "places").read_text().splitlines()]
+    assert places == [f"{tmp_path / 'rows' / 'b.jsonl'}:{line}" for line in (1, 2)]
+    assert second.stages["train"].models.actor == str(champions.model_of(first.folder, "0001"))
+    end(second, champions.KEPT, document)
+    assert begin(document) is None, "the same rows were tried"
+
+    write(tmp_path / "rows" / "b.jsonl", [*range(3, 10), 10])
+    third = begin(document)
+    assert rows_of(third) == ["10>", "8>", "9>"], "a run that was not promoted has taught no champion"
+    assert any("3 rows that champions have learned from are no longer in" in told for told in third.warnings)
+
+
+def test_each_source_keeps_its_weight(document, tmp_path):
+    write(tmp_path / "other.jsonl", range(20, 22))
+    sources = {str(tmp_path / "rows"): 1.0, str(tmp_path / "other.jsonl"): 3.0}
+    document["training"]["data"] = {"train": sources}
+    run = begin(document)
+    assert [source.weight for source in run.stages["train"].data.sources] == [1.0, 3.0]
+    end(run, champions.PROMOTED, document)
+    write(tmp_path / "other.jsonl", range(20, 25))
+    assert begin(document).stages["train"].data.train == str(
+        tmp_path / "runs" / "mine" / "0002" / "rows" / "1.jsonl"
+    )
+
+
+FAULTS = {
+    "few held-out rows": (
+        lambda d, f: write_prompts(f / "prompts.jsonl", 12),
+        "prompts.jsonl has 12 rows, too few for any margin: an interval of mean differences needs at least 30.",
+    ),
+    "a model in the evaluation": (
+        lambda d, f: d["evaluation"].update(models={"actor": "x"}),
+        "evaluation: models are those that are compared. Leave it out.",
+    ),
+    "a name in the training": (
+        lambda d, f: d["training"].update(name="x"),
+        "training: name belongs to the series.",
+    ),
+    "no training": (lambda d, f: d["training"].update(type="evaluate"), "training: "),
+    "an evaluation of another type": (
+        lambda d, f: d["evaluation"].update(type="rollout"),
+        "evaluation: its type is 'rollout', and a series compares scores. Give type: evaluate.",
+    ),
+    "a malformed row": (
+        lambda d, f: (f / "rows" / "a.jsonl").write_text("{\n"),
+        "a.jsonl:1: not valid JSON",
+    ),
+    "a missing reward": (
+        lambda d, f: d["evaluation"].update(rewards=[{"function": "no_module_of_this_name:f"}]),
+        "stage 'candidate': reward no_module_of_this_name:f: there is no module",
+    ),
+    "an unknown key": (lambda d, f: d.update(margni=1), "margni"),
+    "a margin below 0": (lambda d, f: d.update(margin=-1), "margin"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_series_is_refused_in_one_sentence_and_leaves_no_run(document, tmp_path, capsys, fault):
+    change, told = FAULTS[fault]
+    change(document, tmp_path)
+    (tmp_path / "series.yaml").write_text(yaml.safe_dump(document))
+    for command in (("run", "series", "--config"), ("config", "validate")):
+        if fault == "a malformed row" and command[0] == "config":
+            continue  # it is checked when it is read
+        assert run_command([*command, str(tmp_path / "series.yaml")]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert told in said
+        assert "Traceback" not in said
+        assert champions.runs_of(tmp_path / "runs" / "mine") == []
+
+
+def test_a_sound_series_is_validated_and_makes_no_files(document, tmp_path, capsys):
+    (tmp_path / "series.yaml").write_text(yaml.safe_dump(document))
+    assert run_command(["config", "validate", str(tmp_path / "series.yaml")]) == 0
+    assert "valid" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_new_rows_the_command_ends_well(document, tmp_path, capsys):
+    end(begin(document), champions.PROMOTED, document)
+    (tmp_path / "series.yaml").write_text(yaml.safe_dump(document))
+    assert run_command(["run", "series", "--config", str(tmp_path / "series.yaml")]) == 0
+    assert "no row is new since the last run: nothing to do" in capsys.readouterr().out
+
+
+def test_of_two_runs_of_a_series_at_once_the_second_is_refused(document, tmp_path):
+    config = make_series(document)
+    with (
+        taken(open_series(config)),
+        pytest.raises(ConfigError, match=r"is in use by a run in progress \(process"),
+    ):
+        begin(document)
+
+
+def test_a_champion_that_is_gone_is_named_before_anything_starts(document, tmp_path):
+    run = begin(document)
+    end(run, champions.PROMOTED, document)
+    shutil.rmtree(champions.model_of(run.folder, "0001"))
+    write(tmp_path / "rows" / "b.jsonl", range(20, 24))
+    with pytest.raises(
+        ConfigError, match=r"the champion of .*/mine is the model of run 0001, but .* is gone"
+    ):
+        begin(document)
+    assert champions.runs_of(run.folder) == ["0001"]
+
+
+def test_champions_are_listed_and_rolled_back_by_commands(document, tmp_path, capsys):
+    series = tmp_path / "runs" / "mine"
+    assert run_command(["champion", "list", str(series)]) == 2
+    assert "is not the folder of a series" in " ".join(capsys.readouterr().err.split())
+    end(begin(document), champions.PROMOTED, document)
+    assert run_command(["champion", "rollback", str(series)]) == 2
+    assert "there is no earlier champion to roll back to" in " ".join(capsys.readouterr().err.split())
+    write(tmp_path / "rows" / "b.jsonl", range(20, 24))
+    end(begin(document), champions.PROMOTED, document)
+    alias = series / "models" / "champion"
+    assert alias.resolve() == champions.model_of(series, "0002")
+    assert run_command(["champion", "rollback", str(series)]) == 0
+    assert "the champion is 0001 again, in place of 0002" in " ".join(capsys.readouterr().out.split())
+    assert alias.resolve() == champions.model_of(series, "0001")
+    assert run_command(["champion", "list", str(series)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0002 promoted: so" in said
+    assert "0002 was rolled back, back to 0001" in said
+    assert "champion: 0001" in said
+    write(tmp_path / "rows" / "c.jsonl", range(30, 34))
+    assert begin(document).begun["champion"] == "0001", "the next one is compared with the one that is used"

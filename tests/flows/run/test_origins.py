@@ -1,0 +1,103 @@
+"""Which rows taught a model, and which models saw a row: by what a run has written, with no list in each commit."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from prefect_rlhf.flows.run.origins import lessons_of
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.run_folder import new_run_folder
+from prefect_rlhf.flows.run.run_identity import accept_changes, keep_identity
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from tests.flows.run.test_run_identity import commit, snapshots_of
+
+
+def write(path, letters):
+    path.write_text("".join(json.dumps({"prompt": letter * 3}) + "\n" for letter in letters))
+
+
+@pytest.fixture
+def run(document, tmp_path):
+    """The folder of a run that has committed two iterations of 8 samples on 5 rows."""
+    write(tmp_path / "prompts.jsonl", "abcde")
+    document |= {"name": "mine", "total_iterations": 9}
+    document["rewards"][0]["function"] = f"{tmp_path / 'rewards.py'}:good"
+    prepared = prepare(make_config(document))
+    folder = new_run_folder(prepared.config)
+    keep_identity(folder, prepared)
+    prepared.keep_rows(folder)
+    snapshots = snapshots_of(folder, prepared)
+    snapshots.latest()
+    for step in range(3):
+        commit(snapshots, prepared, folder, step)
+    return folder
+
+
+def expected(prepared, samples):
+    return Counter(prepared.config.row_of(prepared.rows, sample) for sample in samples)
+
+
+def test_the_rows_are_those_that_the_samples_mean(run, call, tmp_path):
+    prepared = prepare(make_config(json.loads((run / "config.json").read_text())), run)
+    (lesson,) = lessons_of(run)
+    assert dict(enumerate(lesson.times)) == expected(prepared, range(16))
+    keep_identity(run, prepared)
+    assert len((run / "origins.jsonl").read_text().splitlines()) == 1, "nothing has changed"
+    status, out, err = call("lineage", str(run), "--out", str(tmp_path / "rows"))
+    assert status == 0, err
+    assert "samples 0 to 15 of 5 of 5 rows" in out
+    assert "rewards.py:good: sha256" in out
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["row"] for row in rows] == [f"{tmp_path / 'prompts.jsonl'}:{line}" for line in range(1, 6)]
+    assert sum(row["times"] for row in rows) == 16
+    assert len({row["hash"] for row in rows}) == 5
+
+
+def test_what_was_replaced_is_remembered_with_what_it_taught(run, call, tmp_path):
+    before = prepare(make_config(json.loads((run / "config.json").read_text())), run)
+    taught = expected(before, range(16))
+    write(tmp_path / "prompts.jsonl", "cdx")
+    prepared = prepare(before.config, run)
+    accept_changes(run, prepared)
+    prepared.keep_rows(run)
+    snapshots = snapshots_of(run, prepared, attempt=1)
+    snapshots.latest()
+    commit(snapshots, prepared, run, 3)
+    first, second = lessons_of(run)
+    assert dict(enumerate(first.times)) == taught
+    assert dict(enumerate(second.times)) == expected(prepared, range(16, 24))
+    digests = dict(first.rows.identities())
+    a_row = digests[f"{tmp_path / 'prompts.jsonl'}:1"]
+    status, out, _ = call("lineage", str(run), "--row", a_row[:10])
+    assert status == 0
+    assert f"learned {taught[0]} times from" in out
+    status, out, _ = call("lineage", str(run), "--row", "0" * 32)
+    assert "has not learned from it" in out
+    here = f"{tmp_path / 'prompts.jsonl'}:3"  # an x, and in the first stretch a c
+    status, out, _ = call("lineage", str(run), "--row", here)
+    assert out.count("times from") == 2
+
+
+def test_changed_code_of_a_reward_begins_another_stretch(run, tmp_path):
+    (tmp_path / "rewards.py").write_text("def good(prompts, completions):\n    return [0.0] * len(prompts)\n")
+    prepared = prepare(make_config(json.loads((run / "config.json").read_text())), run)
+    keep_identity(run, prepared)
+    first, second = (json.loads(line) for line in (run / "origins.jsonl").read_text().splitlines())
+    assert first["rewards"] != second["rewards"]
+    assert (second["step"], second["sample"]) == (2, 16)
+
+
+FAULTS = {
+    (): "Name one run",
+    ("RUN", "RUN"): "Name one run",
+    ("RUN", "--row", "abc"): "--row abc: neither FILE:LINE nor at least 8 digits of a hash",
+    ("nowhere",): "nowhere is not a run folder",
+}
+
+
+@pytest.mark.parametrize("arguments", FAULTS)
+def test_a_faulty_question_gets_one_sentence(run, call, arguments):
+    status, _, err = call("lineage", *(argument.replace("RUN", str(run)) for argument in arguments))
+    assert status == 2
+    assert FAULTS[arguments] in " ".join(err.split())
