@@ -37,6 +37,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -68,6 +69,7 @@ CONFIGS = {
     "granite": GraniteConfig,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
+    "starcoder2": Starcoder2Config,
     "gpt2": GPT2Config,
     "gpt_oss": GptOssConfig,
     "lfm2": Lfm2Config,

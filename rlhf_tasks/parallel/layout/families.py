@@ -379,6 +379,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "cohere": _COHERE,
     "cohere2": replace(_COHERE, title="Cohere 2"),
+    "starcoder2": Family(
+        "StarCoder2",
+        qkv_bias=Unless("use_bias"),
+        out_bias=Unless("use_bias"),
+        mlp_bias=Unless("use_bias"),
+        kv_heads=2,
+        tied=True,
+        gated=False,
+        norm_bias=True,
+        names=Names(up="c_fc", down="c_proj"),
+    ),
     "gpt2": Family(
         "GPT-2",
         qkv_bias=True,

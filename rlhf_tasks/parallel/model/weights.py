@@ -283,7 +283,9 @@ def _drawn(spec: ParameterSpec, seed: int, config: PreTrainedConfig) -> Tensor:
     """A whole weight: spec.shape, float32. The embedding of the padding token is zero, but for GPT-2."""
     generator = _generator(seed, spec.name)
     scale = config.initializer_range
-    if spec.module == "c_proj":  # as GPT-2 begins: the sum of all layers does not grow with their number
+    if (
+        spec.module == "c_proj" and config.model_type == "gpt2"
+    ):  # as GPT-2 begins: the sum of all layers does not grow with their number
         scale /= (2 * config.num_hidden_layers) ** 0.5
     whole = torch.empty(spec.shape).normal_(0.0, scale, generator=generator)
     padded = spec.name == "model.embed_tokens.weight" and config.model_type != "gpt2"

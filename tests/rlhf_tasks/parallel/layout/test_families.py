@@ -49,7 +49,7 @@ def test_an_untested_family_of_llamas_kind_is_read_from_its_weights(tmp_path, fa
     ("family", "said"),
     [
         ("cohere", r"has use_qk_norm, which is unknown here"),
-        ("starcoder2", r"has input_layernorm\.bias, which Llama's have not"),
+        ("jais2", r"has input_layernorm\.bias, which Llama's have not"),
         ("nanochat", r"has mlp\.fc1\.weight, which Llama's have not"),
         ("apertus", r"has mlp\.act_fn\.alpha_n, which Llama's have not"),
         ("bert", r"lacks self_attn\.q_proj\.weight"),

@@ -56,6 +56,8 @@ CASES = [
     ("glm4_moe", {"n_routed_experts": 8, "moe_intermediate_size": 14, "n_shared_experts": 2}),
     ("gpt_oss", {"num_local_experts": 5}),
     ("gpt_oss", {"num_local_experts": 5, "attention_bias": False}),
+    ("starcoder2", {"head_dim": None}),
+    ("starcoder2", {"head_dim": None, "use_bias": False, "tie_word_embeddings": False}),
     ("granite", {"attention_bias": True, "mlp_bias": True}),
     ("cohere", {}),
     ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),

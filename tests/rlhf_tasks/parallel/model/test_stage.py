@@ -468,6 +468,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {**UNEVEN, "norm_topk_prob": True, "tie_word_embeddings": True}),
     ("gpt_oss", {**UNEVEN, "sliding_window": 3}),
     ("granite", {**UNEVEN, "attention_bias": True}),
+    ("starcoder2", {**UNEVEN, "sliding_window": 3, "head_dim": None}),
     ("cohere", {**UNEVEN, "pad_token_id": 0}),
     ("cohere2", {**UNEVEN, "tie_word_embeddings": False}),
     ("gpt2", {"hidden_size": 36, "num_attention_heads": 9, "pad_token_id": 0}),
