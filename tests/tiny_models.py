@@ -37,6 +37,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Starcoder2Config,
 )
 from transformers.core_model_loading import revert_weight_conversion
@@ -74,6 +75,7 @@ CONFIGS = {
     "gpt_oss": GptOssConfig,
     "lfm2": Lfm2Config,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_next": Qwen3NextConfig,
 }
 SIZES = {
     "vocab_size": 61,
@@ -145,6 +147,18 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 5,
         "linear_value_head_dim": 6,
+    },
+    "qwen3_next": {
+        "rms_norm_eps": 0.1,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 6,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "shared_expert_intermediate_size": 10,
     },
     "lfm2": {"intermediate_size": 54, "block_multiple_of": 4, "full_attn_idxs": [1, 3]},  # 36 columns
 }

@@ -445,6 +445,21 @@ FAMILIES: Mapping[str, Family] = {
         files={"model.norm.": "model.embedding_norm."},
     ),
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": replace(
+        _QWEN3_5,
+        title="Qwen3-Next",
+        kv_heads=2,
+        sorted_by_heads=True,
+        mixture=Mixture(
+            "moe_intermediate_size",
+            count=512,
+            per_token=10,
+            shared=SharedExperts(
+                "shared_expert", columns="shared_expert_intermediate_size", gate="shared_expert_gate"
+            ),
+            among=_AMONG,
+        ),
+    ),
 }
 """The tested families: tests compare their logits, values and gradients with those of transformers."""
 

@@ -64,6 +64,15 @@ CASES = [
     ("gpt2", {}),
     ("gpt2", {"n_inner": 20, "tie_word_embeddings": False}),
     ("lfm2", {"full_attn_idxs": [1]}),
+    (
+        "qwen3_next",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 14,
+            "shared_expert_intermediate_size": 9,
+        },
+    ),
     ("lfm2", {"conv_bias": True, "layer_types": ["full_attention", "conv", "conv"], "conv_L_cache": 4}),
     ("lfm2", {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8}),
     ("qwen3_5_text", {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "attention_bias": True}),

@@ -476,6 +476,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"mlp_only_layers": [2]}),
     ("glm4_moe", {**UNEVEN, "head_dim": 8}),
     ("lfm2", {**UNEVEN, "hidden_size": 45, "conv_bias": True}),
+    ("qwen3_next", {}),
     ("qwen3_5_text", {**UNEVEN, "linear_num_key_heads": 3, "linear_num_value_heads": 6}),
 ]
 
