@@ -11,6 +11,7 @@ TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "phi3": ["qkv_proj", "o_proj", "down_proj"],
     "gpt_oss": ["q_proj", "v_proj", "o_proj"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
 }
 
 

@@ -15,11 +15,13 @@ from transformers import (
     AutoModelForSequenceClassification,
     Cohere2Config,
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
     GptOssConfig,
@@ -71,6 +73,8 @@ CONFIGS = {
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
     "starcoder2": Starcoder2Config,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
+    "deepseek_v3": DeepseekV3Config,
     "gpt2": GPT2Config,
     "gpt_oss": GptOssConfig,
     "lfm2": Lfm2Config,
@@ -93,6 +97,17 @@ SIZES = {
 
 CENTRED = ("gemma", "qwen3_next", "qwen3_5")
 """Families whose norms add 1 to their weights."""
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 7,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 14,
+}
 
 OF_FAMILY: dict[str, dict[str, Any]] = {
     # layers 0 and 2 slide; scores and logits are large enough to be capped
@@ -125,6 +140,14 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "n_group": 3,
         "topk_group": 2,
         "routed_scaling_factor": 1.5,
+    },
+    "glm4_moe_lite": {**LATENT, "v_head_dim": 5, "q_lora_rank": None, "n_routed_experts": 4},
+    "deepseek_v3": {
+        **LATENT,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
     },
     # layers 0 and 2 slide; gates and columns are large enough to be bounded
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4, "swiglu_limit": 1.5},

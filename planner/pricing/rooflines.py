@@ -197,8 +197,8 @@ def _mixers(layout: Layout) -> dict[str, float]:
         return max(layout.units(unit, rank).size for rank in ranks)
 
     attends, convolves, corrects = map(shape.share, KINDS)
-    scored = most("query_head") * shape.head_dim * attends
-    cached = most("kv_head") * shape.head_dim * attends
+    scored = most("query_head") * shape.mean_head_dim * attends
+    cached = most("kv_head") * shape.mean_head_dim * attends
     widths = {"query": scored, "kv": cached, "scored": scored, "cached": cached, "state": 0.0, "mixing": 0.0}
     if shape.gated_attention:
         widths["query"] += scored

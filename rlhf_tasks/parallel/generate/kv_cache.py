@@ -92,9 +92,12 @@ class KVCache:
         """Store the keys and values of the micro-batch's tokens, both [T, KV heads, head_dim]."""
         assert self._places is not None, "fill() or advance() comes before the first tokens"
         if layer not in self._layers:
-            shape = (self._slots, keys.shape[1], self._columns, keys.shape[2])
+            shape = (self._slots, keys.shape[1], self._columns)
             # Zeros, not empty memory: masked columns still enter the sums with weight 0, and 0 * NaN is NaN.
-            self._layers[layer] = (_zeros(shape, keys), _zeros(shape, values))
+            self._layers[layer] = (
+                _zeros((*shape, keys.shape[2]), keys),
+                _zeros((*shape, values.shape[2]), values),
+            )
         rows, columns = self._places
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
             stored[rows, :, columns] = new

@@ -8,6 +8,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
     EXPERT_COUNTS,
     DeltaHeads,
     HeadNorms,
+    Latent,
     LayerKind,
     Mixture,
     Unless,
@@ -24,6 +25,8 @@ MOST: Mapping[str, int] = {
     "intermediate_size": 2**24,
     "moe_intermediate_size": 2**24,
     "shared_expert_intermediate_size": 2**24,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2**20),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 2**16),
     **dict.fromkeys(("num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"), 2**12),
     **dict.fromkeys(EXPERT_COUNTS, 2**12),
     "vocab_size": 2**28,
@@ -74,7 +77,9 @@ class ConfigKeys:
                 f"{count} experts."
             )
         if mixture.grouped:
-            groups, chosen = self.count("n_group", 1), self.count("topk_group", 1)
+            groups, chosen = (
+                self.count(*key) for key in zip(("n_group", "topk_group"), mixture.groups, strict=True)
+            )
             if count % groups or not per_token <= chosen * (count // groups) <= count:
                 raise ConfigError(
                     f"Model {self.source!r}: n_group={groups} and topk_group={chosen} in its config do not fit "
@@ -103,11 +108,26 @@ class ConfigKeys:
                 f"Model {self.source!r}: mlp_only_layers={shown(cast(Any, named))} in its config is not a list of "
                 "whole numbers."
             )
+        types = self.config.get("mlp_layer_types") if "mlp_layer_types" in mixture.among else None
+        if types is not None:
+            if not isinstance(types, list) or len(cast(list[Any], types)) != layers:
+                raise ConfigError(
+                    f"Model {self.source!r}: mlp_layer_types={shown(cast(Any, types))} in its config is not a list "
+                    f"of the kinds of its {layers} layers."
+                )
+            first, numbers = 0, [i for i, each in enumerate(cast(list[Any], types)) if each != "sparse"]
         step = self.count("decoder_sparse_step", 1) if "decoder_sparse_step" in mixture.among else 1
         dense = tuple(i for i in range(layers) if i < first or i in numbers or (i + 1) % step)
         if len(dense) == layers:
             raise ConfigError(f"Model {self.source!r}: none of its {layers} layers has experts.")
         return dense
+
+    def latent(self, known: Latent) -> Latent:
+        """Sizes of latent attention. Where the query's rank is null, queries are computed from the hidden state."""
+        keys = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        sizes = Latent(*(self.count(*each) for each in zip(keys, known, strict=True)))
+        without = "q_lora_rank" in self.config and self.config["q_lora_rank"] is None
+        return sizes._replace(query_rank=0) if without else sizes
 
     def _number(self, key: str, default: int) -> int:
         """A whole number from 0."""

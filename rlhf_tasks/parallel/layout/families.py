@@ -35,6 +35,17 @@ class Unless(NamedTuple):
     key: str
 
 
+class Latent(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): default sizes of what queries, and
+    keys with values, are computed from; of a head's rotated and other columns of query and key; of its value."""
+
+    query_rank: int
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+
+
 @dataclass(frozen=True, slots=True)
 class SharedExperts:
     """MLPs of a mixture that every token passes besides the experts that the router gives it to; side by side, they
@@ -71,6 +82,7 @@ class Mixture:
     first_dense      default number of the first layers that have one MLP in place of experts (first_k_dense_replace);
                      None: there is no such key
     among            config keys that name further layers without experts, as Qwen's do
+    groups           default numbers of groups, and of those that a token chooses experts of
     grouped          scores are sigmoids; a token chooses groups of experts first, and a further number of each expert
                      counts in its choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
     """
@@ -88,6 +100,7 @@ class Mixture:
     first_dense: int | None = None
     among: tuple[str, ...] = ()
     grouped: bool = False
+    groups: tuple[int, int] = (1, 1)
 
 
 LayerKind = Literal["attention", "delta", "convolution"]
@@ -163,6 +176,7 @@ class Family:
     gated                         the MLP is down(act(gate(x)) * up(x)); False: down(act(up(x)))
     packed                        what files hold as one tensor
     mixture                       the experts of layers; None: a layer has one MLP
+    latent                        keys and values of all heads are computed from one narrow vector; None: they are not
     norm_bias                     norms subtract the mean and add a bias (LayerNorm)
     learned_positions             an embedding of positions is added to that of tokens; no rotary angles
     columns_per_hidden            default columns of the MLP, in hidden sizes; None: the config must say
@@ -194,6 +208,7 @@ class Family:
     gated: bool = True
     packed: tuple[Packing, ...] = ()
     mixture: Mixture | None = None
+    latent: Latent | None = None
     norm_bias: bool = False
     learned_positions: bool = False
     columns_per_hidden: int | None = None
@@ -222,6 +237,14 @@ _OLMO2 = Family(
     out_bias="attention_bias",
     qk_norm="all heads",
     norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+_GROUPED = Mixture(
+    "moe_intermediate_size",
+    count=128,
+    per_token=8,
+    shared=SharedExperts("shared_experts", count="n_shared_experts"),
+    first_dense=1,
+    grouped=True,
 )
 _AMONG = ("mlp_only_layers", "decoder_sparse_step")
 _GLM = Family("GLM-4", qkv_bias=Unless("attention_bias"), head_dim=128, kv_heads=2, packed=("gate_up",))
@@ -342,14 +365,21 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         qk_norm=Where("use_qk_norm", "each head"),
         kv_heads=8,
-        mixture=Mixture(
-            "moe_intermediate_size",
-            count=128,
-            per_token=8,
-            shared=SharedExperts("shared_experts", count="n_shared_experts"),
-            first_dense=1,
-            grouped=True,
-        ),
+        mixture=_GROUPED,
+    ),
+    "glm4_moe_lite": Family(
+        "GLM-4.7-Flash",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mixture=replace(_GROUPED, count=64, per_token=4, among=("mlp_layer_types",)),
+        latent=Latent(query_rank=768, rank=512, rotated=64, plain=192, value=256),
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek-V3",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mixture=replace(_GROUPED, count=256, groups=(8, 4), first_dense=3),
+        latent=Latent(query_rank=1536, rank=512, rotated=64, plain=128, value=128),
     ),
     "gpt_oss": Family(
         "GPT-OSS",
@@ -471,7 +501,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_KEYS = (*EXPERT_COUNTS, "moe_intermediate_size")
 _PACKED = ("gpt_neox", "falcon")
 _KNOWN = f"Use a decoder of one of the families {TESTED}, or another dense one with layers like theirs."
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 _ROPE_OF_THE_BATCH = ("dynamic", "longrope")  # as in transformers' modeling_rope_utils.py
 """Kinds of rotary embedding whose angles depend only on the token's position."""
 

@@ -18,6 +18,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
     DeltaHeads,
     Family,
     HeadNorms,
+    Latent,
     LayerKind,
     Mixture,
     Packing,
@@ -148,6 +149,7 @@ class ModelShape:
     kernel             tokens that a layer's causal convolution reads, the current one included; 0: no layer has one
     convolution_bias   the convolutions, and the linear modules around them, have biases
     delta              heads of the layers with the gated delta rule; None: there are no such layers
+    latent             sizes of latent attention; a query rank of 0: queries are computed from the hidden state
     Further fields are as in `Family`.
     """
 
@@ -174,6 +176,7 @@ class ModelShape:
     shared_columns: int = 0
     dense_layers: tuple[int, ...] = ()
     dense_columns: int = 0
+    latent: Latent | None = None
     norm_bias: bool = False
     learned_positions: bool = False
     kinds: tuple[LayerKind, ...] = ()
@@ -228,13 +231,15 @@ class ModelShape:
             columns = columns if family.columns is None else family.columns(config, columns)
         except ValueError as fault:
             raise ConfigError(f"Model {source!r}: {fault}.") from None
+        latent = None if family.latent is None else read.latent(family.latent)
+        head_dim = None if latent is None else latent.plain + latent.rotated
         shape = ModelShape(
             family=config["model_type"],
             hidden=hidden,
             layers=layers,
             query_heads=heads,
-            kv_heads=read.count("num_key_value_heads", family.kv_heads or heads),
-            head_dim=read.count("head_dim", family.head_dim or max(1, hidden // heads)),
+            kv_heads=heads if latent else read.count("num_key_value_heads", family.kv_heads or heads),
+            head_dim=head_dim or read.count("head_dim", family.head_dim or max(1, hidden // heads)),
             intermediate=columns,
             vocab=read.count("vocab_size"),
             context=read.count("max_position_embeddings"),
@@ -252,6 +257,7 @@ class ModelShape:
             shared_columns=0 if mixture is None else read.shared_columns(mixture),
             dense_layers=dense,
             dense_columns=read.count("intermediate_size") if dense else 0,
+            latent=latent,
             norm_bias=family.norm_bias,
             learned_positions=family.learned_positions,
             kinds=kinds,
@@ -270,6 +276,12 @@ class ModelShape:
                 f"Model {source!r}: {heads} query heads are not a multiple of {shape.kv_heads} KV heads."
             )
         return shape
+
+    @property
+    def mean_head_dim(self) -> int:
+        """Columns of a head: of query and key, and of value, on average."""
+        value = self.head_dim if self.latent is None else self.latent.value
+        return math.ceil((self.head_dim + value) / 2)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of one MLP."""
@@ -451,6 +463,12 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
     ]
     if "qkv" in shape.packed:
         into_heads = _packed(into_heads, names.qkv)
+    values = query
+    if shape.latent is not None:
+        values, into_heads = (
+            shape.query_heads * shape.latent.value,
+            _latent(shape, shape.latent, f"{attention}.", spec, linear),
+        )
 
     def mlp(block: str, columns: int) -> list[ParameterSpec]:
         into = [names.gate, names.up] if shape.gated else [names.up]
@@ -462,9 +480,11 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         if "gate_up" in shape.packed:
             first = _packed(first, names.gate_up)
         last = linear(f"{block}.{names.down}", shape.hidden, columns, "column", 1, shape.mlp_bias)
+        if shape.experts:  # No adapters: peft takes the names of these modules for those of experts.
+            return [replace(s, packed=FileTensor(s.name, s.shape, 0)) for s in (*first, *last)]
         return [*first, *last]
 
-    sinks = replace(spec(f"{attention}.sinks", (shape.query_heads,), 0, "query_head"), unit_size=1)
+    sinks = spec(f"{attention}.sinks", (shape.query_heads,), 0, "query_head")
     mixture = family.mixture if shape.has_experts(layer) else None
     if mixture is None:
         columns = mlp(names.mlp, shape.dense_columns if shape.experts else shape.intermediate)
@@ -476,7 +496,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         *into_heads,
         *head_norms,
         *([sinks] if shape.sinks else []),
-        *linear(f"{attention}.{names.out}", shape.hidden, query, "query_head", 1, shape.out_bias),
+        *linear(f"{attention}.{names.out}", shape.hidden, values, "query_head", 1, shape.out_bias),
     ]
 
     others = {"convolution": _convolution, "delta": _delta}
@@ -490,6 +510,33 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
 
 _Spec = Callable[..., ParameterSpec]
 _Linear = Callable[[str, int, int, Unit, int, bool], list[ParameterSpec]]
+
+
+def _latent(
+    shape: ModelShape,
+    sizes: Latent,
+    prefix: str,
+    spec: _Spec,
+    linear: _Linear,
+) -> list[ParameterSpec]:
+    """Latent attention before its last module. What all heads share is whole on every rank, which has a part of its
+    gradient: that of its heads."""
+    rank, heads = sizes.query_rank, shape.query_heads
+
+    def narrow(name: str, of_norm: str, out: int, size: int) -> list[ParameterSpec]:
+        weight = spec(f"{prefix}{name}.weight", (out, shape.hidden), partial=True)
+        bias = [spec(f"{prefix}{name}.bias", (out,), partial=True)] if shape.qkv_bias else []
+        return [weight, *bias, spec(f"{prefix}{of_norm}.weight", (size,), partial=True)]
+
+    def wide(name: str, columns: int, into: int) -> list[ParameterSpec]:
+        return linear(f"{prefix}{name}", heads * columns, into, "query_head", 0, False)
+
+    return [
+        *(narrow("q_a_proj", "q_a_layernorm", rank, rank) if rank else []),
+        *(wide("q_b_proj", shape.head_dim, rank) if rank else wide("q_proj", shape.head_dim, shape.hidden)),
+        *narrow("kv_a_proj_with_mqa", "kv_a_layernorm", sizes.rank + sizes.rotated, sizes.rank),
+        *wide("kv_b_proj", sizes.plain + sizes.value, sizes.rank),
+    ]
 
 
 def _convolution(shape: ModelShape, spec: _Spec, linear: _Linear) -> list[ParameterSpec]:

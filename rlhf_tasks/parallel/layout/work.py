@@ -101,7 +101,7 @@ def _layers_flops(
     shape: ModelShape, head: Head, tokens: int, lora: Lora | None, states: bool = True
 ) -> float:
     size = layers_size(shape, head) + (0 if lora is None else layers_size(shape, head, lora))
-    query = shape.query_heads * shape.head_dim * shape.share("attention")
+    query = shape.query_heads * shape.mean_head_dim * shape.share("attention")
     state = shape.delta.state * shape.share("delta") if shape.delta and states else 0.0
     return shape.layers * layer_flops(tokens, tokens / 2, size / shape.layers, query, state)
 

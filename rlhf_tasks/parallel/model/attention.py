@@ -119,7 +119,8 @@ def packed_attention(
     if kv_index is not None:
         key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)
     in_memory = softcap is not None or s_aux is not None
-    if not in_memory and in_one_kernel(query.device, query.dtype, query.shape[-1]):
+    alike = query.shape[-1] == value.shape[-1]  # the kernel takes no narrower values
+    if alike and not in_memory and in_one_kernel(query.device, query.dtype, query.shape[-1]):
         return _varlen(query, key, value, micro, scaling, sliding_window), None
     return _per_sequence(query, key, value, micro, scaling, sliding_window, softcap, s_aux), None
 
@@ -298,4 +299,4 @@ def _cached(
     if mask is not None and t > 1:
         mask = mask.repeat(1, 1, group, 1)
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-    return output.reshape(n, heads, t, head_dim).transpose(1, 2).reshape(1, tokens, heads, head_dim)
+    return output.reshape(n, heads, t, -1).transpose(1, 2).reshape(1, tokens, heads, -1)

@@ -367,7 +367,8 @@ class Stage(nn.Module):
     def _style(self, path: str) -> str:
         """How tensor parallelism splits a linear module: as the layout says. Raises ValueError where, of an untested
         family, transformers' plan does not say the same."""
-        style = "colwise" if self.layout.specs[f"{path}.weight"].shard_dim == 0 else "rowwise"
+        styles = {0: "colwise", 1: "rowwise", None: "whole"}
+        style = styles[self.layout.specs[f"{path}.weight"].shard_dim]
         family = self.layout.shape.family
         said = _plan(self.config).get(re.sub(r"^model\.layers\.\d+", "layers.*", path))
         if family not in FAMILIES and said != style:
@@ -400,7 +401,7 @@ class Stage(nn.Module):
 
     def _parallel_linear(self, whole: nn.Linear | Conv1D, path: str) -> Any:
         """A linear module with this rank's rows or columns, and its adapter."""
-        if self._style(path) == "colwise":
+        if self._style(path) != "rowwise":
             local = self._column_parallel(whole, path)
         else:
             rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)

@@ -52,6 +52,7 @@ def test_an_untested_family_of_llamas_kind_is_read_from_its_weights(tmp_path, fa
         ("jais2", r"has input_layernorm\.bias, which Llama's have not"),
         ("nanochat", r"has mlp\.fc1\.weight, which Llama's have not"),
         ("apertus", r"has mlp\.act_fn\.alpha_n, which Llama's have not"),
+        ("gemma4_text", r"has layer_scalar, which Llama's have not"),
         ("bert", r"lacks self_attn\.q_proj\.weight"),
     ],
 )

@@ -53,6 +53,12 @@ CASES = [
         "qwen3_moe",
         {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "decoder_sparse_step": 2},
     ),
+    (
+        "deepseek_v3",
+        {"moe_intermediate_size": 14, "n_routed_experts": 16, "q_lora_rank": 9, "attention_bias": True}
+        | {"first_k_dense_replace": 1},
+    ),
+    ("glm4_moe_lite", {"moe_intermediate_size": 14, "q_lora_rank": None}),
     ("glm4_moe", {"n_routed_experts": 8, "moe_intermediate_size": 14, "n_shared_experts": 2}),
     ("gpt_oss", {"num_local_experts": 5}),
     ("gpt_oss", {"num_local_experts": 5, "attention_bias": False}),
@@ -119,11 +125,14 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
     mixture = FAMILIES[family].mixture
     if mixture is not None:
         given |= {mixture.width: 20, "intermediate_size": 40, "shared_expert_intermediate_size": 8}
+        given["first_k_dense_replace"] = 1
     theirs = AutoConfig.for_model(family, **given)
 
     shape = ModelShape.from_config({"model_type": family, **given})
 
     heads = getattr(theirs, "num_key_value_heads", 32), getattr(theirs, "head_dim", None) or 3
+    if FAMILIES[family].latent is not None:
+        heads = (32, theirs.qk_head_dim)
     assert (shape.kv_heads, shape.head_dim) == heads
     assert shape.tied == theirs.tie_word_embeddings
     experts = (
@@ -228,9 +237,9 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
             {"rope_parameters": {"rope_type": "longrope"}},
             "rope_type 'longrope'.*longest sequence of its batch",
         ),
-        (  # Gemma 4's, whose angles are constants
-            {"rope_parameters": {"full_attention": {"rope_type": "proportional"}}},
-            "rope_type 'proportional': the engine has not been tested with it",
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "spiral"}}},
+            "rope_type 'spiral': the engine has not been tested with it",
         ),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
@@ -275,6 +284,10 @@ def test_adapters_lie_beside_what_files_do_not_pack():
     assert linear_modules(of_gpt2) == {"c_fc": (96, 24), "c_proj": (24, 24)}
     mixture = ModelShape.from_config(config(model_type="mixtral"))
     assert sorted(linear_modules(mixture)) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    latent = {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    shared = ModelShape.from_config(config(model_type="deepseek_v3", **latent))
+    of_attention = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+    assert sorted(linear_modules(shared)) == of_attention
     with pytest.raises(ValueError, match=r"'up_proj', .* of mixtral \(its experts have no adapters\)\. Its"):
         Lora(2, 4.0, ("up_proj",)).check(mixture)
 

@@ -140,6 +140,10 @@ OF_LAYER_TYPES = {
         ("mixtral", {"num_experts_per_tok": 1}),
         ("qwen3_moe", {"norm_topk_prob": True}),
         ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 3]}),
+        ("deepseek_v3", {"rope_parameters": {**ROPE, "rope_type": "yarn", **YARN, "mscale_all_dim": 1.0}}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"attention_bias": True}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
         ("glm4_moe", {"norm_topk_prob": False, "topk_group": 3}),
         ("glm4_moe", {"first_k_dense_replace": 0, "use_qk_norm": False}),
         ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 5}),
@@ -478,6 +482,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {**UNEVEN, "hidden_size": 45, "conv_bias": True}),
     ("qwen3_next", {}),
     ("qwen3_5_text", {**UNEVEN, "linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+    ("deepseek_v3", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 9}),
+    ("glm4_moe_lite", {}),
 ]
 
 

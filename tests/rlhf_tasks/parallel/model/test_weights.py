@@ -75,6 +75,7 @@ def make_stage(config, head: Head = "lm", dtype=torch.float32, lora=None) -> Sta
         ("glm4", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("qwen2_moe", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("glm4_moe", {}, ParallelStrategy(tp=4)),
+        ("deepseek_v3", {}, ParallelStrategy(tp=4)),
         ("mixtral", {}, ParallelStrategy(tp=4)),
         ("qwen3_moe", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("gpt_oss", UNEVEN, ParallelStrategy(tp=2, pp=2)),
@@ -233,6 +234,7 @@ def test_a_random_start_depends_on_the_seed():
         ("glm4", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("qwen2_moe", {}, ParallelStrategy(tp=2, pp=2)),
         ("gpt_oss", UNEVEN, ParallelStrategy(tp=2, pp=2)),
+        ("deepseek_v3", {}, ParallelStrategy(tp=2, pp=2)),
         ("gpt2", {"hidden_size": 36, "num_attention_heads": 9}, ParallelStrategy(tp=2, pp=2)),
     ],
 )
@@ -307,6 +309,7 @@ def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], sh
         ("glm", {}),
         ("qwen2_moe", {}),
         ("glm4_moe", {}),
+        ("deepseek_v3", {}),
         ("mixtral", {}),
         ("qwen3_moe", {}),
         ("gpt_oss", {}),
