@@ -91,3 +91,6 @@ def test_the_tutorial_can_be_followed_from_an_empty_folder(hub_with_a_tiny_model
     assert "[1.0, 0.0]" in said, "the reward, tried by hand"
     assert json.loads((folder / "runs/sums/summary.json").read_text())["iterations"] == 20
     assert (folder / "runs/sums/model/adapter_model.safetensors").exists()
+    assert (folder / "runs/weekly/models/champion").is_dir()
+    decided = [json.loads(path.read_text()) for path in sorted((folder / "runs/weekly").glob("*/decision.json"))]
+    assert [each["rows"] for each in decided] == [500, 100]

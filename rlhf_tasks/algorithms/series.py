@@ -30,6 +30,8 @@ SERIES = "series"
 """The `type` of a file with a series."""
 TRAIN, CANDIDATE, CHAMPION = "train", "candidate", "champion"  # stages of a run
 _OF_THE_SERIES = ("name", "output_dir", "cluster", "resume")
+_FOREIGN = {"training": _OF_THE_SERIES, "evaluation": (*_OF_THE_SERIES, "models")}
+"""Keys that the series states itself, in training and evaluation."""
 
 
 class SeriesConfig(Settings):
@@ -72,13 +74,14 @@ class SeriesConfig(Settings):
 def load_series(path: str | Path, overrides: Sequence[str] = ()) -> SeriesConfig:
     """Read a series' configuration from YAML.
 
-    `file` in training and evaluation names a file with the rest of it, as in a stage of a pipeline. overrides:
-    `key.sub=value`. Raises ConfigError.
+    `file` in training and evaluation names a file with the rest of it, as in a stage of a pipeline; keys that belong
+    to the series are left out of it. overrides: `key.sub=value`. Raises ConfigError.
     """
     document = read_yaml(Path(path))
-    for part in ("training", "evaluation"):
-        if part in document:
-            document[part] = with_file(document[part], Path(path).parent)
+    for part, foreign in _FOREIGN.items():
+        if isinstance(stated := document.get(part), Mapping):
+            whole = with_file(stated, Path(path).parent)
+            document[part] = {key: whole[key] for key in whole if key in stated or key not in foreign}
     for change in overrides:
         apply_override(document, change)
     return make_series(document)
@@ -146,11 +149,8 @@ def stages_of_run(
 
 
 def _refuse_foreign_keys(series: SeriesConfig) -> None:
-    for part, document, keys in (
-        ("training", series.training, _OF_THE_SERIES),
-        ("evaluation", series.evaluation, (*_OF_THE_SERIES, "models")),
-    ):
-        foreign = [key for key in keys if key in document]
+    for part, document in (("training", series.training), ("evaluation", series.evaluation)):
+        foreign = [key for key in _FOREIGN[part] if key in document]
         if foreign:
             whose = "are those that are compared" if foreign[0] == "models" else "belongs to the series"
             raise ConfigError(f"{part}: {foreign[0]} {whose}. Leave it out.")
