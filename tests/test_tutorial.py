@@ -92,7 +92,9 @@ def test_the_tutorial_can_be_followed_from_an_empty_folder(hub_with_a_tiny_model
     assert json.loads((folder / "runs/sums/summary.json").read_text())["iterations"] == 20
     assert (folder / "runs/sums/model/adapter_model.safetensors").exists()
     assert (folder / "runs/weekly/models/champion").is_dir()
-    decided = [json.loads(path.read_text()) for path in sorted((folder / "runs/weekly").glob("*/decision.json"))]
+    decided = [
+        json.loads(path.read_text()) for path in sorted((folder / "runs/weekly").glob("*/decision.json"))
+    ]
     first, second = (each["rows"] for each in decided)
     assert first == 500
     assert 80 < second <= 100, "some of a hundred new questions were asked before"
