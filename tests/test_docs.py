@@ -95,3 +95,12 @@ def test_figures_have_a_digit_before_the_point():
 )
 def test_no_page_has_marks_of_a_merge(page: Path):
     assert not re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)
+
+
+def test_no_entry_stands_twice():
+    """Merges leave twins."""
+    heads = re.findall(r"^- \*\*(.+?)\*\*", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "roadmap.md").read_text(), re.MULTILINE)
+    assert len(heads) > 10
+    assert len(rows) > 20
+    assert sorted({*heads, *rows}) == sorted([*heads, *rows])

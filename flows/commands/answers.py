@@ -179,11 +179,16 @@ def generate(
 
 @contextmanager
 def _opened_for(out: Path | None) -> Iterator[TextIO]:
+    """Where the rows are written. A file in which no row came to stand does not stay: it would refuse the next try."""
     if out is None:
         yield sys.stdout
-    else:
-        with out.open("x", encoding="utf-8") as file:
+        return
+    with out.open("x", encoding="utf-8") as file:
+        try:
             yield file
+        finally:
+            if file.tell() == 0:
+                out.unlink()
 
 
 def _completed(answering: "AnsweringModel", file: Path, drawn: "Drawn") -> Iterator[dict[str, Any]]:

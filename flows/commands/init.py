@@ -259,7 +259,7 @@ def _reward_file(columns: Columns, out: Path) -> str:
     if columns.right is None:
         return head + _BRIEF
     body = _NUMBERS if columns.is_number else _TEXTS
-    truth = 'right["ground_truth"]' if columns.right == "reward_model" else "right"
+    truth = '(right or {}).get("ground_truth")' if columns.right == "reward_model" else "right"
     if columns.right.isidentifier():
         taken, of_column = columns.right, columns.right
     else:
@@ -289,11 +289,12 @@ def last_number(text):
 
 
 def correct(prompts, completions, ARGUMENTS):
-    """1 for each completion whose last number is that of the right answer, else 0."""
-    return [
-        float(last_number(text_of(completion)) == last_number(TRUTH))
-        for completion, right in zip(completions, COLUMN, strict=True)
-    ]
+    """1 for each completion whose last number is that of the right answer, else 0; 0 where that has no number."""
+    rewards = []
+    for completion, right in zip(completions, COLUMN, strict=True):
+        wanted = last_number(TRUTH)
+        rewards.append(float(wanted is not None and last_number(text_of(completion)) == wanted))
+    return rewards
 '''
 )
 _TEXTS = (
@@ -301,11 +302,13 @@ _TEXTS = (
     + '''
 
 def correct(prompts, completions, ARGUMENTS):
-    """1 for each completion that has the right answer in it, in whatever case, else 0."""
-    return [
-        float(str(TRUTH).strip().lower() in text_of(completion).lower())
-        for completion, right in zip(completions, COLUMN, strict=True)
-    ]
+    """1 for each completion that has the right answer in it, in whatever case, else 0; 0 where that is empty."""
+    rewards = []
+    for completion, right in zip(completions, COLUMN, strict=True):
+        truth = TRUTH
+        wanted = "" if truth is None else str(truth).strip().lower()
+        rewards.append(float(wanted != "" and wanted in text_of(completion).lower()))
+    return rewards
 '''
 )
 _BRIEF = (

@@ -69,6 +69,12 @@ def check_writable(*paths: Path | None) -> None:
             raise ConfigError(f"{path} cannot be written. Name a writable file in an existing folder.")
 
 
+def refuse_folder(file: Path, example: str) -> None:
+    """Raises ConfigError where a file's path is a folder's. example: a name for the file in it"""
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder. Name a file in it, such as {file / example}.")
+
+
 def write_output(path: Path, text: str) -> None:
     """Write a file that `check_writable` has passed. Raises ConfigError naming it."""
     try:

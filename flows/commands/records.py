@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from prefect_rlhf.flows.commands.options import refuse_folder
 from prefect_rlhf.flows.run.records import Comparison, RunRecord, comparison, records_in
 from prefect_rlhf.flows.run.reporting import write_comparison
 from prefect_rlhf.flows.run.run_folder import refuse_unwritable
@@ -81,6 +82,7 @@ def compare_runs(
         raise ConfigError(f"{twice} is named twice. Name different runs.")
     compared = comparison(folders)
     if html is not None:
+        refuse_folder(html, "compared.html")
         refuse_unwritable(html.parent, "--html")
         print(printable(str(write_comparison(compared, html))))
         return

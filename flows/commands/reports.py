@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from prefect_rlhf.flows.commands.options import refuse_folder
 from prefect_rlhf.flows.run.reporting import REPORT, write_report, write_trace
 from prefect_rlhf.flows.run.run_folder import refuse_unwritable
 from prefect_rlhf.flows.view.terminal import tell
@@ -33,8 +34,7 @@ def report(
     if html is not None and trace is not None:
         raise ConfigError("--html and --trace are two files: run the command once for each.")
     file = trace or html or run / REPORT
-    if file.is_dir():
-        raise ConfigError(f"{file} is a folder. Name a file in it, such as {file / REPORT}.")
+    refuse_folder(file, REPORT)
     refuse_unwritable(file.parent, "the report's folder")
     if trace is not None:
         events = write_trace(run, trace)

@@ -114,6 +114,13 @@ def test_what_cannot_be_answered_is_refused(call, model, tmp_path, options, said
     assert (status, said in err) == (2, True), err
 
 
+def test_a_try_that_failed_before_its_first_row_leaves_no_file_in_the_way_of_the_next(call, model, tmp_path):
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"height": 1}\n')
+    assert call("generate", str(model), "--file", str(rows), "--out", str(out))[0] == 2
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("command", [("chat", "PLACE"), ("generate", "PLACE", "--prompt", "x")])
 def test_a_folder_without_a_model_is_refused(call, tmp_path, command):
     place = tmp_path / "nothing"

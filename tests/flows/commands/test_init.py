@@ -88,6 +88,24 @@ def test_the_examples_reward_tells_right_from_wrong(begin, tmp_path):
     assert given == [1, 0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("row", "rights"),
+    [
+        ({"prompt": "2 + 2 = ", "answer": "4"}, {"answer": ["none", None, ""]}),
+        ({"prompt": "Capital of Norway?", "answer": "Oslo"}, {"answer": ["  ", None, ""]}),
+        (
+            {"prompt": "2 + 2 = ", "reward_model": {"ground_truth": "4"}},
+            {"reward_model": [{"ground_truth": None}, None, {}]},
+        ),
+    ],
+)
+def test_where_there_is_no_right_answer_the_reward_that_is_written_is_0(begin, write_rows, row, rights):
+    *_, out = begin("--data", write_rows(row))
+    module: dict = {}
+    exec((out.parent / "rewards.py").read_text(), module)
+    assert module["correct"](["?"] * 3, ["None of these.", "none", ""], **rights) == [0, 0, 0]
+
+
 def test_without_data_an_example_is_written(call, begin):
     status, _, err, out = begin()
     assert status == 0, err

@@ -43,6 +43,14 @@ def test_a_run_is_compared_with_others_only(call, document):
     assert (status, "is named twice. Name different runs." in err) == (2, True)
 
 
+def test_a_page_of_a_comparison_is_not_written_over_a_folder(call, document, tmp_path):
+    one, other = (str(write_run({**document, "name": name}, [0.25])) for name in ("one", "other"))
+    (tmp_path / "pages").mkdir()
+    status, _, err = call("runs", "compare", one, other, "--html", str(tmp_path / "pages"))
+    assert (status, "pages is a folder. Name a file in it" in err) == (2, True), err
+    assert not list(tmp_path.glob(".pages*"))
+
+
 def test_to_list_runs_loads_neither_torch_nor_prefect(tmp_path):
     code = (
         "import sys; from prefect_rlhf.flows.cli import run_command; run_command(sys.argv[1:]); "
