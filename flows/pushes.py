@@ -6,21 +6,25 @@ where it always does (HF_TOKEN, or what `hf auth login` has kept); the token is 
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
+from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder, without_login
 from prefect_rlhf.rlhf_tasks.config.models import HubPush
-from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import ADAPTER_CONFIG
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import ADAPTER_CONFIG, VERDICT
 from prefect_rlhf.rlhf_tasks.system.child_processes import die_with_parent, python_call
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, read_json
 
 CHECK_S = 120.0  # two questions to the Hub, each with the client's own retries
 PUSH_S, LEAST_BYTES_PER_S = 600.0, 200_000.0
 """A push may take so long, and beside it as long as its bytes take at this rate."""
+
+_DESCRIPTIONS = (ADAPTER_CONFIG, "config.json", VERDICT)  # of what the weights are
+_WEIGHTS = re.compile(r"[^/]*\.safetensors(\.index\.json)?|(pytorch|adapter)_model[^/]*\.bin(\.index\.json)?")
 
 
 class PushError(Exception):
@@ -81,9 +85,9 @@ def serve(what: str, work: str, parent: str) -> None:
     die_with_parent(int(parent))
     arguments = json.loads(work)
     try:
-        answer = {"done": {"check": _check, "push": _push}[what](**arguments)}
+        answer = {"done": without_login({"check": _check, "push": _push}[what](**arguments))}
     except Exception as error:  # noqa: BLE001  whatever the client raises, it becomes a sentence
-        answer = {"refused": _without_token(_sentence(error, arguments["repo"]))}
+        answer = {"refused": without_login(_without_token(_sentence(error, arguments["repo"])))}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
 
 
@@ -140,7 +144,7 @@ def _refuse_public(repo: str, private: bool, is_private: bool) -> None:
 
 
 def _push(repo: str, private: bool, folder: str, message: str) -> str:
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
     url = str(api.create_repo(repo, private=private, exist_ok=True))
@@ -148,18 +152,36 @@ def _push(repo: str, private: bool, folder: str, message: str) -> str:
     files = {str(path.relative_to(folder)): path for path in _files(Path(folder))}
     contents: dict[str, Path | bytes] = {**files}
     if ADAPTER_CONFIG in files:
-        described = read_json(files[ADAPTER_CONFIG])
-        # A folder of the Hub's cache here is an id for everybody.
-        base = name_of_folder(described["base_model_name_or_path"]).partition("@")[0]
-        contents[ADAPTER_CONFIG] = json.dumps(
-            {**described, "base_model_name_or_path": base}, indent=2
-        ).encode()
+        contents[ADAPTER_CONFIG] = _for_everybody(read_json(files[ADAPTER_CONFIG]))
     operations = [
-        CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
-        for name, content in sorted(contents.items())
+        *(CommitOperationDelete(name) for name in _left_over(api.list_repo_files(repo), files)),
+        *(
+            CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+            for name, content in sorted(contents.items())
+        ),
     ]
     api.create_commit(repo, operations, commit_message=message)
     return url
+
+
+def _for_everybody(adapter: Mapping[str, Any]) -> bytes:
+    """An adapter's configuration without a folder of this machine: a snapshot in the Hub's cache becomes its id and
+    commit, another folder its name."""
+    base = adapter["base_model_name_or_path"]
+    id, _, commit = name_of_folder(base).partition("@") if name_of_folder(base) != base else (base, "", "")
+    revision = {"revision": commit} if commit else {}
+    name = Path(id).name if Path(id).is_absolute() else id
+    return json.dumps({**adapter, "base_model_name_or_path": name, **revision}, indent=2).encode()
+
+
+def _left_over(there: Collection[str], files: Collection[str]) -> list[str]:
+    """The files of an earlier push that would be read with those of this one: weights, their index, an adapter, and
+    the configuration of a whole model."""
+    return sorted(
+        name
+        for name in there
+        if name not in files and "/" not in name and (name in _DESCRIPTIONS or _WEIGHTS.fullmatch(name))
+    )
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -38,14 +38,13 @@ from prefect_rlhf.planner.text import format_devices, plan_table, steady_bars
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, plan_at, read_plan
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import METRICS
-from prefect_rlhf.rlhf_tasks.config.files import parse_yaml
 from prefect_rlhf.rlhf_tasks.config.hub_names import hub_data, name_of_folder
 from prefect_rlhf.rlhf_tasks.config.settings import public_document
+from prefect_rlhf.rlhf_tasks.data.hub_files import header_of_card
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import own_or_base
 from prefect_rlhf.rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from prefect_rlhf.rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
-from prefect_rlhf.rlhf_tasks.system.reading import reading
 
 PACKAGES = ("prefect-rlhf", "torch", "transformers", "prefect", "distributed")
 MOST_CARD_BYTES = 1 << 20
@@ -489,7 +488,8 @@ def card_of(
     run, role  the run's name, and the role of the exported model
     metrics    of the iteration after which the model is exported; may be empty
     """
-    began = name_of_folder(config.roles()[role].folder)
+    began = _file_name(name_of_folder(config.roles()[role].folder))
+    data = ", ".join(_file_name(source.path) for source in config.data.sources)
     reached = "".join(
         f"| {name} | {'' if value is None else f'{value:.4g}'} |\n"
         for name, value in metrics.items()
@@ -503,12 +503,39 @@ def card_of(
         f"## Metrics of iteration {metrics.get('iteration', -1) + 1}\n\n| metric | value |\n|---|---|\n{reached}"
         if reached
         else "",
-        f"## Data\n\n{made.rows} rows of `{config.data.name}`, SHA-256 of their content `{made.digest}`.\n",
+        f"## Data\n\n{made.rows} rows of `{data}`, SHA-256 of their content `{made.digest}`.\n",
         f"## Execution plan\n\n```text\n{plan_table(made.plan)}\n```\n",
         "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions().items()),
-        f"## Configuration\n\n```yaml\n{yaml.safe_dump(public_document(made.stated), sort_keys=False)}```\n",
+        f"## Configuration\n\n```yaml\n{yaml.safe_dump(_without_places(made.stated), sort_keys=False)}```\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _without_places(stated: RunConfig) -> dict[str, Any]:
+    """A configuration in which files and folders have their names alone: a card is for everybody."""
+    document = public_document(stated)
+    for key in ("output_dir", "resume"):
+        document.pop(key, None)
+    if isinstance(plan := document.get("plan"), str):
+        document["plan"] = _file_name(plan)
+    for section in ("data", "models", "evaluation", "planning", "environment", "rewards"):
+        document |= {section: _file_names(document[section])} if section in document else {}
+    return document
+
+
+def _file_names(value: Any) -> Any:
+    """The same with `_file_name` of each text, and of each key."""
+    if isinstance(value, dict):
+        return {_file_name(key): _file_names(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_file_names(item) for item in value]
+    return _file_name(value) if isinstance(value, str) else value
+
+
+def _file_name(text: str) -> str:
+    """What stands after the last slash of an absolute path; another text as it is."""
+    is_path = Path(text).is_absolute() and len(Path(text).parts) > 2 and "\n" not in text  # not `/no_think`
+    return Path(text).name if is_path else text
 
 
 def _header(config: RunConfig, role: str, merged: bool) -> dict[str, Any]:
@@ -540,8 +567,7 @@ def _license(folder: str) -> str | None:
     card = own_or_base(folder, "README.md")
     with suppress(ConfigError, OSError):
         text = card.read_bytes()[:MOST_CARD_BYTES].decode("utf-8", "replace")
-        with reading(card, "not valid YAML") as place:
-            stated = parse_yaml(text.split("---\n")[1], place).get("license")
+        stated = header_of_card(text, card).get("license")
         return stated if isinstance(stated, str) else None
     return None
 

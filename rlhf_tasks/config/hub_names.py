@@ -22,6 +22,7 @@ _FILES = re.compile(
 )
 _ENDS = (".jsonl", ".gz", ".parquet", ".json", ".csv", ".txt", ".yaml")
 """Ends of the names of files, which are no ids."""
+_LOGIN = re.compile(r"(?<=://)[^/\s]*@")
 _SNAPSHOT = re.compile(r"(?:models|datasets)--(?P<id>.+)")
 
 
@@ -74,3 +75,8 @@ def name_of_folder(folder: str) -> str:
     path = Path(folder)
     match = _SNAPSHOT.fullmatch(path.parent.parent.name) if path.parent.name == "snapshots" else None
     return folder if match is None else f"{match['id'].replace('--', '/', 1)}@{path.name}"
+
+
+def without_login(text: str) -> str:
+    """A text in which no address has a user and password (`https://me:secret@host`), as HF_ENDPOINT may."""
+    return _LOGIN.sub("", text)

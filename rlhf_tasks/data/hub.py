@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from prefect_rlhf.rlhf_tasks.config.hub_names import HubName
+from prefect_rlhf.rlhf_tasks.config.hub_names import HubName, without_login
 from prefect_rlhf.rlhf_tasks.data.hub_files import (
     CARD,
     beside_weights,
@@ -100,7 +100,7 @@ def fetch_data(name: HubName, pin: Pin | None, progress: Progress, preferred: Se
             repository.download([CARD])
             with reading(repository.folder / CARD, "cannot be read"):
                 content = (repository.folder / CARD).read_bytes()[:CARD_BYTES]
-                card = content.decode("utf-8", "replace").replace("\r\n", "\n").removeprefix("\ufeff")
+                card = content.decode("utf-8", "replace")
         return data_files(name, card, list(repository.files), preferred)
 
     return _fetch(name, pin, progress, choose)
@@ -112,7 +112,7 @@ def _fetch(
     with _in_a_sentence(name, pin):
         if pin is not None:
             known = Snapshot(_folder(name, pin.commit), pin)
-            if all(path.is_file() for path in known.paths):
+            if all(_is_whole(known.folder, file) for file in pin.files):
                 return known
         commit, reached = (pin.commit, True) if pin is not None else _commit_of(name)
         repository = _Repository(name, commit, progress, reached)
@@ -202,7 +202,7 @@ class _Repository:
 
     def download(self, files: Collection[str]) -> None:
         """Download files that the cache lacks. Raises ConfigError where the disk has no room for them."""
-        missing = [file for file in dict.fromkeys(files) if not (self.folder / file).is_file()]
+        missing = [file for file in dict.fromkeys(files) if not _is_whole(self.folder, file)]
         if not missing:
             return
         total = sum(self.files.get(file, 0) for file in missing)
@@ -223,9 +223,24 @@ class _Repository:
         from huggingface_hub import hf_hub_download
 
         options: dict[str, Any] = {"repo_type": self.name.kind, "revision": self.commit, "tqdm_class": bar}
+        mark = _mark(self.folder, file)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
         path = Path(hf_hub_download(self.name.id, file, **options))
         if (self.folder / file).is_file():
             _verify(self.name, path)
+        mark.unlink(missing_ok=True)
+
+
+def _is_whole(folder: Path, file: str) -> bool:
+    """Whether the cache has a file, and no download of ours has ended, or was killed, before its content was
+    compared."""
+    return (folder / file).is_file() and not _mark(folder, file).exists()
+
+
+def _mark(folder: Path, file: str) -> Path:
+    """What stands beside a repository's snapshots from before a download until the file's content was compared."""
+    return folder.parent.parent / ".prefect-rlhf-unverified" / folder.name / file
 
 
 class _Stopped(Exception):
@@ -333,7 +348,7 @@ def _refuse(name: HubName, pin: Pin | None, error: BaseException) -> NoReturn:
     from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
 
     status = next((s for e in _chain(error) if (s := _status(e))), None)
-    hub, what = constants.ENDPOINT, f"{name.text}: {name.shown}"
+    hub, what = without_login(constants.ENDPOINT), f"{name.text}: {name.shown}"
     began = "" if pin is None else f" The run began with commit {pin.commit}."
     if gated := next((e for e in _chain(error) if isinstance(e, GatedRepoError)), None):
         page = f"{hub}/{'datasets/' * (name.kind == 'dataset')}{name.id}"
@@ -430,7 +445,7 @@ def _unreachable(name: HubName, error: BaseException, hub: str, cache: str) -> s
         if isinstance(each, EntryNotFoundError) and not isinstance(each, LocalEntryNotFoundError):
             return f"{name.text}: a file of {name.shown} is gone from {hub}. Name another revision."
     root = list(_chain(error))[-1]
-    why = one_line(str(root).partition("\n")[0]) or type(root).__name__
+    why = one_line(without_login(str(root)).partition("\n")[0]) or type(root).__name__
     return (
         f"{name.text} is no file or folder here, and {name.shown} could not be downloaded from {hub} ({why}). "
         "Look at the network, or name a folder; whole files that have arrived are kept."

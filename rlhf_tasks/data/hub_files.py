@@ -7,7 +7,7 @@ names of its files and folders, by the rules of Hugging Face's `datasets`
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from prefect_rlhf.rlhf_tasks.config.files import parse_yaml
@@ -37,23 +37,39 @@ _KEYWORDS = {
 _SHARD = re.compile(r"data/(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 _SIDES = "[-._ 0-9]"  # what may stand before and after such a word
 _NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-_CONFIGS = re.compile(r"^configs:[ \t]*\n(?:[ \t-].*\n|[ \t]*\n)*", re.MULTILINE)
+_HEADER = re.compile(r"\ufeff?---[ \t]*\n(.*?)^---", re.DOTALL | re.MULTILINE)
+_OF_ROWS = re.compile(r"^dataset_info:[ \t]*\n(?:[ \t-].*\n|#.*\n|[ \t]*\n)*", re.MULTILINE)
+"""Columns and sizes of every subset: of some cards megabytes, which take minutes to parse, and none is needed."""
 _MOST_LISTED = 20
 
 Splits = Mapping[str, Sequence[str]]
 """Split -> its files, in order."""
 
 
+def header_of_card(card: str, where: Path | str) -> Mapping[str, Any]:
+    """What the YAML at the start of a README.md says, without `dataset_info`; empty where there is none.
+
+    Raises ConfigError, beginning with `where`, for what is not YAML.
+    """
+    header = _HEADER.match(card.replace("\r\n", "\n"))
+    if header is None:
+        return {}
+    with reading(where, "not valid YAML") as place:
+        stated = parse_yaml(_OF_ROWS.sub("", header[1]), place)
+    return stated if isinstance(stated, dict) else {}
+
+
 # --- models ---
 
 
 def beside_weights(files: Iterable[str]) -> list[str]:
-    """The files of a model that are read beside its weights: configuration, tokenizer, chat template."""
+    """The files of a model that are read beside its weights: configuration, tokenizer, chat template, and the card,
+    which names the license."""
     return sorted(
         file
         for file in files
         if "/" not in file
-        and (file.endswith(_BESIDE) or file in _VOCABULARY)
+        and (file.endswith(_BESIDE) or file in (*_VOCABULARY, CARD))
         and (file == INDEX or not file.endswith(".index.json"))
     )
 
@@ -171,12 +187,7 @@ def _list(names: Iterable[str]) -> str:
 
 def _subsets(name: HubName, card: str, files: Sequence[str]) -> dict[str, Splits]:
     """Subset -> its splits, the default subset first."""
-    header = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
-    block = _CONFIGS.search(header[1] + "\n") if header else None
-    if block is None:
-        return {_DEFAULT: _by_names(files)}
-    with reading(f"{name.text}: the card", "not valid YAML") as place:
-        configs = parse_yaml(block[0], place)["configs"]
+    configs = header_of_card(card, f"{name.text}: the card").get("configs")
     subsets: dict[str, Splits] = {}
     for config in configs if isinstance(configs, list) else ():
         if isinstance(config, dict) and isinstance(title := config.get("config_name", _DEFAULT), str | int):

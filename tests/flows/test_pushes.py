@@ -66,6 +66,34 @@ def test_a_later_push_changes_the_same_repository(hub: Hub, as_account, model):
     assert hub.files("org/new")["README.md"] == b"# now\n"
 
 
+def test_a_push_leaves_no_weights_of_an_earlier_one_to_be_read_with_its_own(hub: Hub, as_account, model):
+    as_account(WRITER)
+    adapter = {
+        "adapter_config.json": '{"base_model_name_or_path": "org/base"}',
+        "adapter_model.safetensors": "a",
+    }
+    shards = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    kept = {"notes.md": "mine", "onnx/model.safetensors": "x"}
+    hub.add("org/new", {**adapter, **dict.fromkeys(shards, "{}"), **kept}, private=True)
+    push_model(model, TARGET, "merged")
+    whole = {"README.md", "config.json", "model.safetensors"}
+    assert hub.files("org/new").keys() - {".gitattributes"} == whole | kept.keys()
+    for name in whole - {"README.md"}:
+        (model / name).unlink()
+    for name, text in adapter.items():
+        (model / name).write_text(text)
+    push_model(model, TARGET, "adapter")
+    assert hub.files("org/new").keys() - {".gitattributes"} == {"README.md"} | adapter.keys() | kept.keys()
+    assert len(hub.repositories["model", "org/new"].files) == 3, "each push is one commit"
+
+
+def test_a_password_in_the_address_of_the_hub_is_in_no_sentence(hub: Hub, as_account, model):
+    as_account(WRITER, HF_ENDPOINT=hub.url.replace("://", "://me:hunter2@"))
+    assert f"{hub.url} does not accept the token" in refusal()
+    with pytest.raises(PushError, match=f"^{hub.url} does not accept the token"):
+        push_model(model, TARGET, "first")
+
+
 def test_a_public_repository_is_made_only_where_that_is_asked_for(hub: Hub, as_account, model):
     as_account(WRITER)
     public = HubPush(repo="org/open", private=False)
@@ -83,7 +111,10 @@ def test_an_adapter_names_its_model_by_the_id_and_not_by_a_folder_of_here(hub: H
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, "r": 4}))
     push_model(model, TARGET, "adapter")
     put = json.loads(hub.files("org/new")["adapter_config.json"])
-    assert put == {"base_model_name_or_path": "org/base", "r": 4}
+    assert put == {"base_model_name_or_path": "org/base", "r": 4, "revision": "a" * 40}
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/home/me/base"}))
+    push_model(model, TARGET, "of a folder")
+    assert json.loads(hub.files("org/new")["adapter_config.json"]) == {"base_model_name_or_path": "base"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The figures of a run, from rows of its lineage."""
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,7 +24,10 @@ from prefect_rlhf.planner.pricing.devices import preset
 from prefect_rlhf.planner.pricing.figures import RanCall, keep_figures, read_figures
 from prefect_rlhf.planner.text import plan_table
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan
+from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
+from prefect_rlhf.rlhf_tasks.data.hub import fetch_model
 from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, Part
+from tests.loopback_hub import Hub
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
 from tests.tiny_runs import ppo_config, write_model
 
@@ -405,7 +410,7 @@ def test_the_card_tells_where_the_weights_come_from(tmp_path):
     _, header, text = card.split("---\n", 2)
     assert yaml.safe_load(header) == {"library_name": "transformers", "tags": ["prefect-rlhf", "ppo"]}
     assert "# mine" in text
-    assert f"started from `{tmp_path / 'actor'}`" in text
+    assert "started from `actor`" in text
     assert "## Metrics of iteration 3\n" in text
     assert "| reward | 0.2512 |\n| kl |  |\n" in text
     assert "| iteration |" not in text
@@ -417,6 +422,30 @@ def test_the_card_tells_where_the_weights_come_from(tmp_path):
     assert "kwargs" not in shown["rewards"][0]
     assert shown["data"]["max_prompt_tokens"] == 1024
     assert "hunter2" not in card
+
+
+def test_a_card_names_files_and_folders_without_where_they_are_on_this_machine(tmp_path):
+    prepared = prepare(ppo_config(tmp_path))
+    card = model_card(prepared, "mine", "actor", {})
+    shown = yaml.safe_load(card.split("```yaml\n")[1].removesuffix("```\n"))
+    (source,) = prepared.config.data.sources
+    assert shown["data"]["train"] == Path(source.path).name
+    assert shown["models"]["actor"] == "actor"
+    assert "output_dir" not in shown
+    assert str(tmp_path) not in card
+
+
+def test_the_license_is_that_of_the_base_as_it_was_downloaded(hub: Hub, tmp_path):
+    write_model(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    hub.add_folder("org/base", tmp_path / "base")
+    name = hub_model("org/base")
+    assert name is not None
+    with hub.used_here(tmp_path / "home"):
+        base = fetch_model(name, None, lambda what, total: nullcontext(lambda arrived: None)).folder
+    models = {"actor": str(base), "reward": str(tmp_path / "reward")}
+    card = model_card(prepare(ppo_config(tmp_path, models=models)), "mine", "actor", {})
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == "apache-2.0"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-from prefect_rlhf.rlhf_tasks.config.hub_names import hub_data, hub_model, name_of_folder
+from prefect_rlhf.rlhf_tasks.config.hub_names import hub_data, hub_model, name_of_folder, without_login
 
 
 def test_a_model_is_an_owner_and_a_name_and_may_have_a_revision():
@@ -32,3 +32,9 @@ def test_a_snapshot_has_its_name_and_commit_wherever_the_cache_lies():
         name_of_folder(f"/x/hub/models--Qwen--Qwen3-0.6B/snapshots/{commit}") == f"Qwen/Qwen3-0.6B@{commit}"
     )
     assert name_of_folder("/models/mine") == "/models/mine"
+
+
+def test_no_login_is_shown_of_an_address():
+    assert without_login("see https://me:p@ss@hub.example/org/x (http://host/a@b)") == (
+        "see https://hub.example/org/x (http://host/a@b)"
+    )

@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 
 from prefect_rlhf.rlhf_tasks.config.hub_names import hub_data, hub_model
+from prefect_rlhf.rlhf_tasks.data import hub as hub_module
 from prefect_rlhf.rlhf_tasks.data.hub import (
     Pin,
     Snapshot,
@@ -264,6 +267,39 @@ def test_a_file_with_another_hash_is_refused_and_removed(hub: Hub, tmp_path, fil
         snapshot = model()
     expected = content.encode() if isinstance(content, str) else content
     assert (snapshot.folder / file).read_bytes() == expected
+
+
+@pytest.mark.parametrize("with_pin", [True, False])
+def test_a_file_whose_check_was_interrupted_is_checked_by_the_next_run(
+    hub: Hub, tmp_path, monkeypatch, with_pin
+):
+    hub.add("org/model", MODEL)
+    with hub.used_here(tmp_path / "other"):
+        pin = model().pin if with_pin else None
+    hub.next_answers("GET .*/model.safetensors", content=b"x" * 300_000)
+    with hub.used_here(tmp_path):
+        with monkeypatch.context() as patched:
+            patched.setattr(hub_module, "_verify", Mock(side_effect=KeyboardInterrupt))  # as a kill there
+            with pytest.raises(KeyboardInterrupt):
+                model(pin=pin)
+        assert "model.safetensors has arrived with another content" in refusal(lambda: model(pin=pin))
+        snapshot = model(pin=pin)
+        hub.requests.clear()
+        model(pin=snapshot.pin)
+    assert (snapshot.folder / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert hub.requests == [], "what was checked is not asked for again"
+
+
+def test_a_password_in_the_address_of_the_hub_is_in_no_sentence(hub: Hub, tmp_path, monkeypatch):
+    hub.add("org/model", MODEL)
+    with hub.used_here(tmp_path):
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url.replace("://", "://me:hunter2@"))
+        missing = refusal(lambda: model("org/absent"))
+        hub.is_down = True
+        down = refusal(lambda: model("org/other"))
+    assert hub.url in missing
+    assert hub.url in down
+    assert "hunter2" not in missing + down
 
 
 def test_a_download_that_the_disk_has_no_room_for_does_not_begin(hub: Hub, tmp_path, monkeypatch):

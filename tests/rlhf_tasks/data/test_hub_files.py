@@ -106,6 +106,26 @@ configs:
     assert chosen("org/name:small", files, card) == ["small/train.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "configs",
+    [
+        "configs:\n# the small one\n- config_name: small\n# as it was\n  data_dir: small\n",
+        "configs: [{config_name: small, data_dir: small}]\n",
+        '"configs" :\n  - {config_name: small, data_dir: small}\n',
+        "dataset_info:\n# columns\n- {name: a, name: b}\nconfigs:\n- {config_name: small, data_dir: small}\n",
+    ],
+)
+def test_a_card_is_read_however_its_yaml_is_written(configs):
+    card = f"\ufeff---\nlicense: mit\n{configs}tags: [a]\n---\n# Rows\n".replace("\n", "\r\n")
+    assert chosen("org/name:small", ["small/train.jsonl", "train.jsonl"], card) == ["small/train.jsonl"]
+
+
+def test_a_card_that_is_not_yaml_is_refused_and_one_without_a_header_says_nothing():
+    with pytest.raises(ConfigError, match="org/name: the card: not valid YAML"):
+        chosen("org/name", ["train.jsonl"], "---\nconfigs: [\n---\n")
+    assert chosen("org/name", ["train.jsonl"], "---\n---\nText: a: b\n---\n") == ["train.jsonl"]
+
+
 def test_a_glob_goes_through_folders_by_two_stars_alone():
     files = ["a/1.parquet", "a/b/2.parquet", "a/notes.txt"]
     assert chosen("hf://datasets/org/name/a/*.parquet", files) == ["a/1.parquet"]
@@ -125,11 +145,11 @@ def test_only_the_files_that_are_read_of_a_model_are_chosen():
     assert name is not None
     files = [
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja",
-        "merges.txt", "model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
+        "merges.txt", "README.md", "model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
         "original/params.json",
-        "consolidated.safetensors", "model.gguf", "README.md", "onnx/model.onnx",
+        "consolidated.safetensors", "model.gguf", "onnx/model.onnx", "onnx/README.md",
     ]  # fmt: skip
-    assert beside_weights(files) == sorted(files[:6])
+    assert beside_weights(files) == sorted(files[:7])
     assert weights_of(name, files, None) == ["model.safetensors"]
     index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}
     shards = ["model-1.safetensors", "model-2.safetensors"]
