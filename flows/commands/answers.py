@@ -179,7 +179,7 @@ def generate(
 
 @contextmanager
 def _opened_for(out: Path | None) -> Iterator[TextIO]:
-    """Where the rows are written. A file in which no row came to stand does not stay: it would refuse the next try."""
+    """Where the rows are written. A file without a row does not stay: it would stop the next try."""
     if out is None:
         yield sys.stdout
         return

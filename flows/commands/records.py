@@ -35,6 +35,9 @@ def list_runs(folder: Path = Path("runs"), /) -> None:
 
 
 def _row(record: RunRecord) -> tuple[str, ...]:
+    if record.state == "damaged":
+        damage = one_line(record.damage, most=MOST_CELL)
+        return one_line(record.name), "", "", "", record.state, damage, _minute(record), ""
     metric = record.headline
     return (
         one_line(record.name),
@@ -43,9 +46,13 @@ def _row(record: RunRecord) -> tuple[str, ...]:
         f"{record.done}/{'?' if record.total is None else record.total}",
         record.state,
         "" if metric is None else f"{metric[0]} {metric[1]:.4g}",
-        f"{record.started:%Y-%m-%d %H:%M}",
+        _minute(record),
         as_time(record.seconds),
     )
+
+
+def _minute(record: RunRecord) -> str:
+    return f"{record.started:%Y-%m-%d %H:%M}"
 
 
 def _tail(model: str) -> str:

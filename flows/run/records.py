@@ -4,6 +4,7 @@ A folder is read as data: nothing that it names is run, and its configuration ne
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from prefect_rlhf.rlhf_tasks.checkpoint.journals import METRICS
 from prefect_rlhf.rlhf_tasks.config.cluster import ByHand
 from prefect_rlhf.rlhf_tasks.config.settings import public
 from prefect_rlhf.rlhf_tasks.spec import CallNode
-from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, read_json, shown
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, read_json, reading, shown
 
 MOST_RUNS = 10_000  # that are listed: a folder with more is not one of runs
 OWN_KEYS = ("name", "output_dir", "resume")
@@ -33,20 +34,23 @@ class RunRecord:
 
     name       the folder, relative to the one that is listed
     config     its configuration, as the run wrote it
-    state      finished: all iterations are done and the model is written; ended: a process must resume it
+    state      finished: all iterations are done and the model is written; ended: a process must resume it; damaged:
+               its folder cannot be read, and nothing more is known of it
     metrics    of its committed iterations, the first one first
     total      its iterations; None where only its rows would say
     started    when its folder was made
+    damage     of a damaged one: what is wrong
     """
 
     folder: Path
     name: str
     config: Mapping[str, Any]
-    state: Literal["running", "finished", "ended"]
+    state: Literal["running", "finished", "ended", "damaged"]
     metrics: Sequence[MetricsRow]
     total: int | None
     started: datetime
     summary: Mapping[str, Any]
+    damage: str = ""
 
     @property
     def algorithm(self) -> str:
@@ -112,18 +116,29 @@ def records_in(folder: Path) -> list[RunRecord]:
     runs = [path.parent for path in configs if (path.parent / FORMAT).is_file()]
     if len(runs) > MOST_RUNS:
         raise ConfigError(f"{folder} has more than {MOST_RUNS:,} runs. Name a folder further down.")
-    records = [record_of(run, str(run.relative_to(folder))) for run in runs]
+    records = [_record_or_damage(run, str(run.relative_to(folder))) for run in runs]
     return sorted(records, key=lambda record: record.started, reverse=True)
 
 
+def _record_or_damage(folder: Path, name: str) -> RunRecord:
+    """The record of a run, though its folder be damaged: one must not hide the others."""
+    try:
+        return record_of(folder, name)
+    except ConfigError as error:
+        damage = str(error).removeprefix(f"{folder}/")
+        return RunRecord(folder, name, {}, "damaged", (), None, _started(folder), {}, damage)
+
+
 def record_of(folder: Path, name: str | None = None) -> RunRecord:
-    """The record of a run. Raises ConfigError where the folder is no run's."""
+    """The record of a run. Raises ConfigError where the folder is no run's, or is damaged."""
     if not (folder / FORMAT).is_file() or not (folder / CONFIG).is_file():
         what = "is not a run folder" if folder.is_dir() else "is no folder"
         raise ConfigError(f"{folder} {what}. `prefect-rlhf runs list` shows the runs that there are.")
     config = read_json(folder / CONFIG)
-    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else {}
-    metrics = list(_rows(folder / METRICS))
+    if not isinstance(config.get("models") or {}, dict):
+        raise ConfigError(f"{folder / CONFIG}: models must be a mapping, found {shown(config['models'])}.")
+    summary = _summary(folder / SUMMARY)
+    metrics = list(metrics_rows(folder / METRICS))
     total = config.get("total_iterations", summary.get("iterations"))
     is_finished = bool(summary) and summary.get("metrics") == (metrics[-1] if metrics else {})
     return RunRecord(
@@ -133,9 +148,26 @@ def record_of(folder: Path, name: str | None = None) -> RunRecord:
         state="running" if _is_running(folder) else "finished" if is_finished else "ended",
         metrics=metrics,
         total=total if isinstance(total, int) else None,
-        started=datetime.fromtimestamp((folder / FORMAT).stat().st_mtime, UTC),
+        started=_started(folder),
         summary=summary,
     )
+
+
+def _started(folder: Path) -> datetime:
+    return datetime.fromtimestamp((folder / FORMAT).stat().st_mtime, UTC)
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """A run's summary, empty where there is none. Raises ConfigError where its seconds are none."""
+    summary = read_json(path) if path.is_file() else {}
+    calls = summary.get("calls") or {}
+    if not is_number(summary.get("seconds", 0.0)):
+        raise ConfigError(f"{path}: seconds must be a number, found {shown(summary['seconds'])}.")
+    if not isinstance(calls, dict) or not all(
+        isinstance(call, dict) and is_number(call.get("median_s")) for call in calls.values()
+    ):
+        raise ConfigError(f"{path}: calls must have the seconds of each call, found {shown(calls)}.")
+    return summary
 
 
 def comparison(folders: Sequence[Path]) -> Comparison:
@@ -196,23 +228,43 @@ def _places(folder: Path) -> dict[str, str]:
     return {name: str(ByHand.of(node.assignment)) for name, node in calls.items()}
 
 
-def _rows(path: Path) -> Iterator[MetricsRow]:
-    """The rows of a journal; a last line that is being written is left out. Raises ConfigError for another file."""
-    if not path.is_file():
+def json_lines(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) of a file of JSON lines; a last line that is being written is left out, and of a file that
+    is not there nothing comes. Raises ConfigError naming file:line for a line that is no object.
+
+    what  a line is, for the sentence
+    """
+    if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            if number == len(lines):
+    with reading(path, "cannot be read"):
+        file = path.open(encoding="utf-8", errors="replace")
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
                 return
-            raise ConfigError(f"{path}:{number}: not valid JSON: {shown(line)}.") from None
-        if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-            raise ConfigError(f"{path}:{number}: is no row of metrics: {shown(row)}.")
+            if line.isspace():
+                continue
+            with reading(f"{path}:{number}", f"is no {what}"):
+                row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}:{number}: is no {what}: {shown(row)}.")
+            yield f"{path}:{number}", row
+
+
+def metrics_rows(path: Path) -> Iterator[MetricsRow]:
+    """The rows of a journal of metrics, as `json_lines`. Raises ConfigError, too, for a value that is no number."""
+    for place, row in json_lines(path, "row of metrics"):
+        if not isinstance(row.get("iteration"), int) or not is_number(row["iteration"]):
+            raise ConfigError(f"{place}: is no row of metrics: {shown(row)}.")
+        wrong = next((name for name, value in row.items() if not (value is None or is_number(value))), None)
+        if wrong is not None:
+            raise ConfigError(f"{place}: the metric {shown(wrong)} is no number: {shown(row[wrong])}.")
         yield row
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON document is a finite number, and a whole one has at most 62 bits."""
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, int) and abs(value) < 2**62
 
 
 def _is_running(folder: Path) -> bool:

@@ -5,9 +5,10 @@ Of a long run's lineage only the newest part is read, so a report takes seconds 
 
 import json
 import logging
+import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import yaml
 
 from prefect_rlhf.flows.run.downloads import REVISIONS
-from prefect_rlhf.flows.run.records import Comparison
+from prefect_rlhf.flows.run.records import Comparison, is_number, json_lines, metrics_rows
 from prefect_rlhf.flows.run.run_folder import SUMMARY, existing_run_folder
 from prefect_rlhf.flows.run.summary import model_name, rows_by_plan, versions
 from prefect_rlhf.flows.view.clocks import Span, predecessors_of, spans_of, work_s
@@ -38,7 +39,7 @@ from prefect_rlhf.rlhf_tasks.config.settings import public_document
 from prefect_rlhf.rlhf_tasks.data.hub import read_pins
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file
-from prefect_rlhf.rlhf_tasks.system.reading import read_json
+from prefect_rlhf.rlhf_tasks.system.reading import read_json, reading, shown
 from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES
 
 REPORT = "report.html"
@@ -47,6 +48,7 @@ TIMELINE_ITERATIONS = 3  # more would be too fine to read
 SAMPLES_READ = 64  # of an iteration, among which those of equal prompts are looked for
 SAMPLES_SHOWN = 6
 MOST_COMMITS = 12
+_SAMPLE_FILE = re.compile(r"(\d{1,18})-.*\.jsonl")  # begins with the iteration
 
 Row = Mapping[str, Any]
 
@@ -143,31 +145,22 @@ def _ending(finished: bool, complete: int, total: int | None) -> str:
 # --- journals ---
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON-lines file, one after the other; a last line that is not complete is left out."""
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
 def _curves(path: Path) -> dict[str, Curve]:
     """Metric -> its finite values."""
     iterations: dict[str, array[int]] = defaultdict(lambda: array("q"))
     values: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    for row in _lines(path):
+    for row in metrics_rows(path):
+        iteration = int(row["iteration"] or 0)
         for name, value in row.items():
             if value is not None and name != "iteration":
-                iterations[name].append(row["iteration"] + 1)
+                iterations[name].append(iteration + 1)
                 values[name].append(value)
     return {name: Curve(np.array(iterations[name]), np.array(values[name])) for name in values}
 
 
-def newest_part(folder: Path, most_bytes: int = NEWEST_BYTES) -> tuple[RunPlan | None, list[Row]]:
-    """The plan of a run's last iterations, and their rows of the lineage: whole iterations in its last `most_bytes`.
-    (None, []) where no iteration is committed, or its plan is not there any more."""
+def newest_part(folder: Path) -> tuple[RunPlan | None, list[Row]]:
+    """The plan of a run's last iterations, and their rows of the lineage: whole iterations in its last
+    NEWEST_BYTES. (None, []) where no iteration is committed, or its plan is not there any more."""
     path = folder / LINEAGE
     if not path.exists() or not (folder / PLAN).exists():
         return None, []
@@ -183,11 +176,36 @@ def _tail(path: Path, most_bytes: int) -> list[dict[str, Any]]:
         file.seek(max(size - most_bytes, 0))
         lines = file.read(most_bytes).split(b"\n")
     is_cut = size > most_bytes
-    rows = [json.loads(line) for line in (lines[1:-1] if is_cut else lines[:-1]) if line]
+    rows = [_lineage_row(path, line) for line in (lines[1:-1] if is_cut else lines[:-1]) if line]
     if is_cut and rows:
         first = rows[0]["iteration"]
         rows = [row for row in rows if row["iteration"] > first]
     return rows
+
+
+def _lineage_row(path: Path, line: bytes) -> dict[str, Any]:
+    """A row of the lineage. Raises ConfigError for a line that is none."""
+    with reading(path, "a line is not valid JSON"):
+        row = json.loads(line)
+    if not isinstance(row, dict) or not _is_of_a_node(row):
+        raise ConfigError(f"{path}: a line is no row of the lineage: {shown(row)}.")
+    return row
+
+
+def _is_of_a_node(row: Row) -> bool:
+    """Whether a row has what is read of it here."""
+    clocks = row.get("clocks")
+    return (
+        isinstance(row.get("node"), str)
+        and all(isinstance(row.get(name), int) for name in ("iteration", "attempt", "generation"))
+        and all(is_number(row.get(name)) for name in ("iteration", "started_s", "ended_s"))
+        and isinstance(clocks, dict)
+        and bool(clocks)
+        and all(
+            rank.isdecimal() and isinstance(span, list) and len(span) == 2 and all(map(is_number, span))
+            for rank, span in clocks.items()
+        )
+    )
 
 
 # --- seconds ---
@@ -232,9 +250,10 @@ def early_and_late(folder: Path) -> list[Samples]:
     """Samples of the first and of the last iteration that wrote some: first those of prompts that are in both."""
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("*.jsonl"), reverse=True):
-        files[int(path.name.partition("-")[0])] = path  # of several dp ranks the first
+        if match := _SAMPLE_FILE.fullmatch(path.name):  # a user's own files are beside them
+            files[int(match[1])] = path  # of several dp ranks the first
     ends = sorted({min(files), max(files)}) if files else []
-    both = [list(islice(_lines(files[iteration]), SAMPLES_READ)) for iteration in ends]
+    both = [_samples(files[iteration]) for iteration in ends]
     prompts = [{plain_text(row["prompt"], 1 << 20): row for row in rows} for rows in both]
     common = [prompt for prompt in prompts[0] if all(prompt in other for other in prompts)] if prompts else []
     if len(ends) > 1 and common:
@@ -246,6 +265,31 @@ def early_and_late(folder: Path) -> list[Samples]:
     return [
         Samples(iteration, rows[:SAMPLES_SHOWN]) for iteration, rows in zip(ends, both, strict=True) if rows
     ]
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    """The first samples of a file. Raises ConfigError for a line that is none."""
+    rows = list[dict[str, Any]]()
+    for place, row in islice(json_lines(path, "sample"), SAMPLES_READ):
+        rewards, columns = row.get("rewards") or {}, row.get("columns") or {}
+        if (
+            not all(_is_talk(row.get(name)) for name in ("prompt", "completion"))
+            or not (isinstance(rewards, dict) and isinstance(columns, dict))
+            or not all(
+                value is None or isinstance(value, int | float)
+                for value in (row.get("score"), row.get("reward_model"), *rewards.values())
+            )
+        ):
+            raise ConfigError(f"{place}: is no sample: {shown(row)}.")
+        rows.append(row)
+    return rows
+
+
+def _is_talk(value: Any) -> bool:
+    """Whether a value is text, or messages."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    )
 
 
 # --- lineage ---

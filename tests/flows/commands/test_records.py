@@ -17,6 +17,13 @@ def test_runs_are_listed_in_a_table(call, document, tmp_path):
     assert row[-1] == "0:00:05"
 
 
+def test_a_damaged_run_is_listed_with_what_is_wrong(call, document, tmp_path):
+    (write_run({**document, "name": "mine"}, [0.25]) / "metrics.jsonl").write_text("7\n")
+    status, out, err = call("runs", "list", str(tmp_path / "runs"))
+    assert (status, err) == (0, "")
+    assert "damaged  metrics.jsonl:1: is no row of metrics: 7" in out
+
+
 def test_a_folder_without_runs_says_so_and_one_that_is_not_there_is_refused(call, tmp_path):
     assert call("runs", "list", str(tmp_path)) == (0, f"{tmp_path} has no runs yet.\n", "")
     status, _, err = call("runs", "list", str(tmp_path / "gone"))

@@ -41,6 +41,34 @@ def test_a_line_of_metrics_that_is_being_written_is_left_out_and_another_bad_one
         record_of(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        ("config.json", '{"models": [1, 2]}', r"models must be a mapping, found \[1, 2\]"),
+        ("config.json", "{", "config.json:1: not valid JSON"),
+        (
+            "metrics.jsonl",
+            '{"iteration": 0, "reward": "high"}\n',
+            "metrics.jsonl:1: the metric 'reward' is no",
+        ),
+        ("metrics.jsonl", '{"iteration": 0, "rew\n{}\n', "metrics.jsonl:1: is no row of metrics"),
+        ("summary.json", '{"seconds": "long"}', "seconds must be a number, found 'long'"),
+        ("summary.json", '{"calls": {"generate": 3}}', "calls must have the seconds of each call"),
+    ],
+)
+def test_a_damaged_run_is_refused_and_hides_no_other_in_a_list(document, tmp_path, file, content, why):
+    write_run({**document, "name": "sound"}, [0.25])
+    damaged = write_run({**document, "name": "mine"}, [0.25])
+    (damaged / file).write_text(content)
+    with pytest.raises(ConfigError, match=why):
+        record_of(damaged)
+    states = {record.name: (record.state, record.damage) for record in records_in(tmp_path / "runs")}
+    assert states["sound"] == ("finished", "")
+    state, damage = states["mine"]
+    assert state == "damaged"
+    assert damage.startswith(file)
+
+
 def test_runs_are_listed_the_latest_first_with_the_stages_of_pipelines(document, tmp_path):
     first = write_run({**document, "name": "first"}, [0.25])
     stage = write_run({**document, "name": "stage", "output_dir": f"{document['output_dir']}/whole"}, [0.5])

@@ -203,6 +203,41 @@ def test_what_cannot_be_written_is_said_in_a_sentence(tmp_path, capsys, argument
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metrics.jsonl", '{"iteration": 0, "rew\n'),
+        ("metrics.jsonl", '{"iteration": 0, "reward": "high"}\n'),
+        ("metrics.jsonl", "{}\n"),
+        ("samples/00000000-0000.jsonl", '{"prompt": "2 +\n'),
+        ("samples/00000000-0000.jsonl", '{"prompt": 7}\n'),
+        ("samples/00000000-0000.jsonl", '{"prompt": "a", "completion": "b", "rewards": [1]}\n'),
+        ("lineage.jsonl", "{}\n"),
+        ("lineage.jsonl", "7\n"),
+        ("lineage.jsonl", '{"iteration": 9, "no\n'),
+        ("lineage.jsonl", json.dumps({**RECORDED["lineage"][0], "clocks": {"0": 1}}) + "\n"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_in_a_sentence(tmp_path, capsys, file, line):
+    folder = recorded_run(tmp_path)
+    (folder / file).write_text(line + (folder / file).read_text())
+    commands = [["report", str(folder)]]
+    if file == "lineage.jsonl":
+        commands.append([*commands[0], "--trace", str(tmp_path / "trace.json")])
+    for command in commands:
+        assert run_command(command) == 2
+        said = re.sub(r"\s+", "", capsys.readouterr().err)
+        assert said.startswith("error:")
+        assert f"{folder}/{file}" in said
+        assert "Traceback" not in said
+
+
+def test_a_file_beside_the_samples_is_no_samples(tmp_path):
+    folder = recorded_run(tmp_path)
+    (folder / "samples" / "notes.jsonl").write_text("mine\n")
+    assert [some.iteration for some in contents_of(folder).samples] == [0, 11]
+
+
 def test_runs_that_are_compared_have_a_page_with_their_curves_and_what_differs(tmp_path, capsys):
     first, second = (recorded_run(tmp_path / base, kl_coef=kl) for base, kl in (("a", 0.05), ("b", 0.1)))
     write_samples(second, 11, [{**RECORDED["samples"][0], "completion": HOSTILE}])
