@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
 CallKind = Literal["generate", "inference", "train_step"]
@@ -27,6 +28,24 @@ class Frozen(BaseModel):
     """Base of all specifications: immutable and STRICT."""
 
     model_config = STRICT | ConfigDict(frozen=True)
+
+
+def _shape_of_before(saved: dict[str, Any] | ModelShape) -> dict[str, Any] | ModelShape:
+    if not isinstance(saved, dict):
+        return saved
+    document = {**saved}
+    norms, packed = document.get("qk_norm"), document.get("packed")
+    if isinstance(norms, bool):
+        document["qk_norm"] = "each head" if norms else None
+    if isinstance(packed, bool):
+        gate_up = ("gate_up",) if document.get("gated", True) else ()
+        document["packed"] = ("qkv", *gate_up) if packed else ()
+    return document
+
+
+SavedShape = Annotated[ModelShape, BeforeValidator(_shape_of_before)]
+"""A shape in a file. One of before may say with a boolean that heads have norms each, and that all that can be packed
+is."""
 
 
 class Part(NamedTuple):

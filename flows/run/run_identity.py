@@ -127,12 +127,12 @@ def accept_stated(
     """Accept what has changed since a run's last commit where the command line has stated it, as `accept_changes`
     does. Raises ConfigError, as `refuse_changes` does, where something else has changed, too.
 
-    stated     dotted keys that `may_be_stated`
+    stated     dotted keys that `may_be_stated`; their values are the run's own from now on
     accepting  as for `refuse_changes`
     """
     changes = differences(folder, prepared)
     others = [change for change in changes if change.partition(" ")[0] not in stated]
-    if others or not any(key in ORDINARY for key in stated):
+    if others or not stated:
         refuse_changes(folder, prepared, accepting)
         return ()
     return accept_changes(folder, prepared)  # where nothing is committed yet, the configuration alone
@@ -187,7 +187,7 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     """A sentence for each thing that has changed since the last commit; none where there is no commit yet.
 
     Raises ConfigError when a trained model has another shape, or sync_ref_model has changed: the commit does not fit.
-    So it is where the run is to end before its newest commit.
+    So it is where the run is to end before its newest commit, and where no commit can be read.
     """
     manifest = _newest_manifest(folder)
     if manifest is None:
@@ -225,12 +225,19 @@ def _data_of(prepared: Prepared) -> Iterator[tuple[str, TokenFile, str]]:
 
 
 def _newest_manifest(folder: Path) -> Manifest | None:
-    """The manifest of the newest commit whose manifest can be read. The controller verifies the files later."""
+    """The manifest of the newest commit whose manifest can be read; None without commits. The controller verifies the
+    files later. Raises ConfigError, with the newest one's fault, where there are commits and none can be read."""
+    faults = list[CheckpointError]()
     for step in sorted(steps_of(folder), reverse=True):
         try:
             return read_manifest(step_folder(folder, step))
-        except CheckpointError:
-            continue
+        except CheckpointError as fault:
+            faults.append(fault)
+    if faults:
+        raise ConfigError(
+            f"{folder} has commits, but none that can be read: {faults[0]} Put back what is missing, or move the "
+            "folder away to start from the beginning."
+        )
     return None
 
 

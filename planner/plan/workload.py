@@ -8,8 +8,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, Recompute
-from prefect_rlhf.rlhf_tasks.spec import Frozen, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, Recompute
+from prefect_rlhf.rlhf_tasks.spec import Frozen, ModelFunctionCall, SavedShape
 
 PARTS = 32
 """The most points of a distribution of lengths that is made from data."""
@@ -219,7 +219,7 @@ class RoleModel(Frozen):
              name; "": not shared
     """
 
-    shape: ModelShape
+    shape: SavedShape
     head: Head = "lm"
     lora: Lora | None = None
     weights: str = ""

@@ -46,7 +46,7 @@ from prefect_rlhf.rlhf_tasks.profiling.measurements import (
     Timed,
     TimedExchange,
 )
-from prefect_rlhf.rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall, SavedShape
 
 
 class ProfileError(ValueError):
@@ -70,7 +70,7 @@ class MeasuredProfile(Frozen):
     device: str
     n_hosts: int = Field(gt=0)
     devices_per_host: int = Field(gt=0)
-    model: ModelShape
+    model: SavedShape
     itemsize: int = Field(gt=0)
     operations: tuple[Timed, ...] = Field(min_length=1)
     exchanges: tuple[TimedExchange, ...] = ()

@@ -10,10 +10,10 @@ from pydantic import Field, ValidationError
 
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import JournalMarks
 from prefect_rlhf.rlhf_tasks.config.files import first_fault
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
-from prefect_rlhf.rlhf_tasks.spec import Frozen
+from prefect_rlhf.rlhf_tasks.spec import Frozen, SavedShape
 from prefect_rlhf.rlhf_tasks.system.durable import CHUNK_BYTES, no_link, sync, write_file
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.system.reading import reading, shown
@@ -40,7 +40,7 @@ class RoleRecord(Frozen):
     version: int
     optimizer_step: int
     state: dict[str, Any]
-    shape: ModelShape
+    shape: SavedShape
     head: Head
     placement: Placement
     lora: Lora | None = None

@@ -257,6 +257,7 @@ def test_what_no_result_depends_on_may_be_stated(run, resume):
     status, said, begun = resume("keep_last=5", "snapshot_every=7", "report_to=[tensorboard]")
     assert (status, "accepted" in said) == (0, False), said
     assert (begun[0].keep_last, begun[0].snapshot_every) == (5, 7)
+    assert json.loads((run / "config.json").read_text())["keep_last"] == 5, "the next attempt keeps it"
     for change in ("name=other", "output_dir=elsewhere", "resume=auto"):
         assert resume(change)[0] == 2
 
@@ -271,6 +272,11 @@ def test_a_run_cannot_end_before_what_it_has_committed(run, resume, more):
 def another_model(run):
     shutil.rmtree(run.parents[1] / "model")
     model_folder(run.parents[1] / "model", num_hidden_layers=3)
+
+
+def manifests_damaged(run):
+    for folder in run.glob("step-*"):
+        (folder / "manifest.json").write_text("{")
 
 
 def no_commits(run):
@@ -293,6 +299,13 @@ def no_commits(run):
             ("sync_ref_model was false until the last commit, and is true now",),
         ),
         (
+            manifests_damaged,
+            (
+                "has commits, but none that can be read: ",
+                "step-00000002/manifest.json: its checksum is not the one in",
+            ),
+        ),
+        (
             no_commits,
             (
                 "metrics.jsonl with rows, lineage.jsonl with rows, attempt 1, which has committed step 1",
@@ -300,11 +313,11 @@ def no_commits(run):
             ),
         ),
     ],
-    ids=["another model", "adapters", "a reference that follows", "no commits"],
+    ids=["another model", "adapters", "a reference that follows", "damaged commits", "no commits"],
 )
 def test_what_fits_no_commit_cannot_be_accepted(run, resume, change, parts):
     change(run)
-    for more in ((), ("--accept-changes",)):
+    for more in ((), ("total_iterations=9",), ("--accept-changes",)):
         status, said, begun = resume(*more)
         assert (status, begun) == (2, [])
         assert [part for part in parts if part not in said] == []

@@ -5,10 +5,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from prefect_rlhf.planner.plan.workload import RoleModel
+from prefect_rlhf.planner.pricing.figures import MeasuredProfile
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import RoleRecord
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import pass_flops
+from prefect_rlhf.rlhf_tasks.profiling.measurements import Timed
 from tests.tiny_models import scalar_model, stored_buffers
 
 SIZES = {
@@ -22,6 +27,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+FIGURES = {"tp": 1, "tokens": 8, "context": 8, "seconds": 1.0}
 CASES = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -306,3 +312,28 @@ def test_difference_names_the_fields():
 
     assert ours.difference(theirs) == {"vocab": (37, 40)}
     assert ours.difference(ours) == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt2"])
+def test_a_saved_shape_of_before_says_with_booleans_what_norms_and_packing_are_now(family):
+    """In manifests, the planner's problems and measured profiles."""
+    shape = ModelShape.from_config({"model_type": family, **SIZES})
+    placement, timed = Placement((0,), ParallelStrategy()), Timed(operation="layer/forward", **FIGURES)
+    saved = (
+        (
+            "shape",
+            RoleRecord(version=1, optimizer_step=1, state={}, shape=shape, head="lm", placement=placement),
+        ),
+        ("shape", RoleModel(shape=shape)),
+        (
+            "model",
+            MeasuredProfile(
+                device="x", n_hosts=1, devices_per_host=1, model=shape, itemsize=2, operations=(timed,)
+            ),
+        ),
+    )
+    for key, record in saved:
+        document = record.model_dump(mode="json")
+        assert type(record).model_validate_json(json.dumps(document)) == record
+        document[key] |= {"qk_norm": bool(shape.qk_norm), "packed": bool(shape.packed)}
+        assert type(record).model_validate_json(json.dumps(document)) == record
