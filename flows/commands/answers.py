@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from cyclopts import Parameter
 
 from prefect_rlhf.flows.commands.options import check_range, check_writable, whole, whole_seed
-from prefect_rlhf.flows.run.downloads import fetched, local_model
+from prefect_rlhf.flows.run.downloads import fetched, local_data, local_model
 from prefect_rlhf.flows.run.run_folder import FORMAT, existing_run_folder
 from prefect_rlhf.flows.view.terminal import phase, tell
 from prefect_rlhf.rlhf_tasks.algorithms.examples import read_examples
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
-from prefect_rlhf.rlhf_tasks.data.dataset import data_set
+from prefect_rlhf.rlhf_tasks.data.dataset import DataSet, data_set
 from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import is_model_folder
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, printable
@@ -125,7 +125,7 @@ def generate(
     /,
     *,
     prompt: Annotated[str | None, Parameter("--prompt")] = None,
-    file: Annotated[Path | None, Parameter("--file")] = None,
+    file: Annotated[str | None, Parameter("--file")] = None,
     out: Annotated[Path | None, Parameter("--out")] = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -141,7 +141,8 @@ def generate(
     prompt
         A text, which the model continues as it stands.
     file
-        Rows with a column `prompt` (text or messages) or a conversation: JSONL, JSON, CSV or Parquet.
+        Rows with a column `prompt` (text or messages) or a conversation: JSONL, JSON, CSV or Parquet, or a data set
+        on the Hub, ORG/NAME[:SUBSET][:SPLIT].
     out
         A file for the rows with their `completion`, as JSONL; default: they are printed.
     temperature
@@ -163,16 +164,15 @@ def generate(
     if out is not None and os.path.lexists(out):
         raise ConfigError(f"{out} already exists. Remove it or name another file.")
     check_writable(out)
-    if file is not None and data_set(DataConfig(train=str(file))).count() == 0:
-        raise ConfigError(f"{file}: has no rows.")
+    rows = None if file is None else _rows(file)
     with _answering(model) as answering:
         if prompt is not None:
             for piece in answering.stream(answering.tokenizer.encode(prompt, special_tokens=True), drawn):
                 print(printable(piece), end="", flush=True)
             print()
-        elif file is not None:
+        elif rows is not None:
             with _opened_for(out) as written:
-                for row in _completed(answering, file, drawn):
+                for row in _completed(answering, rows, drawn):
                     written.write(json.dumps(row, ensure_ascii=False) + "\n")
                     written.flush()
 
@@ -191,11 +191,22 @@ def _opened_for(out: Path | None) -> Iterator[TextIO]:
                 out.unlink()
 
 
-def _completed(answering: "AnsweringModel", file: Path, drawn: "Drawn") -> Iterator[dict[str, Any]]:
-    """The rows of a file with their completions, in order. Raises ConfigError naming file:line."""
-    rows = read_examples(prompt_example, data_set(DataConfig(train=str(file))), answering.tokenizer)
+def _rows(text: str) -> DataSet:
+    """The rows that a path or a name on the Hub means. Raises ConfigError where there are none."""
+    if text == "":
+        raise ConfigError("--file is empty: there are no rows. Name a file.")
+    with redirect_stdout(sys.stderr):  # standard output is the model's
+        files = local_data(text)
+    rows = data_set(DataConfig(train=text).located(files))
+    if rows.count() == 0:
+        raise ConfigError(f"{text}: has no rows.")
+    return rows
+
+
+def _completed(answering: "AnsweringModel", rows: DataSet, drawn: "Drawn") -> Iterator[dict[str, Any]]:
+    """Rows with their completions, in order. Raises ConfigError naming file:line."""
     taken, number = list[PromptExample](), 0
-    for place, example in rows:
+    for place, example in read_examples(prompt_example, rows, answering.tokenizer):
         if len(example.prompt_ids) >= answering.context:
             raise ConfigError(
                 f"{place.where}: the prompt has {len(example.prompt_ids):,} tokens, and the model's context "

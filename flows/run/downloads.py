@@ -1,6 +1,6 @@
 """A configuration whose names on a Hugging Face Hub have become folders and files on this machine. Loads no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,11 +43,7 @@ def fetched(config: RunConfig, folder: Path | None = None, weights: bool = True)
         sources[section.data] = ()
     files = dict[str, tuple[Path, ...]]()
     for text, splits in sources.items():
-        name = hub_data(text)
-        if name is not None and not Path(text).exists():
-            key = f"dataset {text}"
-            snapshot = fetch_data(name, known.get(key), downloading, splits)
-            pins[key], files[text] = snapshot.pin, snapshot.paths
+        files |= local_data(text, splits, known, pins)
     if not pins:
         return Fetched(config, pins)
     local = config.model_copy(
@@ -57,6 +53,27 @@ def fetched(config: RunConfig, folder: Path | None = None, weights: bool = True)
         }
     )
     return Fetched(local, pins)
+
+
+def local_data(
+    text: str,
+    splits: Sequence[str] = (),
+    known: Mapping[str, Pin] | None = None,
+    pins: dict[str, Pin] | None = None,
+) -> dict[str, tuple[Path, ...]]:
+    """Name -> files of a data set that is named on a Hub, downloaded where the cache lacks them; nothing of a path.
+
+    splits       that are meant where the name has none; empty: then there must be only one
+    known, pins  as for `local_model`
+    """
+    name = hub_data(text)
+    if name is None or Path(text).exists():
+        return {}
+    key = f"dataset {text}"
+    snapshot = fetch_data(name, (known or {}).get(key), downloading, splits)
+    if pins is not None:
+        pins[key] = snapshot.pin
+    return {text: snapshot.paths}
 
 
 def local_model(

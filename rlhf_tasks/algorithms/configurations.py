@@ -22,7 +22,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_nam
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
 from prefect_rlhf.rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
-from prefect_rlhf.rlhf_tasks.config.hub_names import HubName, hub_data, hub_model
+from prefect_rlhf.rlhf_tasks.config.hub_names import HubName, hub_data, hub_model, is_address
 from prefect_rlhf.rlhf_tasks.config.row_objects import Rows
 from prefect_rlhf.rlhf_tasks.config.settings import Settings
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment
@@ -128,15 +128,16 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     """The configuration with every relative path made absolute, because workers have other current folders. A name on
     the Hugging Face Hub stays as it is where there is no such path."""
 
-    def absolute(path: str, key: str, named: Callable[[str], HubName | None] = lambda text: None) -> str:
+    def absolute(path: str, key: str, named: Callable[[str], HubName | None] | None = None) -> str:
         """named: what of a Hub a text names, unless there is such a path"""
-        if isinstance(path, Rows):
-            return path
+        if isinstance(path, Rows) or (named is not None and is_address(path)):
+            return path  # who reads an address that names nothing refuses it as it was written
         if "\0" in path:
             raise ConfigError(f"{key}={shown(path)} is no path: it has a null character. Leave that out.")
         with reading(path, "no path"):
             there = base / Path(path).expanduser()
-            return path if named(path) is not None and not there.exists() else str(there)
+            is_name = named is not None and named(path) is not None
+            return path if is_name and not there.exists() else str(there)
 
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir, "output_dir")

@@ -29,6 +29,12 @@ _SNAPSHOT = re.compile(r"(?:models|datasets)--(?P<id>.+)")
 FORM_OF_MODEL = " A model on the Hugging Face Hub is named ORG/NAME."
 """What a sentence about a missing model folder adds."""
 
+FORM_OF_DATA = (
+    " A data set on the Hugging Face Hub is named ORG/NAME, ORG/NAME:SPLIT, ORG/NAME:SUBSET:SPLIT, or by its files: "
+    "hf://datasets/ORG/NAME/GLOB."
+)
+"""What a sentence about missing rows adds."""
+
 
 class HubName(NamedTuple):
     """A name on a Hub.
@@ -67,6 +73,11 @@ def hub_data(text: str) -> HubName | None:
         return None
     parts = tuple(part for part in (match["first"], match["second"]) if part)
     return HubName(text, "dataset", match["id"], match["revision"], parts)
+
+
+def is_address(text: str) -> bool:
+    """Whether a text has a scheme, so that it is no local path though it may be no name either."""
+    return "://" in text
 
 
 def name_of_folder(folder: str) -> str:

@@ -25,6 +25,7 @@ import pyarrow
 import pyarrow.parquet
 
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.config.hub_names import FORM_OF_DATA, is_address
 from prefect_rlhf.rlhf_tasks.system.reading import DataError, one_line, reading, shown
 
 MOST_LINE_BYTES = 16 << 20  # of a row: no model reads as long a text
@@ -463,6 +464,8 @@ def data_set(data: DataConfig) -> DataSet:
 
 def _paths(pattern: str) -> list[Path]:
     """The files that a path, glob or folder means, in the order of their names."""
+    if is_address(pattern):
+        raise DataError(f"{pattern}: neither a name of a data set nor a path.{FORM_OF_DATA}")
     path = Path(pattern)
     with reading(path, "no path", DataError, "Name files that this account can read."):
         if path.is_file():
@@ -478,7 +481,7 @@ def _paths(pattern: str) -> list[Path]:
         with reading(match, "no path", DataError, "Let this account read it, or name fewer files."):
             found += [match] if match.is_file() else []
     if not found:
-        raise DataError(f"{pattern}: no such file or folder, and no file matches it as a glob.")
+        raise DataError(f"{pattern}: no such file or folder, and no file matches it as a glob.{FORM_OF_DATA}")
     return found
 
 

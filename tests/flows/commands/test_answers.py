@@ -91,6 +91,16 @@ def test_a_model_of_the_hub_is_tried_by_its_id(call, hub, model, tmp_path):
     assert (status, out) == call("generate", str(model), "--prompt", "1f says ", *GREEDY)[:2], err
 
 
+def test_rows_of_the_hub_are_completed_by_their_id(call, hub, model, tmp_path):
+    rows = '{"prompt": "1f says "}\n'
+    hub.add("org/rows", {"data/test.jsonl": rows}, "dataset")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    with hub.used_here(tmp_path / "home"):
+        status, out, err = call("generate", str(model), "--file", "org/rows", *GREEDY)
+    assert status == 0, err
+    assert out == call("generate", str(model), "--file", str(tmp_path / "rows.jsonl"), *GREEDY)[1]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -99,6 +109,11 @@ def test_a_model_of_the_hub_is_tried_by_its_id(call, hub, model, tmp_path):
         (("--prompt", "x", "--temperature", "-1"), "--temperature -1: a temperature is a number from 0"),
         (("--prompt", "x", "--max-new-tokens", "0"), "--max-new-tokens 0: a number of tokens"),
         (("--prompt", "x" * 200), "the prompt has 200 tokens, and the model's context 128. Shorten it."),
+        (("--file", ""), "--file is empty"),
+        (
+            ("--file", "hf://datasets/org/name"),
+            "hf://datasets/org/name: neither a name of a data set nor a path.",
+        ),
         (("--file", "EMPTY"), "has no rows."),
         (("--file", "GONE"), "no such file or folder"),
         (("--file", "OTHER"), "other.jsonl:1: has no column 'prompt'"),

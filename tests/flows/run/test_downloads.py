@@ -182,3 +182,12 @@ def test_what_is_wrong_with_an_id_is_one_sentence(hub: Hub, config, home, tmp_pa
     assert "has no revision 'v7'. It has main." in said("models.actor=org/model@v7")
     assert "org/rows has no split 'dev'. Its splits are train, test." in said("data.train=org/rows:dev")
     assert "has no data set org/none that you may read" in said("data.train=org/none")
+    pasted = "https://huggingface.co/datasets/org/rows"
+    for key in ("data.train", "evaluation.data"):
+        assert f"{pasted}: neither a name of a data set nor a path. A data set on the" in said(
+            f"{key}={pasted}"
+        )
+    assert "https://huggingface.co/org/model" in (
+        err := said("models.actor=https://huggingface.co/org/model")
+    )
+    assert "is named ORG/NAME." in err

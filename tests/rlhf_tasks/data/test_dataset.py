@@ -101,6 +101,23 @@ def test_what_is_not_there_is_named(tmp_path: Path):
         data_set(DataConfig(train=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gsm8k",
+        "hf://datasets/org/name",
+        "https://huggingface.co/datasets/org/name",
+        "org/x:train[:10%]",
+    ],
+)
+def test_a_name_that_is_nearly_one_of_the_hub_is_refused_as_written_with_the_forms_that_are(text: str):
+    with pytest.raises(
+        DataError, match=r"named ORG/NAME, ORG/NAME:SPLIT, .*hf://datasets/ORG/NAME/GLOB"
+    ) as caught:
+        data_set(DataConfig(train=text))
+    assert str(caught.value).startswith(f"{text}: ")
+
+
 def test_a_file_that_a_glob_finds_twice_is_read_once(tmp_path: Path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "rows.jsonl").write_bytes(lines({"prompt": "a"}))
