@@ -1,8 +1,9 @@
 """Function objects among a configuration's rewards: named by their file, or kept as code by cloudpickle. Torch-free.
 
 A function of an importable module becomes `FILE.py:NAME` or `MODULE:NAME`. One that only this process knows, of a
-notebook, of a script or inside another function, becomes `functions/DIGEST.pickle:NAME`, a file in the run folder.
-DIGEST is of what the function does, not of where it stands: a cell that is run again unchanged gives the same.
+notebook, of a script, inside another function, or put in the place of a module's own, becomes
+`functions/DIGEST.pickle:NAME`, a file in the run folder. DIGEST is of what the function does, not of where it stands:
+a cell that is run again unchanged gives the same.
 """
 
 import dis
@@ -12,11 +13,22 @@ import io
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, module_file, one_line, shown
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
+from prefect_rlhf.rlhf_tasks.system.reading import (
+    FUNCTIONS,
+    ConfigError,
+    module_file,
+    names_bound,
+    one_line,
+    parsed,
+    shown,
+)
 
 FOLDER = "functions"  # in a run folder
 SUFFIX = ".pickle"
@@ -25,7 +37,16 @@ MOST_BYTES = 64 << 20
 BUILTIN_REWARDS = "prefect_rlhf.rlhf_tasks.user_code.builtin_rewards"
 _GLOBAL_OPERATIONS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 _CODE = (
-    *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"),
+    *(
+        "co_code",
+        "co_exceptiontable",
+        "co_consts",
+        "co_names",
+        "co_varnames",
+        "co_freevars",
+        "co_cellvars",
+        "co_flags",
+    ),
     *("co_argcount", "co_kwonlyargcount", "co_posonlyargcount"),
 )
 _OF_A_CLASS = ("__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__", "__static_attributes__")
@@ -58,13 +79,13 @@ def located(function: Callable[..., Any]) -> str:
         raise ConfigError(
             f"a reward is a function or a class, found {shown(function)}. Define a function with def."
         )
-    name = function.__name__
-    if not name.isidentifier():
+    if not function.__name__.isidentifier():
         raise ConfigError(
             "a lambda has no name by which metrics could call the reward. Define a function with def."
         )
     if not _is_importable(function):
         return _pickled(function)
+    name = function.__qualname__  # __name__ may be a label
     if function.__module__ == BUILTIN_REWARDS:
         return f"builtin:{name}"
     file = getattr(sys.modules[function.__module__], "__file__", None)
@@ -78,8 +99,7 @@ def keep_function(location: object, folder: Path) -> None:
     if isinstance(location, PickledFunction):
         path = folder / location.rpartition(":")[0]
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.touch(0o600)
-        path.write_bytes(location.content)
+        replace_file(path, location.content, 0o600)
 
 
 def unpickled(path: Path) -> Callable[..., Any]:
@@ -109,7 +129,8 @@ def _pickled(function: Callable[..., Any]) -> PickledFunction:
 
 def _content(function: Callable[..., Any], sources: Mapping[str, list[str]]) -> bytes:
     try:
-        return _dumped({"function": function, "sources": sources})
+        with _its_module_by_value(function):
+            return _dumped({"function": function, "sources": sources})
     except Exception as error:  # noqa: BLE001  whatever an object raises that cannot be pickled
         culprit = next(
             (f"{name!r}, {_kind(value)}" for name, value in _variables(function).items() if not _fits(value)),
@@ -120,6 +141,23 @@ def _content(function: Callable[..., Any], sources: Mapping[str, list[str]]) -> 
             f"the reward {function.__name__!r} takes along {what}, and rewards run in a process of their own, which "
             "cannot have that. Make it inside the function (a tensor: take .cpu() along)."
         ) from None
+
+
+@contextmanager
+def _its_module_by_value(function: Callable[..., Any]) -> Iterator[None]:
+    """Has cloudpickle write a function that its module has, though not by its source, with its code."""
+    import cloudpickle
+
+    module = sys.modules.get(function.__module__)
+    is_held = module is not None and _is_held(function)
+    if module is None or not is_held or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _dumped(value: object) -> bytes:
@@ -137,9 +175,13 @@ def _dumped(value: object) -> bytes:
     return file.getvalue()
 
 
-def _is_on_a_device(value: Any) -> bool:
+def _is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_on_a_device(value: Any) -> bool:
+    return _is_tensor(value) and value.device.type != "cpu"
 
 
 def _kind(value: object) -> str:
@@ -188,9 +230,35 @@ def _global_names(code: CodeType) -> list[str]:
 
 def _is_importable(function: Callable[..., Any]) -> bool:
     """Whether another process finds it by the names of its module and its own."""
+    return _is_held(function) and not _is_put_there(function)
+
+
+def _is_held(function: Callable[..., Any]) -> bool:
+    """Whether its module, in this process, has it by its name."""
     if function.__module__ == "__main__":
         return False
     return getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function
+
+
+def _is_put_there(function: Callable[..., Any]) -> bool:
+    """Whether its module's source defines another function by its name, which was decorated or replaced later."""
+    code = getattr(function, "__code__", None)
+    file = getattr(sys.modules[function.__module__], "__file__", None)
+    if code is None or file is None or (code.co_qualname, code.co_filename) == (function.__qualname__, file):
+        return False
+    return function.__qualname__ in _plainly_defined(file)
+
+
+@cache
+def _plainly_defined(file: str) -> frozenset[str]:
+    """The functions of a module that its source defines without decorators, and binds in no other way."""
+    try:
+        body = parsed(Path(file).read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # compiled, for example
+        return frozenset()
+    plain = [node for node in body if isinstance(node, FUNCTIONS) and not node.decorator_list]
+    others = set(names_bound([node for node in body if node not in plain]))
+    return frozenset({node.name for node in plain} - others)
 
 
 def _is_found(module: str) -> bool:
@@ -253,7 +321,7 @@ class _Digest:
                 yield from (value.__module__, value.__qualname__)
             case FunctionType():
                 variables = _variables(value)
-                yield from (value.__code__, value.__defaults__, value.__kwdefaults__, variables)
+                yield from (value.__code__, value.__defaults__, value.__kwdefaults__, variables, vars(value))
             case type():
                 yield from (value.__name__, value.__bases__)
                 yield {name: its for name, its in vars(value).items() if name not in _OF_A_CLASS}
@@ -261,6 +329,8 @@ class _Digest:
                 yield value.__func__
             case property():
                 yield from (value.fget, value.fset)
+            case _ if _is_tensor(value):
+                yield from _parts_of_a_tensor(value)
             case _:
                 yield from _reduced(value)
 
@@ -275,3 +345,13 @@ def _reduced(value: Any) -> tuple[object, ...]:
         return (reduced,)
     function, arguments, state, *items = (*reduced, None, None)[: max(len(reduced), 3)]
     return (function, arguments, state, *(list(each) if each is not None else None for each in items))
+
+
+def _parts_of_a_tensor(value: Any) -> tuple[object, ...]:
+    """Its pickle would name its storage by a number of this process."""
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        dense = value.detach().to_dense() if value.is_sparse else value.detach()
+        flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content = flat.view(torch.uint8).numpy().tobytes()
+    return str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()

@@ -155,7 +155,7 @@ class RewardConfig(Settings):
     """A reward: a Python function, or an HTTP service that computes it."""
 
     function: Annotated[
-        Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")] | None, WrapValidator(_located)
+        Annotated[str, Field(pattern=r"^[^:]+:[^\W\d]\w*$")] | None, WrapValidator(_located)
     ] = Field(
         default=None,
         description="Where it is: `module:function`, `file.py:function` or `builtin:NAME`; in Python also the "
@@ -268,7 +268,7 @@ class EnvironmentConfig(Settings):
     `step(text) -> (observation, reward, done)`."""
 
     factory: str = Field(
-        pattern=r"^[^:]+:[A-Za-z_]\w*$",
+        pattern=r"^[^:]+:[^\W\d]\w*$",
         description="The class or function that makes one: `module:name`, `file.py:name` or `builtin:NAME`.",
     )
     kwargs: dict[str, Any] = Field(

@@ -14,28 +14,28 @@ from threading import Lock
 CHUNK_BYTES = 1 << 22  # of a large file, read, hashed and written at a time
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a whole file and sync it. Raises OSError."""
-    with open(path, "wb", opener=no_link) as file:
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a whole file and sync it. mode: of a new one, less the process's umask. Raises OSError."""
+    with open(path, "wb", opener=lambda name, flags: no_link(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Replace a file's content atomically: readers, and a crash at any time, see either the old or the new content.
 
     Raises OSError.
     """
     fresh = path.with_name(f".{path.name}.fresh")
-    write_file(fresh, text.encode())
+    write_file(fresh, content.encode() if isinstance(content, str) else content, mode)
     fresh.rename(path)
     sync(path.parent)
 
 
-def no_link(path: str, flags: int) -> int:
+def no_link(path: str, flags: int, mode: int = 0o666) -> int:
     """An opener for `open` that raises OSError for a symbolic link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW, mode)
 
 
 def sync(path: Path) -> None:

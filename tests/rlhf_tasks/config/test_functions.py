@@ -1,5 +1,6 @@
 """Function objects as rewards: where they are, what they take along, and when two are the same."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -47,6 +48,53 @@ def test_a_function_of_a_module_is_named_by_the_module_or_its_file(tmp_path, mon
     assert located(my_rewards.short) == f"{tmp_path}/my_rewards.py:short"
     assert located(my_rewards.Judge) == f"{tmp_path}/my_rewards.py:Judge"
     assert located(builtin_rewards.exact_match) == "builtin:exact_match"
+
+
+MODULE = """
+def doubled(f):
+    def of(*a, **k): return [2 * x for x in f(*a, **k)]
+    of.__module__, of.__qualname__, of.__name__ = f.__module__, f.__qualname__, f.__name__
+    return of
+def helper(completions, **_): return [0.0 for _ in completions]
+def strict(completions, **_): return [1.0 for _ in completions]
+@doubled
+def twice(completions, **_): return [1.0 for _ in completions]
+def later(completions, **_): return [1.0 for _ in completions]
+later = doubled(later)
+"""
+
+
+@pytest.fixture
+def judges(tmp_path, monkeypatch):
+    """A module of a user's."""
+    (tmp_path / "judges.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import judges  # pyright: ignore[reportMissingImports]
+
+    yield judges
+    del sys.modules["judges"]
+
+
+def test_a_label_does_not_change_which_function_of_a_module_it_is(judges):
+    judges.strict.__name__ = "helper"
+    assert located(judges.strict) == f"{judges.__file__}:strict"
+
+
+def test_a_function_decorated_in_its_source_is_named_and_one_decorated_later_is_kept(judges, tmp_path):
+    assert located(judges.twice) == f"{judges.__file__}:twice"
+    assert located(judges.later) == f"{judges.__file__}:later"
+    judges.strict = judges.doubled(judges.strict)
+    place = located(judges.strict)
+    keep_function(place, tmp_path)
+    file, _, name = place.rpartition(":")
+    program = (
+        "import sys; from pathlib import Path; from prefect_rlhf.rlhf_tasks.config.functions import unpickled; "
+        "print(unpickled(Path(sys.argv[1]))(['a']))"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    command = [sys.executable, "-c", program, str(tmp_path / file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (name, done.stdout.strip()) == ("strict", "[2.0]"), done.stderr
 
 
 def test_another_function_is_kept_with_its_code_which_only_its_owner_can_read(tmp_path):
@@ -111,6 +159,62 @@ def test_defaults_and_what_a_function_closes_over_are_part_of_it():
     assert located(inner(1.0)) == located(inner(1.0))
     assert located(inner(1.0)) != located(inner(2.0))
     assert located(inner(table={"a": [1]})) != located(inner(table={"a": [2]}))
+
+
+def defined(text: str):
+    variables: dict = {}
+    exec(text, variables)
+    return variables["f"]
+
+
+def test_what_a_try_covers_and_a_functions_attributes_are_part_of_it():
+    whole = "def f(c):\n try: y = g(c); return h(y)\n except ValueError: return 0\n"
+    half = "def f(c):\n y = g(c)\n try: return h(y)\n except ValueError: return 0\n"
+    assert located(defined(whole)) == located(defined(whole))
+    assert located(defined(whole)) != located(defined(half))
+    function = inner()
+    function.bonus = 2.0  # pyright: ignore[reportFunctionMemberAccess]
+    assert located(function) != located(inner())
+
+
+def test_a_tensor_is_part_of_a_function_by_its_values_alone():
+    import torch
+
+    def place(tensor: torch.Tensor) -> str:
+        return located(inner(table=tensor))
+
+    for dtype in (torch.bfloat16, torch.bool, torch.complex64):
+        assert place(torch.ones(2, 3, dtype=dtype)) == place(torch.ones(3, 2, dtype=dtype).T)
+    assert place(torch.tensor(1.0)) == place(torch.tensor(1.0))
+    assert place(torch.ones(2)) == place(torch.ones(4)[::2])
+    assert place(torch.eye(2).to_sparse()) == place(torch.eye(2).to_sparse())
+    assert (
+        len({place(each) for each in (torch.ones(2), torch.ones(1, 2), torch.ones(2).int(), torch.zeros(2))})
+        == 4
+    )
+
+
+def test_a_file_of_a_function_that_others_read_is_replaced_as_a_whole(tmp_path):
+    place = located(inner())
+    keep_function(place, tmp_path)
+    file = tmp_path / place.rpartition(":")[0]
+    with file.open("rb") as read:
+        keep_function(place, tmp_path)
+        assert unpickled(file)(completions=["yes"]) == [2.0]
+        assert (read.read(), file.stat().st_ino == os.fstat(read.fileno()).st_ino) == (
+            file.read_bytes(),
+            False,
+        )
+
+
+def test_a_name_may_have_any_letters(tmp_path):
+    def übung(completions, **_):
+        return [1.0 for _ in completions]
+
+    reward = RewardConfig.model_validate(übung)
+    assert RewardConfig.model_validate(reward.model_dump(mode="json")).name == "übung"
+    with pytest.raises(ValueError, match="function"):
+        RewardConfig(function="file.py:1a")
 
 
 def refusal(function) -> str:
