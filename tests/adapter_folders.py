@@ -1,4 +1,4 @@
-"""Folders of LoRA adapters as peft writes them, over tiny models. Import as `tests.adapter_folders`."""
+"""LoRA adapters over tiny models: folders as peft writes them, and commits. Import as `tests.adapter_folders`."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,17 @@ from typing import Any
 import peft
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import RunSnapshots
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import SnapshotWriter
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, RunSpec, SavedPart, WriteCommit
+from prefect_rlhf.rlhf_tasks.rank.plan_nodes import plan_device_sets
+from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from tests.rlhf_tasks.algorithms.one_rank import CPU
+from tests.rlhf_tasks.settings import limits
 
 TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
@@ -34,3 +45,36 @@ def write_adapter(folder: Path, base: Path, family: str = "llama", head: str = "
             parameter.data.normal_(0.0, 0.2, generator=generator)
     adapted.save_pretrained(folder)
     return adapted.merge_and_unload().eval()
+
+
+def engines_of(config: PPOConfig, plan: ExecutionPlan) -> RoleEngines:
+    return RoleEngines(plan, config, ProcessGroups(plan_device_sets(plan), 240.0, CPU))
+
+
+def commit_of(config: PPOConfig, plan: ExecutionPlan, folder: Path) -> RoleEngines:
+    """Train nothing, but give all adapters values and commit them as step 1."""
+    folder.mkdir(exist_ok=True)
+    engines, told = engines_of(config, plan), list[SavedPart]()
+    generator = torch.Generator().manual_seed(0)
+    fields = {
+        "run": "test",
+        "attempt": 1,
+        "config": config.model_dump(mode="json"),
+        "run_folder": str(folder),
+    }
+    writer = SnapshotWriter(
+        GenerationSpec.model_construct(**fields, generation=0, rank=0, plan=plan), told.append
+    )
+    for role, engine in engines.changing():
+        assert engine.optimizer is not None
+        shards = list(engine.optimizer.shard_state())
+        for shard in shards:
+            if shard.kind == "master":
+                shard.tensor.normal_(0, 0.1, generator=generator)
+        engine.optimizer.load_shard_state(shards, 1)
+        writer.save(role, engine, 1)
+    writer.close()
+    parts = {f"save_{part.role}": {0: part.details} for part in told}
+    run = RunSpec(ranks=("a",), plan=plan, iterations=1, **fields, limits=limits())
+    RunSnapshots(run).commit(WriteCommit(1, (), parts, 16, {"actor": 0, "critic": 0}, plan), {})
+    return engines

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from prefect_rlhf.flows.commands.options import check_range, check_writable, whole, whole_seed
 from prefect_rlhf.flows.run.downloads import fetched, local_data, local_model
-from prefect_rlhf.flows.run.run_folder import FORMAT, existing_run_folder
+from prefect_rlhf.flows.run.run_folder import FORMAT, existing_run_folder, exported_step
 from prefect_rlhf.flows.view.terminal import phase, tell
 from prefect_rlhf.rlhf_tasks.algorithms.examples import read_examples
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export
@@ -283,16 +283,17 @@ def _model_folder(path: Path) -> Iterator[Path]:
             raise ConfigError(f"{path} {what}. Name the folder of a run or of a model.")
         yield path
         return
-    if is_model_folder(path / "model"):
+    run_folder, config = existing_run_folder(path)
+    commit, _ = commit_to_export(run_folder, config)
+    # A run that was continued after its end has commits that are newer than the model it left then.
+    if is_model_folder(path / "model") and (commit is None or exported_step(run_folder) == commit.step):
         yield path / "model"
         return
-    run_folder, config = existing_run_folder(path)
-    config, _ = fetched(config, run_folder)
-    commit, _ = commit_to_export(run_folder, config)
     if commit is None:
         raise ConfigError(f"{path} has no model yet: nothing is committed.")
     if "actor" not in commit.manifest.roles:
         raise ConfigError(f"{path} trains no language model, so there is nothing to try.")
+    config, _ = fetched(config, run_folder)
     from prefect_rlhf.rlhf_tasks.rank.export import export_commit
 
     with TemporaryDirectory(dir=run_folder) as place:

@@ -151,6 +151,13 @@ def finished_since(folder: Path, began_s: float) -> dict[str, Any] | None:
     return read_json(path)
 
 
+def exported_step(folder: Path) -> int | None:
+    """The step of the commit that the run's model was exported from; None if it is not recorded."""
+    with suppress(ConfigError):
+        return read_json(folder / SUMMARY).get("model_step")
+    return None
+
+
 def existing_run_folder(path: str | Path) -> tuple[Path, RunConfig]:
     """A run folder to resume, and its configuration. Raises ConfigError when it is not one of this format."""
     folder = Path(path)

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from prefect_rlhf.flows.run.replanning import Replanning
 from prefect_rlhf.flows.run.reporting import leave_report
 from prefect_rlhf.flows.run.run_folder import (
     SUMMARY,
+    exported_step,
     full_disk,
     open_run,
     remember_folder,
@@ -71,7 +72,6 @@ from prefect_rlhf.rlhf_tasks.config.base import OnePass, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.models import HubPush
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
-from prefect_rlhf.rlhf_tasks.system.reading import read_json
 from prefect_rlhf.rlhf_tasks.user_code.rewards import mean_scores
 
 EXPORT = "prefect_rlhf.rlhf_tasks.rank.export:export_written"
@@ -303,7 +303,7 @@ def _leave_model(
     commit, _ = commit_to_export(folder, prepared.config)
     assert commit is not None, "a finished run has a commit"
     model = folder / "model"
-    if _exported_step(folder) != commit.step:  # a run that was stopped may have continued
+    if exported_step(folder) != commit.step:  # a run that was stopped may have continued
         shutil.rmtree(model, ignore_errors=True)
         reach(Point.EXPORT)
         _export(commit.folder, prepared, role, model)
@@ -311,13 +311,6 @@ def _leave_model(
     card = model_card(prepared, folder.name, role, metrics_of_step(metrics, commit.step))
     (model / "README.md").write_text(card, encoding="utf-8")
     return {"model": str(model), "model_step": commit.step}
-
-
-def _exported_step(folder: Path) -> int | None:
-    """The step of the commit that the run's model was exported from; None if it is not recorded."""
-    with suppress(ConfigError):
-        return read_json(folder / SUMMARY).get("model_step")
-    return None
 
 
 def _export(commit: Path, prepared: Prepared, role: str, model: Path) -> None:

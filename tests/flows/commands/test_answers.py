@@ -10,9 +10,13 @@ import time
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.adapter_folders import write_adapter
+from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.run_folder import new_run_folder
+from tests.adapter_folders import commit_of, write_adapter
 from tests.flows.run_folders import write_run
-from tests.tiny_runs import write_model
+from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.algorithms.one_rank import world_of_one
+from tests.tiny_runs import ppo_config, write_model
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
@@ -82,6 +86,23 @@ def test_the_model_of_a_finished_run_is_tried(call, document, tmp_path, model):
     assert (status, "mine has no model yet: nothing is committed." in err) == (2, True)
     (run / "model").symlink_to(model)
     assert call("generate", str(run), "--prompt", "1f says ", *GREEDY)[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_model_that_a_run_left_before_it_was_continued_is_not_tried(call, model, tmp_path):
+    alone = {"plan": dict.fromkeys(PPO_CALLS, "0"), "cluster": {"devices_per_host": 1}}
+    config = ppo_config(tmp_path, name="mine", lora={"rank": 4, "alpha": 6.0, "export": "merged"}, **alone)
+    run = new_run_folder(config)
+    with world_of_one():
+        commit_of(config, prepare(config).plan, run)  # step 1
+    (run / "model").symlink_to(model)
+    answers = {}
+    for step in (1, 0):
+        (run / "summary.json").write_text(json.dumps({"model_step": step}))
+        status, answers[step], err = call("generate", str(run), "--prompt", "1f says ", *GREEDY)
+        assert status == 0, err
+        assert ("the model after 1 iterations, as it was committed" in err) == (step == 0)
+    assert answers[1] == plain(model, "1f says ") + "\n" != answers[0]
 
 
 def test_a_model_of_the_hub_is_tried_by_its_id(call, hub, model, tmp_path):

@@ -1,7 +1,6 @@
 """Roles with adapters on a rank: what they share, what is saved, and the folders that are exported."""
 
 import re
-from pathlib import Path
 
 import peft
 import pytest
@@ -12,28 +11,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
-from prefect_rlhf.rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder
-from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import restore
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
-from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, RunSpec, SavedPart, WriteCommit
 from prefect_rlhf.rlhf_tasks.rank.export import export_commit
-from prefect_rlhf.rlhf_tasks.rank.plan_nodes import plan_device_sets
-from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
-from tests.adapter_folders import write_adapter
+from tests.adapter_folders import commit_of, engines_of, write_adapter
 from tests.ppo_calls import PPO_CALLS
-from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
-from tests.rlhf_tasks.settings import limits
+from tests.rlhf_tasks.algorithms.one_rank import world_of_one
 from tests.tiny_models import packed, tokens
 from tests.tiny_runs import ppo_config, write_model, write_prompts
 
 ALONE = {"plan": dict.fromkeys(PPO_CALLS, "0"), "cluster": {"devices_per_host": 1}}
 LORA = {"rank": 4, "alpha": 6.0}
-
-
-def engines_of(config: PPOConfig, plan: ExecutionPlan) -> RoleEngines:
-    return RoleEngines(plan, config, ProcessGroups(plan_device_sets(plan), 240.0, CPU))
 
 
 def stages_of(config: PPOConfig, plan: ExecutionPlan) -> dict[str, Stage]:
@@ -89,35 +79,6 @@ def test_roles_that_train_as_a_whole_share_nothing(tmp_path):
     assert len({place for stage in stages.values() for place in stored_at(stage).values()}) == sum(
         len(stored_at(stage)) for stage in stages.values()
     )
-
-
-def commit_of(config: PPOConfig, plan: ExecutionPlan, folder: Path) -> RoleEngines:
-    """Train nothing, but give all adapters values and commit them as step 1."""
-    folder.mkdir()
-    engines, told = engines_of(config, plan), list[SavedPart]()
-    generator = torch.Generator().manual_seed(0)
-    fields = {
-        "run": "test",
-        "attempt": 1,
-        "config": config.model_dump(mode="json"),
-        "run_folder": str(folder),
-    }
-    writer = SnapshotWriter(
-        GenerationSpec.model_construct(**fields, generation=0, rank=0, plan=plan), told.append
-    )
-    for role, engine in engines.changing():
-        assert engine.optimizer is not None
-        shards = list(engine.optimizer.shard_state())
-        for shard in shards:
-            if shard.kind == "master":
-                shard.tensor.normal_(0, 0.1, generator=generator)
-        engine.optimizer.load_shard_state(shards, 1)
-        writer.save(role, engine, 1)
-    writer.close()
-    parts = {f"save_{part.role}": {0: part.details} for part in told}
-    run = RunSpec(ranks=("a",), plan=plan, iterations=1, **fields, limits=limits())
-    RunSnapshots(run).commit(WriteCommit(1, (), parts, 16, {"actor": 0, "critic": 0}, plan), {})
-    return engines
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
