@@ -12,7 +12,7 @@ from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifes
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import adapter_of, weight_files
-from prefect_rlhf.rlhf_tasks.parallel.model.weights import FolderWriter, opened, stored_rows
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import FolderWriter, near_zero, opened, stored_rows
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import StateShard
 from prefect_rlhf.rlhf_tasks.parallel.train.state_files import read_shards
 from prefect_rlhf.rlhf_tasks.rank.role_engines import DTYPES
@@ -82,7 +82,8 @@ def _merged(
             if spec.name == "score.weight":
                 yield next(adapters)
                 continue
-            weight = stored_rows(tensors, spec, Interval(0, spec.length)).to(stored)
+            read = stored_rows(tensors, spec, Interval(0, spec.length))
+            weight = near_zero(read, spec, stored).to(stored)
             if spec.is_linear and spec.module in lora.targets:
                 (_, a), (_, b) = next(adapters), next(adapters)
                 weight += lora.scaling * (b @ a)

@@ -7,7 +7,7 @@ keyword argument and says which tokens belong together.
 
 from inspect import signature
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +101,8 @@ def packed_attention(
     """
     assert attention_mask is None, "the micro-batch says what attends to what"
     kv_index: Tensor | None = module.kv_index  # pyright: ignore[reportAssignmentType]
+    if sliding_window is None:  # Qwen2-MoE's modules know their window, and pass none
+        sliding_window = cast(int | None, getattr(module, "sliding_window", None))
     if micro.shared is not None:
         assert cache is None, "a cache has all tokens of its sequences"
         key, value = micro.shared.whole(key, 2), micro.shared.whole(value, 2)

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES, Family
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import FileTensor, Head, ParameterSpec
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, FileTensor, Head, ParameterSpec
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
@@ -88,7 +88,8 @@ def load(
     with opened(files) as stored:
         for spec in specs:
             if spec.name not in missing and spec.name not in there:
-                _fill(parameters[spec.name], stored_rows(stored, spec, held[spec.name]), moved)
+                values = stored_rows(stored, spec, held[spec.name])
+                _fill(parameters[spec.name], near_zero(values, spec, stage.dtype), moved)
     _randomise(stage, missing, seed, moved)
     initialise_adapters(stage, seed)
     return tuple(missing)
@@ -228,6 +229,19 @@ def _part(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
     part = part.mT if place.transposed else part
     turns = (slice(None),) * place.dim + (slice(place.start, None, step),)
     return part if step == 1 else part[turns]
+
+
+def near_zero(values: Tensor, spec: ParameterSpec, dtype: torch.dtype) -> Tensor:
+    """A whole parameter as 16 bits should hold it: the corrections of a router's scores all less by one number, so
+    that their differences are not rounded away. Others stay as they are.
+
+    The merits of all experts become less by that number, those of all groups by twice as much: no token changes its
+    experts. The number is a multiple of 1/16 near the mean: what 16 bits have held is read as it was written.
+    """
+    if dtype.itemsize > 2 or not spec.name.endswith(CORRECTION):
+        return values
+    wide = values.double()
+    return wide - (wide.mean() * 16).round() / 16
 
 
 def initialise(stage: Stage, seed: int, moved: ByteCount | None = None) -> None:

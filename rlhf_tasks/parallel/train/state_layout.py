@@ -47,7 +47,7 @@ class Bucket(NamedTuple):
 
     pieces   the slices in it; after the last one may be a gap
     share    where a dp rank's share begins and ends in the flat tensors of its state
-    decayed  weight decay applies: the parameters have more than one dim
+    decayed  weight decay applies: the parameters have more than one dim, and are no biases (of experts)
     whole    some of their rows are on several ranks of a replica, over which their gradients are summed first
     """
 
@@ -201,7 +201,7 @@ class StateLayout:
         sizes = {name: rows.size * layout.specs[name].row_size for name, rows in held.items()}
 
         def kind(name: str) -> tuple[bool, bool]:
-            return len(layout.specs[name].shape) <= 1, name in whole
+            return len(layout.specs[name].shape) <= 1 or name.endswith("bias"), name in whole
 
         buckets: list[Bucket] = []
         for (is_vector, is_whole), names in groupby(sorted(held, key=kind), key=kind):

@@ -140,6 +140,8 @@ OF_LAYER_TYPES = {
         ("mixtral", {"num_experts_per_tok": 1}),
         ("qwen3_moe", {"norm_topk_prob": True}),
         ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 3]}),
+        # layers 0 and 2 slide, whose modules do not pass their window
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 3}),
         ("deepseek_v3", {"rope_parameters": {**ROPE, "rope_type": "yarn", **YARN, "mscale_all_dim": 1.0}}),
         ("deepseek_v3", {"rope_interleave": False}),
         ("deepseek_v3", {"attention_bias": True}),

@@ -18,7 +18,7 @@ from transformers import (
     Mxfp4Config,
 )
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, linear_modules, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, Head, Lora, linear_modules, parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
@@ -101,6 +101,25 @@ def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, 
                 initialise(stage, seed=4)
             for name, expected in held_slices(layout, device, whole).items():
                 assert torch.equal(stage.named_slices()[name], expected), (device, name)
+
+
+def test_in_16_bits_the_corrections_of_a_router_keep_their_differences(tmp_path: Path):
+    model = tiny_model(tiny_config("glm4_moe", n_routed_experts=64, n_group=4))
+    [name, *_] = names = [name for name in model.state_dict() if name.endswith(CORRECTION)]
+    for each in names:  # as large as published ones, in which bfloat16 knows steps of 0.03
+        model.get_buffer(each).copy_(
+            6.94 + 0.05 * torch.randn(64, generator=torch.Generator().manual_seed(1))
+        )
+    model.save_pretrained(tmp_path)
+    config, published = load_config(tmp_path), model.get_buffer(name)
+    wide, narrow = make_stage(config), make_stage(config, dtype=torch.bfloat16)
+    for stage in (wide, narrow):
+        load(stage, tmp_path, seed=0)
+    assert torch.equal(wide.named_slices()[name], published)
+    held = narrow.named_slices()[name].float()
+    assert ((held - held[0]) - (published - published[0])).abs().max() < 1e-3
+    spec = narrow.layout.specs[name]
+    assert torch.equal(weights.near_zero(held, spec, torch.bfloat16).float(), held), "not what was written"
 
 
 def _anonymous_bytes_while_loading(rank: int, world: int, folder: str) -> tuple[int, int, int]:

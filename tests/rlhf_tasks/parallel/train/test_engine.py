@@ -348,8 +348,9 @@ def _on_one_rank(ranks, function: Callable, trial: Trial, *rest: Any) -> Any:
 def _train_plain(plain: Plain) -> Expected:
     start, batch = plain.named(dict(plain.named_parameters())), _batch()
     trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-    decayed = [p for p in trained.values() if p.ndim > 1]
-    others = [p for p in trained.values() if p.ndim == 1]
+    matrices = {name for name, p in trained.items() if p.ndim > 1 and not name.endswith("bias")}
+    decayed = [trained[name] for name in trained if name in matrices]
+    others = [trained[name] for name in trained if name not in matrices]
     optimizer = torch.optim.AdamW(
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
         betas=SETTINGS.betas,
