@@ -35,7 +35,7 @@ from prefect_rlhf.flows.view.prefect_api import PrefectApi, send_event
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
 from prefect_rlhf.rlhf_tasks.algorithms.series import CANDIDATE, CHAMPION, SeriesConfig, series_folder
 from prefect_rlhf.rlhf_tasks.config.base import OnePass
-from prefect_rlhf.rlhf_tasks.data.dataset import data_set
+from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
 from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 
 EVENT = "prefect-rlhf.series."  # followed by `promoted` or `kept`
@@ -97,7 +97,7 @@ async def carry_out_series(config: SeriesConfig, run: SeriesRun | None) -> dict[
 
 async def _decided(run: SeriesRun) -> dict[str, Any]:
     """The decision of a run whose stages are finished."""
-    samples = {name: _samples(run.stages[name]) for name in (CANDIDATE, CHAMPION) if name in run.stages}
+    samples = {name: judged_samples(run.stages[name]) for name in (CANDIDATE, CHAMPION) if name in run.stages}
     scores = {name: _scores(judged) for name, judged in samples.items()}
     decision: dict[str, Any] = {
         "run": run.name,
@@ -123,13 +123,14 @@ async def _decided(run: SeriesRun) -> dict[str, Any]:
     return {"decision": change, "reason": reason, "champion": champion, **decision}
 
 
-def _samples(config: RunConfig) -> list[dict[str, Any]]:
-    """The judged answers of a finished evaluation, in the order of the rows."""
+def judged_samples(config: RunConfig) -> list[dict[str, Any]]:
+    """The judged answers of a finished evaluation, in the order of the rows; not those that fill its last batch."""
     assert isinstance(config, OnePass)
-    n_samples = config.samples(data_set(config.data).count())
+    folder = Path(config.output_dir, str(config.name))
+    n_samples = config.samples(len(TokenFile.open(folder / ROWS)))
     return [
         {**sample, "row": sample["id"] // config.num_generations}
-        for sample in read_samples(Path(config.output_dir, str(config.name)), n_samples)
+        for sample in read_samples(folder, n_samples)
     ]
 
 

@@ -30,7 +30,8 @@ def lineage(
     runs
         Run folders; with --row also several.
     row
-        FILE:LINE, or the first digits of the hash of a row's content, as --out writes it.
+        FILE:LINE, which means the row that stands there now, or the first digits of the hash of a row's content, as
+        --out writes it.
     out
         A file for the rows of one run: a JSON line each, with place, hash and how often it was learned from.
     """
@@ -83,16 +84,19 @@ def _rows(lesson: Lesson) -> Iterator[tuple[str, str, int]]:
 def _seen(row: str, runs: tuple[Path, ...]) -> None:
     names_place = row.rpartition(":")[2].isdecimal() and ":" in row
     digest = content_hash(row) if names_place else row.lower()
+    if digest is None:
+        raise ConfigError(
+            f"--row {row}: there is no row at this place now. Name the place of one, or digits of its hash (--out of "
+            "a run that has learned from it)."
+        )
     if not names_place and (len(row) < FEWEST_DIGITS or set(row.lower()) - set("0123456789abcdef")):
         raise ConfigError(f"--row {row}: neither FILE:LINE nor at least {FEWEST_DIGITS} digits of a hash.")
-    name, _, line = row.rpartition(":")
-    where = f"{Path(name).absolute()}:{line}"
     for run in runs:
         folder, config = _training(run)
         times = dict[str, int]()
         for lesson in lessons_of(folder):
             for place, content, often in _rows(lesson):
-                if (digest and content.startswith(digest)) or (names_place and place == where):
+                if content.startswith(digest):
                     times[f"{place} ({content[:SHOWN]})"] = (
                         times.get(f"{place} ({content[:SHOWN]})", 0) + often
                     )

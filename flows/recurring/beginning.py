@@ -9,19 +9,21 @@ from typing import Any, NamedTuple
 
 from prefect_rlhf.flows.recurring import champions
 from prefect_rlhf.flows.recurring.comparison import FEWEST_ROWS
-from prefect_rlhf.flows.recurring.new_rows import copy_new_rows, same_rows
+from prefect_rlhf.flows.recurring.new_rows import copy_held_out, copy_new_rows, saw_all
+from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.run_folder import refuse_unwritable
 from prefect_rlhf.flows.run.run_identity import CheckedStages, check_stages
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
+from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
 from prefect_rlhf.rlhf_tasks.algorithms.series import (
     CANDIDATE,
+    CHAMPION,
     TRAIN,
     SeriesConfig,
     series_folder,
     stages_of_run,
     training_of,
 )
-from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file, sync
 from prefect_rlhf.rlhf_tasks.system.reading import read_json
 
@@ -33,7 +35,7 @@ class SeriesRun(NamedTuple):
 
     folder    of the series
     name      the run's number, its folder's name
-    begun     run.json: the champion it is compared with, its rows
+    begun     run.json: the champion it is compared with, its rows, the copies of the held-out ones
     stages    name -> configuration
     warnings  a sentence each
     """
@@ -67,8 +69,9 @@ def check_series(config: SeriesConfig) -> list[str]:
     model = None if champion is None else champions.model_of(folder, champion)
     sources = {source.path: source.weight for source in training.data.sources}
     _, stages = stages_of_run(config, "next", sources, model)
-    _refuse_few_rows(stages[CANDIDATE])
-    return check_stages(stages).warnings
+    checked = check_stages(stages)
+    _refuse_few_rows(stages[CANDIDATE], checked)
+    return checked.warnings
 
 
 def begin_run(config: SeriesConfig) -> SeriesRun | None:
@@ -80,28 +83,35 @@ def begin_run(config: SeriesConfig) -> SeriesRun | None:
     folder = series_folder(config)
     champions.settle(folder)
     runs, champion = champions.runs_of(folder), champions.champion_of(folder)
-    training = training_of(config)
     if runs and champions.decision_of(folder, runs[-1]) is None:
         name = runs[-1]
     else:
         name = f"{int(runs[-1]) + 1 if runs else 1:04d}"
-        if not _take_rows(training, folder, name, champion):
+        if not _take_rows(config, folder, name, champion):
             return None
     begun = read_json(folder / name / champions.BEGUN)
     compared_with = None if begun["champion"] is None else champions.model_of(folder, begun["champion"])
     try:
-        _, stages = stages_of_run(config, name, begun["train"], compared_with)
-        _refuse_few_rows(stages[CANDIDATE])
+        _, stages = stages_of_run(config, name, begun["train"], compared_with, list(begun["held_out"]))
         checked = check_stages(stages)
-    except ConfigError:
-        if not (folder / name / TRAIN).exists():  # nothing of it has begun: the next one takes its rows
-            shutil.rmtree(folder / name)
-        raise
+        _refuse_few_rows(stages[CANDIDATE], checked)
+    except ConfigError as fault:
+        if (folder / name / TRAIN).exists():
+            raise
+        shutil.rmtree(folder / name)  # nothing of it has begun: the next one takes its rows
+        said = str(fault)
+        for copy, source in begun["held_out"].items():
+            said = said.replace(copy, source)
+        raise ConfigError(said) from None
     return SeriesRun(config, folder, name, begun, stages, checked, [*begun["warnings"], *checked.warnings])
 
 
-def _take_rows(training: RunConfig, folder: Path, name: str, champion: str | None) -> bool:
-    """Begin a run's folder with the rows that no champion has learned from; False where no row is new."""
+def _take_rows(config: SeriesConfig, folder: Path, name: str, champion: str | None) -> bool:
+    """Begin a run's folder with the rows that no champion has learned from; False where no row is new: there is
+    none, or the last run has seen them all and was not promoted."""
+    training = fetched(training_of(config), weights=False).config
+    sources = {source.path: source.weight for source in training.data.sources}
+    _, stages = stages_of_run(config, name, sources, None)
     promoted = {
         change["run"] for change in champions.changes_of(folder) if change["change"] == champions.PROMOTED
     }
@@ -112,12 +122,15 @@ def _take_rows(training: RunConfig, folder: Path, name: str, champion: str | Non
         used = [folder / run for run in sorted(promoted)]
         rows = copy_new_rows(training, used, fresh, folder / name)
         runs = champions.runs_of(folder)
-        if not rows.number or (runs and same_rows(fresh, folder / runs[-1])):
+        tried = [folder / run for run in runs[-1:] if run not in promoted]
+        if not rows.number or any(saw_all(run, fresh) for run in tried):
             return False
+        evaluation = fetched(stages[CANDIDATE], weights=False).config
         begun = {
             "champion": champion,
             "rows": rows.number,
             "train": rows.train,
+            "held_out": copy_held_out(evaluation, fresh, folder / name),
             "warnings": _warnings(training, rows.gone, rows.bad),
         }
         replace_file(fresh / champions.BEGUN, json.dumps(begun, indent=2) + "\n")
@@ -142,8 +155,13 @@ def _warnings(training: RunConfig, gone: int, bad: int) -> list[str]:
     return said
 
 
-def _refuse_few_rows(config: RunConfig) -> None:
-    rows = data_set(config.data).count()
+def _refuse_few_rows(config: RunConfig, checked: CheckedStages) -> None:
+    """Count the rows that are answered: without those beyond `data.max_rows` or left out."""
+    if (champion := checked.prepared.get(CHAMPION)) is not None:
+        rows = len(champion.rows)
+    else:  # the new model does not exist yet: the one it begins with has its tokenizer
+        models = config.models.model_copy(update={"actor": checked.prepared[TRAIN].config.models.actor})
+        rows = len(prepared_rows(fetched(config, weights=False).config.model_copy(update={"models": models})))
     if rows < FEWEST_ROWS:
         raise ConfigError(
             f"evaluation: {config.data.name} has {rows} rows, too few for any margin: an interval of mean "

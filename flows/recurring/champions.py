@@ -68,9 +68,12 @@ def champion_of(series: Path) -> str | None:
         return None
     model = model_of(series, champions[-1])
     if not (model / "config.json").is_file() and not (model / "adapter_config.json").is_file():
+        remedy = f"take the champion before it: prefect-rlhf champion rollback {series}"
+        if _why_no_roll_back(series):
+            remedy = "begin another series (name)."
         raise ConfigError(
             f"the champion of {series} is the model of run {champions[-1]}, but {model} is gone. Put it back, or "
-            f"take the champion before it: prefect-rlhf champion rollback {series}"
+            f"{remedy}"
         )
     return champions[-1]
 
@@ -107,24 +110,32 @@ def roll_back(series: Path) -> tuple[str, str]:
     refuse_no_series(series)
     with taken(series):
         settle(series)
-        champions, runs = line_of_champions(series), runs_of(series)
-        if runs and decision_of(series, runs[-1]) is None:
-            raise ConfigError(
-                f"run {runs[-1]} of {series} is compared with the present champion, and not decided yet. Let it end "
-                f"(the series' own command continues it), or remove {series / runs[-1]}."
-            )
-        if len(champions) < 2:
-            only = f"{champions[0]} is the only champion so far" if champions else "it has no champion yet"
-            raise ConfigError(f"{series}: there is no earlier champion to roll back to: {only}.")
-        former, earlier = champions[-1], champions[-2]
-        if not model_of(series, earlier).is_dir():
-            raise ConfigError(
-                f"the champion before {former} is the model of run {earlier}, but {model_of(series, earlier)} is "
-                "gone. Put it back."
-            )
+        if (why := _why_no_roll_back(series)) is not None:
+            raise ConfigError(why)
+        former, earlier = line_of_champions(series)[:-3:-1]
         _log(series, ROLLED_BACK, former, f"back to {earlier}")
         settle(series)
     return former, earlier
+
+
+def _why_no_roll_back(series: Path) -> str | None:
+    """A sentence where the champion before the present one cannot become the champion again."""
+    champions, runs = line_of_champions(series), runs_of(series)
+    if runs and decision_of(series, runs[-1]) is None:
+        return (
+            f"run {runs[-1]} of {series} is compared with the present champion, and not decided yet. Let it end "
+            f"(the series' own command continues it), or remove {series / runs[-1]}."
+        )
+    if len(champions) < 2:
+        only = f"{champions[0]} is the only champion so far" if champions else "it has no champion yet"
+        return f"{series}: there is no earlier champion to roll back to: {only}."
+    former, earlier = champions[-1], champions[-2]
+    if not model_of(series, earlier).is_dir():
+        return (
+            f"the champion before {former} is the model of run {earlier}, but {model_of(series, earlier)} is gone. "
+            "Put it back."
+        )
+    return None
 
 
 def refuse_no_series(series: Path) -> None:

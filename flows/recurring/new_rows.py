@@ -2,16 +2,19 @@
 
 A row is known by the hash of its content, wherever it stands: files may grow, be sorted or be divided. The copies let
 files grow while a run trains. RUN/rows/ has a JSONL file for each source that has new rows, `hashes`, and `places`,
-where each row stood.
+where each row stood; `seen` has the hashes of all rows that were new, also of those beyond `data.max_rows`. The files
+of held-out rows are copied as they are, to RUN/held-out/: all models of a run answer the same rows.
 """
 
+import glob
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +23,8 @@ import pyarrow.compute as pc
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import HASH_BYTES, DataError, PlacedRow, data_set, refuse, row_hash
 
-ROWS, HASHES, PLACES = "rows", "hashes", "places"
+ROWS, HASHES, PLACES, SEEN = "rows", "hashes", "places", "seen"
+HELD_OUT = "held-out"
 ROWS_AT_ONCE = 8192
 _HASH = pa.binary(HASH_BYTES)
 
@@ -40,9 +44,12 @@ class NewRows(NamedTuple):
     bad: int
 
 
-def hashes_of(run: Path) -> bytes:
-    """The hashes of a run's rows, HASH_BYTES each, in order. Raises ConfigError where they are gone."""
-    path = run / ROWS / HASHES
+def hashes_of(run: Path, name: str = HASHES) -> bytes:
+    """The hashes of a run's rows, HASH_BYTES each, in order. Raises ConfigError where they are gone.
+
+    name  HASHES, or SEEN: also those beyond `data.max_rows`
+    """
+    path = run / ROWS / name
     if not path.is_file():
         raise ConfigError(
             f"{path} is gone: it says which rows are used already. Put it back, or begin another series (name)."
@@ -50,11 +57,16 @@ def hashes_of(run: Path) -> bytes:
     return path.read_bytes()
 
 
-def same_rows(one: Path, other: Path) -> bool:
-    """Whether two runs have the same rows, in any order."""
-    pair = np.dtype([("first", "<u8"), ("second", "<u8")])
-    first, second = (np.sort(np.frombuffer(hashes_of(run), pair)) for run in (one, other))
-    return np.array_equal(first, second)
+def saw_all(before: Path, run: Path) -> bool:
+    """Whether each row that a run has seen was seen by the one before it."""
+    then, now = _distinct(hashes_of(before, SEEN)), _distinct(hashes_of(run, SEEN))
+    return bool(pc.all(pc.is_in(now, value_set=then), min_count=0).as_py())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _distinct(hashes: bytes) -> Any:
+    """An array of the different ones."""
+    buffers = [None, pa.py_buffer(hashes)]
+    return pc.unique(pa.FixedSizeBinaryArray.from_buffers(_HASH, len(hashes) // HASH_BYTES, buffers))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_place(run: Path) -> str:
@@ -69,9 +81,7 @@ def copy_new_rows(config: RunConfig, used: Sequence[Path], run: Path, named: Pat
     named  the folder's later name, under which the files are read
     Memory is needed for the hashes of all used rows and for ROWS_AT_ONCE rows. Raises DataError.
     """
-    known = pa.FixedSizeBinaryArray.from_buffers(
-        _HASH, len(joined := b"".join(map(hashes_of, used))) // HASH_BYTES, [None, pa.py_buffer(joined)]
-    )
+    known = _distinct(b"".join(map(hashes_of, used)))
     present, skips, folder = np.zeros(len(known), np.bool_), config.data.on_bad_row == "skip", run / ROWS
     bad, counts = list[str](), Counter[int]()
 
@@ -81,7 +91,7 @@ def copy_new_rows(config: RunConfig, used: Sequence[Path], run: Path, named: Pat
     data = data_set(config.data.model_copy(update={"column_map": {}}))
     folder.mkdir(parents=True)
     with ExitStack() as stack:
-        hashes = stack.enter_context((folder / HASHES).open("wb"))
+        hashes, seen = (stack.enter_context((folder / name).open("wb")) for name in (HASHES, SEEN))
         places = stack.enter_context((folder / PLACES).open("w", encoding="utf-8"))
         files: dict[int, TextIO] = {}
         for rows in _at_once(data.rows(left_out if skips else refuse)):
@@ -90,7 +100,10 @@ def copy_new_rows(config: RunConfig, used: Sequence[Path], run: Path, named: Pat
             present[np.array(index.drop_null(), np.int64)] = True
             for placed, digest, is_new in zip(rows, digests, index.is_null().to_pylist(), strict=True):
                 source = data.sources[placed.file]
-                if not is_new or counts[source] == config.data.max_rows:
+                if not is_new:
+                    continue
+                seen.write(digest)
+                if counts[source] == config.data.max_rows:
                     continue
                 if source not in files:
                     path = folder / f"{source}.jsonl"
@@ -103,6 +116,25 @@ def copy_new_rows(config: RunConfig, used: Sequence[Path], run: Path, named: Pat
     paths = {str(named / ROWS / f"{source}.jsonl"): weights[source] for source in sorted(counts)}
     train = next(iter(paths)) if len(paths) == 1 else paths
     return NewRows(counts.total(), train, int((~present).sum()), len(bad))
+
+
+def copy_held_out(config: RunConfig, run: Path, named: Path) -> dict[str, str]:
+    """Copy the files of an evaluation's rows into the folder `run`. Returns path or glob of each source's copies ->
+    the source.
+
+    named  the folder's later name
+    """
+    data, copies = data_set(config.data), dict[int, list[str]]()
+    for number, (file, source) in enumerate(zip(data.files, data.sources, strict=True)):
+        place = Path(HELD_OUT, str(source))
+        (run / place).mkdir(parents=True, exist_ok=True)
+        copied = place / f"{number:06d}-{file.path.name}"  # in their order
+        shutil.copyfile(file.path, run / copied)
+        copies.setdefault(source, []).append(str(named / copied))
+    return {
+        paths[0] if len(paths) == 1 else f"{glob.escape(str(Path(paths[0]).parent))}/*": stated.path
+        for paths, stated in zip(copies.values(), config.data.sources, strict=True)
+    }
 
 
 def _at_once(rows: Iterator[PlacedRow]) -> Iterator[list[PlacedRow]]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefect_rlhf.flows.run.prepare import Prepared
+from prefect_rlhf.flows.run.run_folder import exported_step
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder, steps_of
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
@@ -94,11 +95,15 @@ def code_hashes(config: RunConfig) -> dict[str, str]:
 
 
 def lessons_of(folder: Path) -> Iterator[Lesson]:
-    """What has taught a run up to its newest commit, in order. Memory is needed for a number for each row.
+    """What has taught a run up to the commit of its exported model, else to the newest, in order. Memory is needed
+    for a number for each row.
 
     Raises ConfigError where the run has no commit, or is older than origins.
     """
     lines, manifest = _lines(folder), newest_manifest(folder)
+    if (step := exported_step(folder)) is not None:
+        with suppress(CheckpointError):  # a run that has gone on may have removed it
+            manifest = read_manifest(step_folder(folder, step))
     if manifest is None or not lines:
         raise ConfigError(
             f"{folder} has no commit with an origin: nothing can be said about the rows of its model."

@@ -115,13 +115,18 @@ def training_of(series: SeriesConfig) -> RunConfig:
 
 
 def stages_of_run(
-    series: SeriesConfig, number: str, rows: str | dict[str, float], champion: Path | None
+    series: SeriesConfig,
+    number: str,
+    rows: str | dict[str, float],
+    champion: Path | None,
+    held_out: Sequence[str] = (),
 ) -> tuple[PipelineConfig, dict[str, RunConfig]]:
     """A run of a series as a pipeline, and its stages.
 
     number    of the run: its folder's name
     rows      the files of its rows, as `data.train` has them
     champion  the folder of the model to compare with; None: there is none yet
+    held_out  the files of the rows that all models answer; default: those of the evaluation
     Raises ConfigError.
     """
     training_of(series)
@@ -129,9 +134,10 @@ def stages_of_run(
     if champion is not None:
         train["models"] = {**series.training["models"], "actor": str(champion)}
     judged = {CANDIDATE: f"stage:{TRAIN}"} | ({} if champion is None else {CHAMPION: str(champion)})
-    scores = [
-        {**series.evaluation, "name": name, "models": {"actor": model}} for name, model in judged.items()
-    ]
+    evaluation = dict(series.evaluation)
+    if held_out:
+        evaluation["data"] = {**evaluation["data"], "train": list(held_out)}
+    scores = [{**evaluation, "name": name, "models": {"actor": model}} for name, model in judged.items()]
     pipeline = make_pipeline(
         {
             "name": number,

@@ -9,8 +9,11 @@ import pytest
 from prefect.client.orchestration import get_client
 
 from prefect_rlhf.flows.recurring import champions
-from prefect_rlhf.flows.series import rlhf_series
+from prefect_rlhf.flows.recurring.beginning import begin_run, open_series
+from prefect_rlhf.flows.run.run_folder import taken
+from prefect_rlhf.flows.series import judged_samples, rlhf_series
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
 from prefect_rlhf.rlhf_tasks.algorithms.series import make_series
 from tests.tiny_runs import write_model, write_prompts
 
@@ -53,6 +56,21 @@ def document(tmp_path):
             "batch_size": 16,
         },
     }
+
+
+def test_the_rows_that_are_judged_are_those_that_are_answered(document, tmp_path):
+    document["evaluation"]["data"]["max_rows"] = 30
+    config = make_series(document)
+    with taken(open_series(config)):
+        begun = begin_run(config)
+    candidate = begun.stages["candidate"]
+    folder = Path(candidate.output_dir, candidate.name)
+    (folder / "samples").mkdir(parents=True)
+    actor = candidate.models.model_copy(update={"actor": str(tmp_path / "base")})
+    prepared_rows(candidate.model_copy(update={"models": actor})).keep(folder)
+    lines = (json.dumps({"id": i, "score": 1.0}) + "\n" for i in range(32))  # the last batch repeats two rows
+    (folder / "samples" / "0.jsonl").write_text("".join(lines))
+    assert [sample["row"] for sample in judged_samples(candidate)] == list(range(30))
 
 
 def run(document):

@@ -2,16 +2,19 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
 
 from prefect_rlhf.flows.cli import run_command
 from prefect_rlhf.flows.recurring import champions
-from prefect_rlhf.flows.recurring.beginning import begin_run, open_series
+from prefect_rlhf.flows.recurring.beginning import begin_run, check_series, open_series
 from prefect_rlhf.flows.run.run_folder import taken
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.series import make_series
+from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from tests.tiny_runs import write_model, write_prompts
 
 
@@ -84,10 +87,75 @@ def test_a_run_takes_the_rows_that_no_champion_has_learned_from(document, tmp_pa
     end(second, champions.KEPT, document)
     assert begin(document) is None, "the same rows were tried"
 
+    write(tmp_path / "rows" / "b.jsonl", range(9))
+    assert begin(document) is None, "one of them is gone, and none is new"
+
     write(tmp_path / "rows" / "b.jsonl", [*range(3, 10), 10])
     third = begin(document)
     assert rows_of(third) == ["10>", "8>", "9>"], "a run that was not promoted has taught no champion"
     assert any("3 rows that champions have learned from are no longer in" in told for told in third.warnings)
+
+
+def test_with_a_limit_what_is_beyond_it_is_seen_and_not_used(document, tmp_path):
+    document["training"]["data"]["max_rows"] = 4
+    end(begin(document), champions.KEPT, document)
+    assert begin(document) is None, "the rows beyond the limit are not new"
+    write(tmp_path / "rows" / "b.jsonl", [20])
+    second = begin(document)
+    assert rows_of(second) == ["0>", "1>", "2>", "3>"]
+    end(second, champions.PROMOTED, document)
+    third = begin(document)
+    assert rows_of(third) == ["4>", "5>", "6>", "7>"], "the new champion has not learned from them"
+
+
+def test_of_rows_that_stand_twice_none_is_said_to_be_gone(document, tmp_path):
+    write(tmp_path / "rows" / "a.jsonl", [*range(8), 7, 7])
+    end(begin(document), champions.PROMOTED, document)
+    write(tmp_path / "rows" / "b.jsonl", [8])
+    assert begin(document).begun["warnings"] == []
+
+
+@pytest.mark.parametrize("form", ["file", "glob", "two"])
+def test_all_models_answer_the_held_out_rows_that_were_there_at_the_beginning(document, tmp_path, form):
+    end(begin(document), champions.PROMOTED, document)
+    write(tmp_path / "rows" / "b.jsonl", [8])
+    write_prompts(tmp_path / "prompts2.jsonl", 40)
+    files = [str(tmp_path / name) for name in ("prompts.jsonl", "prompts2.jsonl")]
+    stated = {"file": files[0], "glob": str(tmp_path / "prompts*.jsonl"), "two": files}[form]
+    document["evaluation"]["data"]["train"] = stated
+    rows = [placed.raw for placed in data_set(DataConfig(train=stated))]
+    begin(document)
+    for path in files:
+        write_prompts(Path(path), 50)
+    stages = begin(document).stages
+    for name in ("candidate", "champion"):
+        assert [placed.raw for placed in data_set(stages[name].data)] == rows
+
+
+def test_rows_that_are_not_answered_do_not_count_as_held_out(document, tmp_path):
+    write_prompts(tmp_path / "prompts.jsonl", 40)
+    document["evaluation"]["data"]["max_rows"] = 29
+    with pytest.raises(ConfigError, match=f"{tmp_path}/prompts.jsonl has 29 rows, too few"):
+        begin(document)
+    document["evaluation"]["data"]["max_rows"] = 30
+    end(begin(document), champions.PROMOTED, document)
+    write(tmp_path / "rows" / "b.jsonl", [8])
+    document["evaluation"]["data"]["max_rows"] = 29
+    with pytest.raises(ConfigError, match=f"{tmp_path}/prompts.jsonl has 29 rows, too few"):
+        begin(document)
+
+
+def test_rows_and_held_out_rows_may_be_on_a_hub(document, tmp_path, hub):
+    hub.add("org/rows", {"train.jsonl": (tmp_path / "rows" / "a.jsonl").read_bytes()}, "dataset")
+    hub.add("org/held", {"test.jsonl": (tmp_path / "prompts.jsonl").read_bytes()}, "dataset")
+    document["training"]["data"]["train"] = "org/rows"
+    document["evaluation"]["data"]["train"] = "org/held:test"
+    with hub.used_here(tmp_path / "home"):
+        assert check_series(make_series(document)) == []
+        run = begin(document)
+    assert run.begun["rows"] == 8
+    assert len(list(data_set(run.stages["candidate"].data))) == 30
+    assert "org/held" not in str(run.stages["candidate"].data.train)
 
 
 def test_each_source_keeps_its_weight(document, tmp_path):
@@ -178,10 +246,22 @@ def test_a_champion_that_is_gone_is_named_before_anything_starts(document, tmp_p
     shutil.rmtree(champions.model_of(run.folder, "0001"))
     write(tmp_path / "rows" / "b.jsonl", range(20, 24))
     with pytest.raises(
-        ConfigError, match=r"the champion of .*/mine is the model of run 0001, but .* is gone"
+        ConfigError,
+        match=r"the champion of .*/mine is the model of run 0001, but .* is gone. Put it back, or begin another",
     ):
         begin(document)
     assert champions.runs_of(run.folder) == ["0001"]
+
+
+def test_a_way_back_is_named_where_there_is_one(document, tmp_path):
+    end(begin(document), champions.PROMOTED, document)
+    write(tmp_path / "rows" / "b.jsonl", range(20, 24))
+    run = begin(document)
+    end(run, champions.PROMOTED, document)
+    shutil.rmtree(champions.model_of(run.folder, "0002"))
+    with pytest.raises(ConfigError, match="or take the champion before it: prefect-rlhf champion rollback"):
+        begin(document)
+    assert champions.roll_back(run.folder) == ("0002", "0001")
 
 
 def test_champions_are_listed_and_rolled_back_by_commands(document, tmp_path, capsys):

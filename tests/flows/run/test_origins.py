@@ -76,7 +76,20 @@ def test_what_was_replaced_is_remembered_with_what_it_taught(run, call, tmp_path
     assert "has not learned from it" in out
     here = f"{tmp_path / 'prompts.jsonl'}:3"  # an x, and in the first stretch a c
     status, out, _ = call("lineage", str(run), "--row", here)
-    assert out.count("times from") == 2
+    assert out.count("times from") == 1
+    assert f"learned {second.times[2]} times from {here}" in out
+    write(tmp_path / "prompts.jsonl", "cdy")
+    status, out, _ = call("lineage", str(run), "--row", here)
+    assert (status, "has not learned from it" in out) == (0, True), "another row stands there now"
+
+
+def test_it_ends_with_the_commit_of_the_exported_model(run):
+    (run / "summary.json").write_text(json.dumps({"model_step": 1}))  # as `evaluation.keep_best` exports
+    (lesson,) = lessons_of(run)
+    assert (lesson.end, lesson.times.sum()) == (8, 8)
+    (run / "summary.json").write_text(json.dumps({"model_step": 7}))  # a commit that is gone
+    (lesson,) = lessons_of(run)
+    assert lesson.end == 16
 
 
 def test_changed_code_of_a_reward_begins_another_stretch(run, tmp_path):
@@ -92,6 +105,8 @@ FAULTS = {
     (): "Name one run",
     ("RUN", "RUN"): "Name one run",
     ("RUN", "--row", "abc"): "--row abc: neither FILE:LINE nor at least 8 digits of a hash",
+    ("RUN", "--row", "no.jsonl:1"): "--row no.jsonl:1: there is no row at this place now",
+    ("RUN", "--row", "RUN/config.json:999"): "config.json:999: there is no row at this place now",
     ("nowhere",): "nowhere is not a run folder",
 }
 
