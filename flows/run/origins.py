@@ -102,7 +102,7 @@ def lessons_of(folder: Path) -> Iterator[Lesson]:
     """
     lines, manifest = _lines(folder), newest_manifest(folder)
     if (step := exported_step(folder)) is not None:
-        with suppress(CheckpointError):  # a run that has gone on may have removed it
+        with suppress(CheckpointError):  # one that continues may have removed it
             manifest = read_manifest(step_folder(folder, step))
     if manifest is None or not lines:
         raise ConfigError(
