@@ -57,6 +57,8 @@ from prefect_rlhf.rlhf_tasks.system.reading import shown
 KERNEL_END_S = 60.0  # from an interrupt until a notebook's kernel is killed with a run that does not end
 QUIET = {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL", "DO_NOT_TRACK": "1"}
 """Prefect's settings where the user has not set them: its logs are in the UI, our own lines are printed."""
+OF_DASK = ("__DASK_PARENT_PID", "PYTHONHASHSEED")
+"""Environment variables that Dask sets in the process that starts its workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def train(
     """
     refuse_unguarded_script()
     quiet = {name: os.environ.get(name, value) for name, value in QUIET.items()}
-    with environment({**direct_to_loopback(os.environ), **quiet}), nothing_left():
+    with environment({**direct_to_loopback(os.environ), **quiet}, OF_DASK), nothing_left():
         begun, settings = _opened(config, resume)
         if begun is None and accept_changes:
             raise ConfigError("accept_changes is only for a run that is resumed: give resume=FOLDER, too.")

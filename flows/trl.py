@@ -9,15 +9,18 @@ A trainer translates what it is given into a configuration, `trainer.config`, an
 TRL's default. A name that has no counterpart here is refused with what comes closest.
 """
 
+import dataclasses
 import math
+import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from prefect_rlhf.flows.train import TrainResult, train
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.config.base import MOST_OF_A_NAME, RUN_NAME
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig
 from prefect_rlhf.rlhf_tasks.config.files import suggestion
 from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig
@@ -56,6 +59,12 @@ WITHOUT_EFFECT = (
 """Names that choose what TRL prints and when it saves, or how it loads data. Every iteration is shown here."""
 FALSE_ONLY = ("use_vllm", "fp16", "packing", "push_to_hub", "use_liger_kernel", "load_best_model_at_end")
 """Names that are taken where they ask for nothing."""
+OF_PEFT = (
+    *("r", "lora_alpha", "target_modules"),
+    *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("inference_mode", "runtime_config", "megatron_core", "layers_pattern", "qalora_group_size"),
+)
+"""The fields of peft's LoraConfig that are translated, and those without effect where no other is set."""
 
 
 class TrainingArguments:
@@ -65,7 +74,7 @@ class TrainingArguments:
     A batch is `per_device_train_batch_size` times `gradient_accumulation_steps`, on however many devices.
     """
 
-    def __init__(self, output_dir: str | None = None, **names: Any) -> None:
+    def __init__(self, output_dir: str | Path | None = None, **names: Any) -> None:
         self.output_dir, self.names = output_dir, names
 
 
@@ -79,7 +88,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         args: TrainingArguments | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -91,9 +100,13 @@ class Trainer:
         args = TrainingArguments() if args is None else args
         if not isinstance(args, TrainingArguments):
             raise ConfigError(f"args: give prefect_rlhf.TrainingArguments(...), found {shown(args)}.")
-        _refuse_object(model, processing_class)
+        _refuse_object("model", model, processing_class)
+        train_dataset, eval_dataset = (
+            _rows("train_dataset", train_dataset),
+            _rows("eval_dataset", eval_dataset),
+        )
         names = {**OF_ALL, **DEFAULTS[self.algorithm], **args.names}
-        document: dict[str, Any] = {"type": self.algorithm, "models": {"actor": model}}
+        document: dict[str, Any] = {"type": self.algorithm, "models": {"actor": str(model)}}
         document |= _place(args.output_dir) | _lora(peft_config) | self._special(names)
         document["data"] = {"train": train_dataset, "on_bad_row": "skip"}
         if (longest := names.pop("max_prompt_length", names.pop("max_length", None))) is not None:
@@ -132,12 +145,16 @@ class Trainer:
 
     def _size(self, names: dict[str, Any], rows: Any) -> dict[str, Any]:
         """`batch_size` and `total_iterations`."""
-        batch = names.pop("per_device_train_batch_size") * names.pop("gradient_accumulation_steps")
-        epochs, steps = names.pop("num_train_epochs"), names.pop("max_steps", -1)
+        batch = math.prod(
+            _number(each, names.pop(each))
+            for each in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        )
+        epochs = _number("num_train_epochs", names.pop("num_train_epochs"), float)
+        steps = _number("max_steps", names.pop("max_steps", -1), least=-1)
         if steps <= 0:
             steps = math.ceil(epochs * _count(rows) * self._samples_of_a_row(names) / batch)
         else:  # each pass over an iteration's batch is a step there
-            steps = math.ceil(steps / names.get("num_iterations", 1))
+            steps = math.ceil(steps / _number("num_iterations", names.get("num_iterations", 1)))
         return {"batch_size": batch, "total_iterations": max(steps, 1)}
 
     def _evaluation(self, rows: Any, every: int | None) -> dict[str, Any]:
@@ -156,7 +173,7 @@ class Trainer:
             elif name == "save_steps":
                 document["snapshot_every"] = value
             elif name == "save_total_limit":
-                document["keep_last"] = max(value or 2, 2)
+                document["keep_last"] = max(_number(name, value or 2), 2)
             elif name == "report_to":
                 document["report_to"] = [each for each in _listed(value) if each not in ("none", "all")]
             elif name == "run_name":
@@ -181,13 +198,13 @@ class GRPOTrainer(Trainer):
 
     def __init__(
         self,
-        model: str,
-        reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str],
+        model: str | Path,
+        reward_funcs: Callable[..., Any] | str | Path | Sequence[Callable[..., Any] | str | Path],
         args: TrainingArguments | None = None,
         train_dataset: Any = None,
         **others: Any,
     ) -> None:
-        self._rewards = _listed(reward_funcs)
+        self._rewards = [str(each) if isinstance(each, Path) else each for each in _listed(reward_funcs)]
         super().__init__(model, args, train_dataset, **others)
         models = [each for each in self._rewards if isinstance(each, str)]
         if models:
@@ -199,7 +216,7 @@ class GRPOTrainer(Trainer):
         models = len(self._rewards) - len(functions)
         if models > 1:
             raise ConfigError(f"reward_funcs names {models} reward models. Name one of them.")
-        weights = names.pop("reward_weights", None) or [1.0] * len(self._rewards)
+        weights = _listed(names.pop("reward_weights", None) or [1.0] * len(self._rewards))
         if len(weights) != len(self._rewards):
             raise ConfigError(
                 f"reward_weights has {len(weights)} numbers for {len(self._rewards)} rewards. Give one for each."
@@ -210,7 +227,7 @@ class GRPOTrainer(Trainer):
         return {"rewards": rewards, **({"reward_model": of_model[0]} if of_model else {})}
 
     def _samples_of_a_row(self, names: Mapping[str, Any]) -> int:
-        return names.get("num_generations", 8)
+        return _number("num_generations", names.get("num_generations", 8))
 
     def _evaluation(self, rows: Any, every: int | None) -> dict[str, Any]:
         return {**super()._evaluation(rows, every), "loss": False}
@@ -235,17 +252,17 @@ class DPOTrainer(Trainer):
 
     def __init__(
         self,
-        model: str,
-        ref_model: str | None = None,
+        model: str | Path,
+        ref_model: str | Path | None = None,
         args: TrainingArguments | None = None,
         train_dataset: Any = None,
         **others: Any,
     ) -> None:
         if ref_model is not None:
-            _refuse_object(ref_model, None)
+            _refuse_object("ref_model", ref_model, None)
         super().__init__(model, args, train_dataset, **others)
         if ref_model is not None:
-            paths = self.config.models.model_copy(update={"ref": ref_model})
+            paths = self.config.models.model_copy(update={"ref": str(ref_model)})
             self.config = self.config.model_copy(update={"models": paths})
 
     def _special(self, names: dict[str, Any]) -> dict[str, Any]:
@@ -268,11 +285,11 @@ def _refuse_others(others: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_object(model: Any, processing_class: Any) -> None:
+def _refuse_object(name: str, model: Any, processing_class: Any) -> None:
     """Raises ConfigError for a model that is no folder, and for another tokenizer than its own."""
     if not isinstance(model, str | Path):
         raise ConfigError(
-            f"model: every rank reads its part of the weights, so give the model's folder or id, found a "
+            f"{name}: every rank reads its part of the weights, so give the model's folder or id, found a "
             f"{type(model).__name__}."
         )
     source = getattr(processing_class, "name_or_path", None)
@@ -283,10 +300,36 @@ def _refuse_object(model: Any, processing_class: Any) -> None:
         )
 
 
-def _place(output_dir: str | None) -> dict[str, Any]:
+def _number(name: str, value: Any, kind: type = int, least: int = 1) -> Any:
+    """A number of the training arguments. Raises ConfigError for what is none."""
+    if kind is int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name}: expected a whole number of at least {least}, found {shown(value)}.")
+    elif not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}: expected a number above 0, found {shown(value)}.")
+    return value
+
+
+def _rows(name: str, rows: Any) -> Any:
+    """Rows, or the path of a data set as a text. Raises ConfigError for what can be read once alone."""
+    if rows is not None and not isinstance(rows, str | Path) and not hasattr(rows, "__len__"):
+        raise ConfigError(
+            f"{name}: rows are counted and read again, which a {type(rows).__name__} does not allow. Give "
+            "list(...) of them, a data set or a path."
+        )
+    return str(rows) if isinstance(rows, Path) else rows
+
+
+def _place(output_dir: str | Path | None) -> dict[str, Any]:
     if output_dir is None:
         return {}
-    folder = Path(output_dir).expanduser()
+    folder = Path(output_dir).expanduser() if isinstance(output_dir, str | Path) else None
+    if folder is None or len(folder.name) > MOST_OF_A_NAME or not re.fullmatch(RUN_NAME, folder.name):
+        raise ConfigError(
+            f"output_dir: expected a folder whose name has letters, digits, '.', '_' and '-' alone, at most "
+            f"{MOST_OF_A_NAME}, and begins with a letter or digit, found {shown(str(output_dir))}. "
+            "It is the run's name."
+        )
     return {"output_dir": str(folder.parent), "name": folder.name}
 
 
@@ -294,13 +337,31 @@ def _lora(peft_config: Any) -> dict[str, Any]:
     """`lora` from peft's LoraConfig, or what has its attributes."""
     if peft_config is None:
         return {}
-    if dropout := getattr(peft_config, "lora_dropout", 0):
-        raise ConfigError(f"peft_config: lora_dropout={dropout:g}, and adapters here have none. Set it to 0.")
+    if not hasattr(peft_config, "r") or not hasattr(peft_config, "lora_alpha"):
+        raise ConfigError(f"peft_config: expected peft's LoraConfig, found a {type(peft_config).__name__}.")
+    if set_names := [f"{name}={shown(value)}" for name, value in _set_fields(peft_config)]:
+        raise ConfigError(
+            f"peft_config: {', '.join(set_names)}, and adapters here have r, lora_alpha and target_modules alone. "
+            "Leave it out."
+        )
     targets = getattr(peft_config, "target_modules", None)
     lora = {"rank": peft_config.r, "alpha": peft_config.lora_alpha}
     if targets is not None and targets != "all-linear":
         lora["targets"] = [targets] if isinstance(targets, str) else sorted(targets)
     return {"lora": lora}
+
+
+def _set_fields(peft_config: Any) -> Iterator[tuple[str, Any]]:
+    """The fields that ask for what adapters here have not: (name, value)."""
+    fields = dataclasses.fields(peft_config) if dataclasses.is_dataclass(peft_config) else ()
+    usual = {
+        each.name: each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        for each in fields
+    }
+    for name, value in vars(peft_config).items():
+        is_set = value != usual[name] if name in usual else bool(value)
+        if is_set and name not in OF_PEFT:
+            yield name, value
 
 
 def _count(rows: Any) -> int:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
@@ -116,13 +116,15 @@ def _call(function: str, *arguments: Any) -> Any:
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that processes inherit from this one.
+def environment(variables: Mapping[str, str], others: Iterable[str] = ()) -> Iterator[None]:
+    """Sets variables that processes inherit from this one, and restores them afterwards.
+
+    others  names of variables to restore, too, if somebody else sets them meanwhile
 
     A nanny's own `env` is applied too late: a spawned process first imports its parent's main module, and if that
     imports Prefect, Prefect has already read its settings.
     """
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ.get(name) for name in (*variables, *others)}
     os.environ.update(variables)
     try:
         yield

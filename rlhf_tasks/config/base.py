@@ -58,6 +58,8 @@ from prefect_rlhf.rlhf_tasks.config.settings import (
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
+RUN_NAME, MOST_OF_A_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 200
+
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Groups = Mapping[str, tuple[str, ...]]
 """Heading in a form -> the fields below it. Fields under the empty heading are asked first."""
@@ -97,8 +99,8 @@ class RunConfig(Settings):
     data: DataConfig
     name: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=200,
+        pattern=RUN_NAME,
+        max_length=MOST_OF_A_NAME,
         description="The run folder's name; default: a new name.",
     )
     output_dir: str = Field(default="runs", description="Folder of the run folders; all hosts must share it.")

@@ -15,6 +15,7 @@ from tests.flows.train.scripts import CONFIG, environment, files_in, run_script
 
 TWICE = """
 import json
+import os
 import psutil
 from prefect_rlhf import ConfigError, GRPOConfig, TrainResult, train
 
@@ -23,7 +24,9 @@ def letters(completions, answer, **_):
 
 if __name__ == "__main__":
     settings = CONFIG, name="mine")
+    before = dict(os.environ)
     result = train(GRPOConfig(**settings, rewards=[letters], total_iterations=1))
+    changed = sorted({name for name, _ in before.items() ^ os.environ.items()})
     assert isinstance(result, TrainResult)
     first = letters
 
@@ -43,6 +46,7 @@ if __name__ == "__main__":
         "model": str(result.model), "folder": str(result.folder),
         "rewards": [row["reward"] for row in further.metrics],
         "iterations": [result.summary["iterations"], further.summary["iterations"]], "refused": said,
+        "changed": changed,
         "left": len(psutil.Process().children(recursive=True)),
     }))
 """
@@ -63,6 +67,7 @@ def test_a_script_trains_and_continues_with_a_function_that_was_defined_anew(pre
     assert result["iterations"] == [1, 2]
     assert "rewards.0.function, the function 'letters', was defined anew with other code" in result["refused"]
     assert "total_iterations 1 (now 2)" in result["refused"]
+    assert result["changed"] == [], "environment variables"
     assert result["left"] == 0, "a process is left"
     assert [line for line in lines if re.match(r"mine: iteration 2 of 2, .* reward -", line)]
     codes = list((folder / "functions").iterdir())

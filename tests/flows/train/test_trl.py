@@ -1,6 +1,7 @@
 """Three of TRL's own examples, written anew: only the imports and the name of the arguments differ."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,15 @@ def test_names_mean_what_they_mean_there(tmp_path):
         ({"rows": "org/name"}, "train_dataset org/name is no file here, so its rows cannot be counted."),
         ({"rows": None}, "train_dataset: required, but not given."),
         ({"trainer": DPOTrainer, "loss_type": ["sigmoid", "sft"]}, "loss_type: sigmoid, sft are several losses."),
+        ({"num_train_epochs": "3"}, "num_train_epochs: expected a number above 0, found '3'."),
+        ({"max_steps": "3"}, "max_steps: expected a whole number of at least -1, found '3'."),
+        (
+            {"per_device_train_batch_size": None},
+            "per_device_train_batch_size: expected a whole number of at least 1, found None.",
+        ),
+        ({"rows": (row for row in ROWS)}, "train_dataset: rows are counted and read again, which a generator does"),
+        ({"output_dir": "."}, "output_dir: expected a folder whose name has letters, digits"),
+        ({"output_dir": "runs/my run"}, "begins with a letter or digit, found 'runs/my run'."),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_refused_with_what_comes_closest(names, said):
@@ -81,14 +91,47 @@ def test_objects_that_ranks_cannot_have_are_refused():
         ({"processing_class": SimpleNamespace(name_or_path="other")}, "found that of other. Leave it out."),
         ({"callbacks": [1]}, "callbacks: a trainer of this project has no such argument."),
         (
-            {"peft_config": SimpleNamespace(lora_dropout=0.1)},
-            "lora_dropout=0.1, and adapters here have none.",
+            {"peft_config": SimpleNamespace(r=8, lora_alpha=16, lora_dropout=0.1)},
+            "lora_dropout=0.1, and adapters here have r, lora_alpha and target_modules alone. Leave it out.",
         ),
+        ({"peft_config": {"r": 8}}, "peft_config: expected peft's LoraConfig, found a dict."),
         ({"args": {}}, "args: give prefect_rlhf.TrainingArguments(...), found {}."),
     ):
         with pytest.raises(ConfigError) as refused:
             SFTTrainer(**{"model": "m", "train_dataset": ROWS, **arguments})
         assert said in str(refused.value)
+
+
+def test_paths_are_taken_as_texts(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    config = GRPOTrainer(
+        Path("m"), [length_reward, Path("rm")], TrainingArguments(tmp_path / "mine"), train_dataset=rows,
+        eval_dataset=rows,
+    ).config  # fmt: skip
+    assert (config.models.actor, config.models.reward, config.name) == ("m", "rm", "mine")
+    assert (config.data.train, config.total_iterations) == (str(rows), 48)
+    assert DPOTrainer("m", Path("ref"), train_dataset=ROWS).config.models.ref == "ref"
+
+
+def test_a_setting_of_peft_that_adapters_here_have_not_is_refused_by_its_name():
+    peft = pytest.importorskip("peft")
+    usual = translated(peft_config=peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert (usual.lora.rank, usual.lora.targets) == (4, ("q_proj",))
+    for name, value, said in (
+        ("use_rslora", True, "use_rslora=True"),
+        ("modules_to_save", ["lm_head"], "modules_to_save=['lm_head']"),
+        ("bias", "all", "bias='all'"),
+        ("rank_pattern", {"q_proj": 64}, "rank_pattern={'q_proj': 64}"),
+        ("layers_to_transform", [0], "layers_to_transform=[0]"),
+        ("exclude_modules", ["k_proj"], "exclude_modules={'k_proj'}"),
+        ("init_lora_weights", False, "init_lora_weights=False"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            translated(peft_config=peft.LoraConfig(**{name: value}))
+        assert f"peft_config: {said}, and adapters here have r, lora_alpha and target_modules" in str(
+            refused.value
+        )
 
 
 EXAMPLES = """
