@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import HASH_BYTES, DataError, PlacedRow, data_set, refuse, row_hash
+from prefect_rlhf.rlhf_tasks.system.reading import reading
 
 ROWS, HASHES, PLACES, SEEN = "rows", "hashes", "places", "seen"
 HELD_OUT = "held-out"
@@ -123,13 +124,15 @@ def copy_held_out(config: RunConfig, run: Path, named: Path) -> dict[str, str]:
     the source.
 
     named  the folder's later name
+    Raises DataError.
     """
     data, copies = data_set(config.data), dict[int, list[str]]()
     for number, (file, source) in enumerate(zip(data.files, data.sources, strict=True)):
         place = Path(HELD_OUT, str(source))
         (run / place).mkdir(parents=True, exist_ok=True)
         copied = place / f"{number:06d}-{file.path.name}"  # in their order
-        shutil.copyfile(file.path, run / copied)
+        with reading(file.path, "cannot be copied", DataError):
+            shutil.copyfile(file.path, run / copied)
         copies.setdefault(source, []).append(str(named / copied))
     return {
         paths[0] if len(paths) == 1 else f"{glob.escape(str(Path(paths[0]).parent))}/*": stated.path

@@ -49,6 +49,12 @@ def write(path, numbers):
     path.write_text("".join(json.dumps({"prompt": f"{i}>", "completion": "ab"}) + "\n" for i in numbers))
 
 
+def unreadable(path):
+    """A file whose first byte cannot be read, by root either."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
 def begin(document):
     config = make_series(document)
     with taken(open_series(config)):
@@ -175,6 +181,10 @@ FAULTS = {
     "few held-out rows": (
         lambda d, f: write_prompts(f / "prompts.jsonl", 12),
         "prompts.jsonl has 12 rows, too few for any margin: an interval of mean differences needs at least 30.",
+    ),
+    "held-out rows that cannot be read": (
+        lambda d, f: unreadable(f / "prompts.jsonl"),
+        "prompts.jsonl: cannot be",
     ),
     "a model in the evaluation": (
         lambda d, f: d["evaluation"].update(models={"actor": "x"}),
