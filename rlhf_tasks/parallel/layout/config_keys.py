@@ -80,6 +80,17 @@ class ConfigKeys:
             groups, chosen = (
                 self.count(*key) for key in zip(("n_group", "topk_group"), mixture.groups, strict=True)
             )
+            for key in ("n_group", "topk_group"):
+                if key in self.config and self.config[key] is None:
+                    raise ConfigError(
+                        f"Model {self.source!r}: {key} is null in its config. Write its number, or leave the key out "
+                        f"for the default (n_group={mixture.groups[0]}, topk_group={mixture.groups[1]})."
+                    )
+            if chosen < groups == count:
+                raise ConfigError(
+                    f"Model {self.source!r}: n_group={groups} in its config makes groups of one expert, but a group "
+                    f"is chosen by its two best. Write topk_group={groups}, or fewer groups."
+                )
             if count % groups or not per_token <= chosen * (count // groups) <= count:
                 raise ConfigError(
                     f"Model {self.source!r}: n_group={groups} and topk_group={chosen} in its config do not fit "
@@ -94,13 +105,13 @@ class ConfigKeys:
         if mixture.shared.columns is not None:
             return self.count(mixture.shared.columns)
         assert mixture.shared.count is not None
-        return self.count(mixture.shared.count, 1) * self.count(mixture.width)
+        return self._number(mixture.shared.count, 1) * self.count(mixture.width)
 
     def dense_layers(self, mixture: Mixture, layers: int) -> tuple[int, ...]:
         """The numbers of layers without experts."""
-        first = (
-            0 if mixture.first_dense is None else self._number("first_k_dense_replace", mixture.first_dense)
-        )
+        first = mixture.first_dense or 0
+        if mixture.first_dense is not None and "mlp_layer_types" not in mixture.among:
+            first = self._number("first_k_dense_replace", first)
         named: Any = (self.config.get("mlp_only_layers") or []) if "mlp_only_layers" in mixture.among else []
         numbers = cast(list[Any], named) if isinstance(named, list) else [None]
         if not all(type(layer) is int for layer in numbers):
@@ -126,6 +137,19 @@ class ConfigKeys:
         """Sizes of latent attention. Where the query's rank is null, queries are computed from the hidden state."""
         keys = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         sizes = Latent(*(self.count(*each) for each in zip(keys, known, strict=True)))
+        heads, kv_heads = self.config.get("num_attention_heads"), self.config.get("num_key_value_heads")
+        if kv_heads not in (None, heads):
+            raise ConfigError(
+                f"Model {self.source!r}: num_key_value_heads={shown(kv_heads)} in its config is not its "
+                f"{shown(heads)} heads. In latent attention each head has its own keys and values."
+            )
+        rope: Any = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        rotated = rope.get("partial_rotary_factor", self.config.get("partial_rotary_factor"))
+        if rotated not in (None, 1):
+            raise ConfigError(
+                f"Model {self.source!r}: partial_rotary_factor={shown(rotated)} in its config is not 1. In latent "
+                "attention qk_rope_head_dim says how many columns rotate."
+            )
         without = "q_lora_rank" in self.config and self.config["q_lora_rank"] is None
         return sizes._replace(query_rank=0) if without else sizes
 

@@ -193,6 +193,7 @@ class Family:
     embedding_factor              config key of a factor on the embeddings of tokens; None: there is none
     logits_factor, logits_divisor likewise of logits
     refused                       config keys that must be false: of what is unknown here
+    needed                        config keys that may be absent, but not null
     """
 
     title: str = ""
@@ -224,6 +225,7 @@ class Family:
     logits_factor: str | None = None
     logits_divisor: str | None = None
     refused: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
 
 
 _GEMMA = Family(
@@ -257,6 +259,7 @@ _COHERE = Family(
     norms=("input_layernorm",),
     logits_factor="logit_scale",
     refused=("use_qk_norm",),
+    needed=("logit_scale",),
 )
 
 
@@ -408,7 +411,7 @@ FAMILIES: Mapping[str, Family] = {
         logits_divisor="logits_scaling",
     ),
     "cohere": _COHERE,
-    "cohere2": replace(_COHERE, title="Cohere 2"),
+    "cohere2": replace(_COHERE, title="Cohere 2", needed=("logit_scale", "sliding_window")),
     "starcoder2": Family(
         "StarCoder2",
         qkv_bias=Unless("use_bias"),
@@ -535,6 +538,13 @@ def family_of(
     Raises ConfigError, with the reason, when the engine cannot split such a model or would compute something else.
     """
     kind = config.get("model_type")
+    if isinstance(config.get("text_config"), Mapping):
+        raise ConfigError(
+            f"Model {source!r} ({shown(kind)}): its language model lies below a model of images or sound "
+            "(text_config), whose folder is not read. Save the language model alone by transformers, and copy the "
+            f"tokenizer's files to it: AutoModelForCausalLM.from_pretrained({source!r})"
+            ".save_pretrained(NEW_FOLDER, save_original_format=False)."
+        )
     _refuse_unsplittable(config, kind, source)
     _check_arithmetic(config, source)
     if isinstance(kind, str) and kind in FAMILIES:
@@ -542,6 +552,12 @@ def family_of(
         unknown = next((key for key in family.refused if config.get(key)), None)
         if unknown is not None:
             raise ConfigError(f"Model {source!r} ({kind}) has {unknown}, which is unknown here. {_KNOWN}")
+        null = next((key for key in family.needed if key in config and config[key] is None), None)
+        if null is not None:
+            raise ConfigError(
+                f"Model {source!r}: {null} is null in its config, without which a {family.title} is not computed. "
+                "Write its number, or leave the key out for the default."
+            )
         return family
     if not isinstance(kind, str) or weights is None:
         raise ConfigError(
@@ -658,6 +674,10 @@ def read_family(weights: Mapping[str, tuple[int, ...]], source: str) -> Family:
         )
     hidden = layer["self_attn.q_proj.weight"][1:]
     norms = {name.removesuffix(".weight"): shape for name, shape in layer.items() if "norm" in name}
+    if not norms and "model.norm.weight" not in weights:
+        raise ConfigError(
+            f"Model {source!r}: its norms have no weights (as OLMo 1's), which is unknown here. {_KNOWN}"
+        )
     heads = [name for name in norms if name.startswith("self_attn.")]
     unlike = [name for name in norms if name not in heads and norms[name] != hidden]
     rows = {name: layer[name.replace("_norm", "_proj.weight")][:1] for name in heads}

@@ -490,7 +490,7 @@ def _layer(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]
         columns = mlp(names.mlp, shape.dense_columns if shape.experts else shape.intermediate)
     else:
         columns = _mixture(shape, mixture, layer)
-        if mixture.shared is not None:
+        if mixture.shared is not None and shape.shared_columns:
             columns += mlp(f"{names.mlp}.{mixture.shared.block}", shape.shared_columns)
     attends = [
         *into_heads,

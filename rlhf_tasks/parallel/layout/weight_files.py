@@ -344,8 +344,11 @@ def check_weights(folder: Path, specs: Collection[ParameterSpec], needs_head: bo
     idle = _idle_layers(folder, specs)
     extra = [
         name
-        for name in _files_of(folder)
-        if name not in names and not _IDLE.fullmatch(name) and not name.startswith(idle)
+        for name, file in _files_of(folder).items()
+        if name not in names
+        and not _IDLE.fullmatch(name)
+        and not name.startswith(idle)
+        and 0 not in _header(file).get(name, {}).get("shape", ())  # it has no elements
     ]
     if extra:
         raise ConfigError(

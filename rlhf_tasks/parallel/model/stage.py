@@ -322,7 +322,7 @@ class Stage(nn.Module):
             adds_bias=self.coordinate.tp == 0,
         )
         block = MixtureOfExperts(router, experts, self.tp_group, in_pair=mixture.clamped)
-        if mixture.shared is not None:
+        if mixture.shared is not None and shape.shared_columns:
             name, gate = mixture.shared.block, mixture.shared.gate
             into_gate, up, down = (
                 self._parallel_linear(theirs.get_submodule(name).get_submodule(part), f"{path}.{name}.{part}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import parameters
@@ -53,6 +53,7 @@ def test_an_untested_family_of_llamas_kind_is_read_from_its_weights(tmp_path, fa
         ("nanochat", r"has mlp\.fc1\.weight, which Llama's have not"),
         ("apertus", r"has mlp\.act_fn\.alpha_n, which Llama's have not"),
         ("gemma4_text", r"has layer_scalar, which Llama's have not"),
+        ("olmo", r"its norms have no weights"),
         ("bert", r"lacks self_attn\.q_proj\.weight"),
     ],
 )
@@ -78,3 +79,22 @@ def test_a_tensor_that_the_model_has_not_is_refused_but_for_idle_ones(tmp_path):
     save_file({**weights, "model.layers.0.self_attn.q_proj.bias": extra}, file)
     with pytest.raises(ConfigError, match=r"has 'model\.layers\.0\.self_attn\.q_proj\.bias' \(and 0 more"):
         check_weights(tmp_path, specs, needs_head=False)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_mixture_without_shared_experts_may_have_empty_tensors_of_them(tmp_path):
+    tiny_model(tiny_config("glm4_moe", n_shared_experts=0)).save_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    assert shape.shared_columns == 0
+    check_weights(tmp_path, parameters(shape, "lm"), needs_head=False)
+
+
+def test_below_a_model_of_images_is_a_language_model_that_transformers_saves_alone(tmp_path):
+    both, alone = tmp_path / "both", tmp_path / "alone"
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24}
+    config = Qwen3_5Config(text_config=tiny_config("qwen3_5_text").to_dict(), vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(both)
+    with pytest.raises(ConfigError, match=r"from_pretrained.*NEW_FOLDER, save_original_format=False\)\.$"):
+        read_shape(both)
+    AutoModelForCausalLM.from_pretrained(both).save_pretrained(alone, save_original_format=False)
+    check_weights(alone, parameters(read_shape(alone), "lm"), needs_head=False)

@@ -62,9 +62,9 @@ CASES = [
     (
         "deepseek_v3",
         {"moe_intermediate_size": 14, "n_routed_experts": 16, "q_lora_rank": 9, "attention_bias": True}
-        | {"first_k_dense_replace": 1},
+        | {"first_k_dense_replace": 1, "num_key_value_heads": 6},
     ),
-    ("glm4_moe_lite", {"moe_intermediate_size": 14, "q_lora_rank": None}),
+    ("glm4_moe_lite", {"moe_intermediate_size": 14, "q_lora_rank": None, "num_key_value_heads": 6}),
     ("glm4_moe", {"n_routed_experts": 8, "moe_intermediate_size": 14, "n_shared_experts": 2}),
     ("gpt_oss", {"num_local_experts": 5}),
     ("gpt_oss", {"num_local_experts": 5, "attention_bias": False}),
@@ -146,6 +146,21 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
         getattr(theirs, "num_experts_per_tok", 0),
     )
     assert (shape.experts, shape.experts_per_token) == experts
+
+
+GROUPED = {
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+LATENT = {"model_type": "glm4_moe_lite", "moe_intermediate_size": 8, "num_key_value_heads": None}
+
+
+def test_glm_4_7_flash_has_a_first_layer_without_experts_whatever_another_key_says():
+    for first in (0, 2):
+        shape = ModelShape.from_config(config(**LATENT, first_k_dense_replace=first))
+        assert shape.dense_layers == (0,)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +252,20 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
             {"model_type": "glm4_moe", "moe_intermediate_size": 8, "n_shared_experts": -1},
             "n_shared_experts=-1 in its config is not a positive whole number",
         ),
+        ({**GROUPED, "n_group": 8, "topk_group": 4}, "n_group=8 in its config makes groups of one expert"),
+        (
+            {**GROUPED, "model_type": "deepseek_v3", "n_group": None},
+            r"n_group is null in its config.*default \(n_group=8, topk_group=4\)",
+        ),
+        ({**LATENT, "num_key_value_heads": 2}, "num_key_value_heads=2 in its config is not its 6 heads"),
+        ({**LATENT, "partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 in its config is not 1"),
+        ({**LATENT, "rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
+        ({"model_type": "cohere", "logit_scale": None}, "logit_scale is null in its config"),
+        ({"model_type": "cohere2", "sliding_window": None}, "sliding_window is null in its config"),
+        (
+            {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}},
+            r"language model lies below a model of images or sound \(text_config\)",
+        ),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear"),
         (
@@ -291,7 +320,7 @@ def test_adapters_lie_beside_what_files_do_not_pack():
     mixture = ModelShape.from_config(config(model_type="mixtral"))
     assert sorted(linear_modules(mixture)) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     latent = {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-    shared = ModelShape.from_config(config(model_type="deepseek_v3", **latent))
+    shared = ModelShape.from_config(config(model_type="deepseek_v3", num_key_value_heads=6, **latent))
     of_attention = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
     assert sorted(linear_modules(shared)) == of_attention
     with pytest.raises(ValueError, match=r"'up_proj', .* of mixtral \(its experts have no adapters\)\. Its"):

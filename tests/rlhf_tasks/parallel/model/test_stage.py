@@ -148,6 +148,10 @@ OF_LAYER_TYPES = {
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
         ("glm4_moe", {"norm_topk_prob": False, "topk_group": 3}),
         ("glm4_moe", {"first_k_dense_replace": 0, "use_qk_norm": False}),
+        pytest.param(
+            *("glm4_moe", {"n_shared_experts": 0}),
+            marks=pytest.mark.filterwarnings("ignore:Initializing zero-element"),
+        ),
         ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 5}),
         # layers 2 and 3 slide: a stage that numbered its layers from 0 would let none of them
         ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
