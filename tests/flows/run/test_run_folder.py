@@ -15,12 +15,13 @@ from prefect_rlhf.flows.commands.runs import export, run, ui
 from prefect_rlhf.flows.pipeline import Demo, settle_seed
 from prefect_rlhf.flows.run.run_folder import (
     existing_run_folder,
+    exported_step,
     new_run_folder,
     open_run,
     run_folder_of,
     taken,
 )
-from prefect_rlhf.flows.run.runs import _exported_step, carry_out
+from prefect_rlhf.flows.run.runs import carry_out
 from prefect_rlhf.flows.run.training import Restarts, next_attempt
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
 
@@ -188,7 +189,7 @@ def test_damaged_records_of_a_run_count_as_none(tmp_path, text):
     for name in ("restarts.json", "summary.json"):
         (tmp_path / name).write_bytes(text.encode(errors="surrogatepass"))
     assert Restarts(tmp_path, 3).begin(started_again=True) == 1
-    assert _exported_step(tmp_path) is None
+    assert exported_step(tmp_path) is None
 
 
 def test_a_damaged_demo_says_which_file_to_mend(tmp_path):
