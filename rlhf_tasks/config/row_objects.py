@@ -40,6 +40,8 @@ def _as_rows(value: Any) -> Rows | None:
             "Dataset.from_list(list(streamed.take(1000)))."
         )
     of_dicts = isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value)
+    if of_dicts and all({"path"} <= row.keys() <= {"path", "weight"} for row in value):
+        return None  # sources in a form that other systems have: the field's own sentence refuses them
     if not is_data_set and not of_dicts:
         return None
     rows = Rows(f"{len(value)} rows of a {type(value).__name__}")
