@@ -43,6 +43,7 @@ FURTHER = (
 
 SMALL: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
+        "num_key_value_heads": 4,
         "n_routed_experts": 4,
         "moe_intermediate_size": 8,
         "q_lora_rank": 8,
