@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.sorting import FlowRunSort
 
 from tests.flows.train.scripts import CONFIG, environment, files_in, run_script
 
@@ -69,7 +70,7 @@ def test_the_run_is_a_subflow_whose_state_and_result_the_page_shows(prefect, tmp
 async def finished() -> list[tuple[str, str, str]]:
     """(name of the flow or run, id, state) of the newest four flow runs."""
     async with get_client() as client:
-        runs = await client.read_flow_runs(limit=200)
+        runs = await client.read_flow_runs(limit=200, sort=FlowRunSort.START_TIME_DESC)
         flows = {each.id: each.name for each in await client.read_flows(limit=200)}
     ours = ("weekly", "nightly", "grpo")
     return [
