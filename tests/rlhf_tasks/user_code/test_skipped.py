@@ -186,7 +186,7 @@ def test_a_kept_value_is_none_of_a_skipped_answer(start: Any, tmp_path: Path):
     first = judge(start("one", cache=True))
     again = judge(start("one", cache=True))
     assert again == first
-    assert sum(len(path.read_text().split()) for path in (tmp_path / "kept").glob("*.jsonl"))
+    assert sum(len(path.read_text().split()) for path in (tmp_path / "reward-values").glob("*.jsonl"))
 
 
 @pytest.mark.parametrize(
