@@ -354,7 +354,7 @@ def test_another_row_code_or_argument_is_judged_anew(counting: Any):
 def test_a_line_cut_by_a_kill_costs_one_judgement(counting: Any, tmp_path: Path):
     judged = answers(*SUMS_ROWS, completions=["7", "no", "1"])
     judge(counting(), judged)
-    (file,) = (tmp_path / "kept").iterdir()
+    (file,) = (tmp_path / "reward-values").iterdir()
     file.write_bytes(file.read_bytes()[:-5])
     assert judge(counting(), judged) == {"counted": [1.0, None, 1.0]}
     assert judge(counting(rank=2), judged) == {"counted": [1.0, None, 1.0]}
