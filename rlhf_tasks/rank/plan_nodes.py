@@ -1,7 +1,7 @@
 """One rank of a run: joins a generation's groups, turns plan nodes into engine calls, and leaves the groups."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, singledispatchmethod
 from pathlib import Path
@@ -165,7 +165,8 @@ class RankRun:
         self._environment = EnvironmentProcess(self._config, spec.blocks)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
-        self._samples = RankSamples(spec, self._groups, moved)
+        views = {name: self._view(f"call {name}", nodes) for name, nodes in spec.plan.calls.items()}
+        self._samples = RankSamples(spec, views, moved)
         self._engines = RoleEngines(spec.plan, self._config, self._groups, moved, self._rows.vocabulary)
         self._writer = SnapshotWriter(spec, on_saved, moved)
         self._nodes_per_iteration = len(spec.plan.on(spec.rank))
@@ -178,6 +179,10 @@ class RankRun:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self._config.models.tokenizer)
+
+    def _view(self, user: str, nodes: Iterable[PlanNode]) -> ProcessGroups:
+        """The groups in which some nodes communicate."""
+        return self._groups.view(user, [devices for node in nodes for devices in node_device_sets(node)])
 
     def _reward_process(self, config: RunConfig, writer: str) -> RewardProcess:
         spec = self._spec
@@ -279,7 +284,7 @@ class RankRun:
         )
         samples = self._samples.of(call.name)
         batch = samples.inputs(node, whole) if engine.is_head else None
-        batch = share_batch(batch, node.placement, self._groups)
+        batch = share_batch(batch, node.placement, engine.groups)
         ids = node.part.ids(whole)
         context = CallContext(
             config=self._config,
@@ -309,9 +314,10 @@ class RankRun:
     def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:
         sent, sides, store = 0, (node.source, node.destination), self._samples.store
         token_key, hosts = self._samples.of(node.consumer).call.token_key, self._plan.devices_per_host
+        groups = self._view(node.name, [node])
         for _, whole in self._samples.worked_on(node, request):
             ids = node.part.ids(whole)
-            sent += redistribute(*sides, ids, node.keys, store, self._groups, hosts, token_key)
+            sent += redistribute(*sides, ids, node.keys, store, groups, hosts, token_key)
         return Outcome(bytes_sent=sent)
 
     @_perform.register
@@ -389,13 +395,18 @@ def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
         for placement in role.placements:
             sets += device_sets(placement)
     for node in plan.nodes:
-        match node:
-            case CallNode() | FetchNode():
-                sets += [*device_sets(node.placement), tuple(sorted(node.placement.heads))]
-            case TransferNode():
-                sets.append(heads_set(node.source, node.destination))
-            case ReallocateNode() | SyncNode():
-                sets.append(union_set(node.source, node.destination))
-            case _:
-                pass
+        sets += node_device_sets(node)
     return sorted(set(sets))
+
+
+def node_device_sets(node: PlanNode) -> list[tuple[int, ...]]:
+    """The sets of device ids in which a node communicates, and its view of the groups has."""
+    match node:
+        case CallNode() | FetchNode():
+            return [*device_sets(node.placement), tuple(sorted(node.placement.heads))]
+        case TransferNode():
+            return [heads_set(node.source, node.destination)]
+        case ReallocateNode() | SyncNode():
+            return [union_set(node.source, node.destination)]
+        case _:
+            return []

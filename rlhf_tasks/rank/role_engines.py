@@ -9,9 +9,9 @@ from torch import Tensor
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
 from prefect_rlhf.rlhf_tasks.config.base import Samples, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig, Role
-from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
-from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import Reallocated, reallocate
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import Reallocated, reallocate, union_set
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
@@ -92,7 +92,7 @@ class RoleEngines:
                 self._engines[role, placement] = Engine(
                     stage,
                     layout,
-                    groups,
+                    self._view(role, placement),
                     settings,
                     blended=blended,
                     micro_batch_tokens=self._most_tokens,
@@ -173,7 +173,7 @@ class RoleEngines:
             destination,
             owner.stage.trained_slices() if owner is not None else None,
             self._dtype,
-            self._groups,
+            self._groups.view(node.name, [union_set(node.source, node.destination)]),
             self._plan.devices_per_host,
             version=owner.version if owner is not None else version,
             state=owner.state if owner is not None else None,
@@ -216,8 +216,9 @@ class RoleEngines:
         if key not in self._engines:
             layout = self._layout(role, placement)
             stage = self._stage(self._roles[role], layout)
+            groups = self._view(role, placement)
             self._engines[key] = Engine(
-                stage, layout, self._groups, micro_batch_tokens=self._most_tokens, **self._drawn
+                stage, layout, groups, micro_batch_tokens=self._most_tokens, **self._drawn
             )
         engine = self._engines[key]
         _replace(engine.stage, moved.slices)
@@ -227,6 +228,15 @@ class RoleEngines:
     def _drop(self, role: str, placement: Placement) -> None:
         _replace(self._engines[role, placement].stage, {})
         self._absent.add((role, placement))
+
+    def _view(self, role: str, placement: Placement) -> ProcessGroups:
+        """The groups of a placement, for the calls that run a role there."""
+        calls = [
+            name
+            for name, nodes in self._plan.calls.items()
+            if (nodes[0].call.role, nodes[0].placement) == (role, placement)
+        ]
+        return self._groups.view(f"call {' or '.join(calls) or role}", device_sets(placement))
 
     def _layout(self, role: str, placement: Placement) -> Layout:
         parts = self._roles[role]

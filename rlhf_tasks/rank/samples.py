@@ -5,7 +5,7 @@ call in segments has begun samples that end in any later iteration; until then t
 both, by sample and by place, so that ranks in any layout can continue with them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +147,12 @@ class SegmentSamples(CallSamples):
 class RankSamples:
     """All samples on one rank, in a generation of a run.
 
-    store  what fetches, calls and transfers have brought here: by key and global id
-    moved  counts the bytes that are read from a commit
+    store   what fetches, calls and transfers have brought here: by key and global id
+    groups  call -> the groups in which it communicates
+    moved   counts the bytes that are read from a commit
     """
 
-    def __init__(self, spec: GenerationSpec, groups: ProcessGroups, moved: ByteCount) -> None:
+    def __init__(self, spec: GenerationSpec, groups: Mapping[str, ProcessGroups], moved: ByteCount) -> None:
         plan = spec.plan
         self.store = SampleStore()
         self._rank = spec.rank
@@ -161,7 +162,7 @@ class RankSamples:
         self._calls: dict[str, CallSamples] = {}
         for name, nodes in plan.calls.items():
             kind = SegmentSamples if nodes[0].call.segment_tokens else CallSamples
-            self._calls[name] = kind(nodes, plan, self.store, groups)
+            self._calls[name] = kind(nodes, plan, self.store, groups[name])
         calls = [name for name, samples in self._calls.items() if samples.call.outlasts]
         self._drawn = DrawnSamples(Path(spec.run_folder), spec.restore_step, calls, moved)
 

@@ -9,11 +9,12 @@ Never pass None to `torch.distributed` itself: there it means the whole world.
 A message from rank to rank is one flat buffer of bytes, for tensors of any dtypes and shapes.
 """
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,7 @@ class ProcessGroups:
     def __init__(self, device_sets: Iterable[Iterable[int]], timeout_s: float, device: torch.device) -> None:
         self.device = device
         self.rank = dist.get_rank()
+        self._user = ""
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
         for devices in sorted({tuple(sorted(set(devices))) for devices in device_sets}):
             if len(devices) > 1:
@@ -86,14 +88,27 @@ class ProcessGroups:
     def __getitem__(self, devices: Iterable[int]) -> ProcessGroup | None:
         """The group of a set of devices; None for a set of one.
 
-        Raises KeyError when the groups were built without this set or this rank is not in it.
+        Raises KeyError when there is no group of this set, this rank is not in it, or the view does not have it.
         """
         key = tuple(sorted(set(devices)))
         if key not in self._groups:
+            user = f"{self._user}: " if self._user else ""
             raise KeyError(
-                f"rank {self.rank} has no group of devices {list(key)}; it has {list(self._groups)}"
+                f"{user}rank {self.rank} has no group of devices {list(key)} here; it has {list(self._groups)}"
             )
         return self._groups[key]
+
+    def view(self, user: str, device_sets: Iterable[Iterable[int]]) -> Self:
+        """Some of these groups, for one user: what a call or node reaches is what the plan says of it.
+
+        user  what its errors begin with, such as "call actor_train"
+        Views share the groups; only the whole is closed.
+        """
+        view = copy.copy(self)
+        wanted = {tuple(sorted(set(devices))) for devices in device_sets}
+        view._user = user
+        view._groups = {devices: group for devices, group in self._groups.items() if devices in wanted}
+        return view
 
     def abort(self) -> None:
         """Make collectives that other threads wait for raise soon. Afterwards the groups can only be closed.
@@ -106,6 +121,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroy the groups (not the world). All their ranks must call it."""
+        assert not self._user, f"{self._user} has a view: the groups are closed as a whole"
         for group in self._groups.values():
             if group is not None:
                 dist.destroy_process_group(group)

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
 from prefect_rlhf.rlhf_tasks.rank.plan_nodes import plan_device_sets
 from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
 from tests.tiny_runs import ppo_config
@@ -46,3 +48,26 @@ def test_a_language_model_may_become_a_critic_but_is_no_reward_model(tmp_path: P
         shutil.copytree(tmp_path / "actor", tmp_path / "reward")
         with pytest.raises(ValueError, match=r"reward.*score\.weight.*Name a reward model"):
             RoleEngines(plan, config, groups)
+
+
+def _foreign_groups(rank: int, world: int, config: PPOConfig, plan: ExecutionPlan) -> list[str]:
+    """What the engines of rank 1 say when their functions ask for the group of both ranks."""
+    groups = ProcessGroups(plan_device_sets(plan), 240.0, CPU)
+    engines = RoleEngines(plan, config, groups)
+    said = []
+    for role in ("actor", "critic") if rank == 1 else ():
+        reached = engines.get(role, plan.roles[role].placements[0]).groups
+        try:
+            said.append(str(reached[(0, 1)] is groups[(0, 1)]))
+        except KeyError as error:
+            said.append(str(error.args[0]))
+    return said
+
+
+@pytest.mark.dist
+def test_a_call_reaches_the_groups_of_its_own_mesh_only(ranks, tmp_path: Path):
+    places = dict.fromkeys(PPO_CALLS, "0-1 d2") | {"critic_inference": "1", "critic_train": "1"}
+    config = ppo_config(tmp_path, plan=places, cluster={"devices_per_host": 2})
+    actor, critic = ranks.run(2, _foreign_groups, config, prepare(config).plan)[1]
+    assert actor == "True"
+    assert critic.startswith("call critic_inference or critic_train: rank 1 has no group of devices [0, 1]")

@@ -58,6 +58,11 @@ def _groups_of_two(rank: int, world: int) -> tuple[float, ProcessGroup | None, i
             groups[foreign]
         refused.append(str(error.value))
     alone, size = groups[(rank,)], group_size(groups[(0, 1)])
+    view = groups.view("call of one", [(rank,)])
+    assert view[(rank,)] is None
+    with pytest.raises(KeyError) as error:
+        view[(0, 1)]
+    refused.append(str(error.value))
     groups.close()
     return total, alone, size, refused
 
@@ -67,6 +72,7 @@ def test_groups_over_two_ranks(ranks):
     for rank, (total, alone, size, refused) in enumerate(ranks.run(2, _groups_of_two)):
         assert (total, alone, size) == (3.0, None, 2)
         assert all(f"rank {rank} has no group" in said for said in refused)
+        assert "call of one: rank" in refused[-1]
 
 
 def _worlds(rank: int, world: int, path: str) -> tuple[str, int, int]:
