@@ -31,6 +31,26 @@ def test_device_sets_of_a_placement():
     assert (0, 3) not in sets
 
 
+def test_the_groups_of_two_hosts_of_eight():
+    """By hand: (dp, tp, pp) = (2, 4, 2), a stage on each host; and (4, 2, 2), whose tp groups are pairs."""
+    two_hosts = Placement(tuple(range(16)), ParallelStrategy(dp=2, tp=4, pp=2))
+
+    def groups(placement: Placement, kind: str) -> list[list[int]]:
+        return sorted(map(list, {getattr(placement, kind)(device) for device in placement.devices}))
+
+    assert groups(two_hosts, "tp_group") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert groups(two_hosts, "dp_group") == [
+        [0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]
+    ]  # fmt: skip
+    assert groups(two_hosts, "pp_group") == [
+        [0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]
+    ]  # fmt: skip
+    pairs = Placement(tuple(range(16)), ParallelStrategy(dp=4, tp=2, pp=2))
+    assert groups(pairs, "tp_group") == [[device, device + 1] for device in range(0, 16, 2)]
+    assert groups(pairs, "dp_group") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert groups(pairs, "pp_group") == [[device, device + 8] for device in range(8)]
+
+
 def test_the_tied_set_is_the_ends_of_the_pipelines_of_a_tp_rank():
     placement = Placement((3, 1, 0, 2), ParallelStrategy(pp=4))
     assert tied_set(placement, 1) == (2, 3)
