@@ -52,6 +52,8 @@ IN_A_ROW = 5
 KL_PER_TOKEN = 0.5
 """Nats: a model that samples at temperature 1 has about 1 nat of entropy per token, so its text has then left the
 reference's."""
+DRAWN_KL = 0.05
+"""Nats. A tiny model in bfloat16 had 1.5e-5, one iteration of staleness with a learning rate of 1e-3 up to 0.01."""
 KL_GROWTH = 3.0
 """Of that of the first iteration: a reference that was far away from the start does not explode."""
 
@@ -339,10 +341,23 @@ def _kl_explodes(first: Row, newest: Sequence[Row]) -> str:
     )
 
 
+def _drawn_by_another(_first: Row, newest: Sequence[Row]) -> str:
+    apart = _all(newest, "importance/kl")
+    if not apart or min(apart) < DRAWN_KL:
+        return ""
+    return (
+        "the policy that is trained differs from the one that has drawn the responses by "
+        f"{apart[-1]:.2g} nats a token (importance/kl), above {DRAWN_KL:g} for {IN_A_ROW} iterations. Choose a "
+        "smaller staleness, or a dtype and an engine that round less; or leave out what is far off, with "
+        "correction: {kind: masked, level: geometric}."
+    )
+
+
 _RULES: Mapping[str, Callable[[Row, Sequence[Row]], str]] = {
     "equal rewards": _nothing_differs,
     "truncated": _none_ends,
     "kl": _kl_explodes,
+    "drawn by another": _drawn_by_another,
 }
 
 

@@ -61,7 +61,11 @@ from prefect_rlhf.rlhf_tasks.system.durable import existing, replace_file
 from prefect_rlhf.rlhf_tasks.system.reading import read_json
 
 CONFIG = "config.json"
-FORMAT, NUMBER, OLDER = "format", 3, {"1": "as of commit 747d428a", "2": "as of commit cafffedf"}
+FORMAT, NUMBER, OLDER = (
+    "format",
+    4,
+    {"1": "as of commit 747d428a", "2": "as of commit cafffedf", "3": "as of commit d9ddcc2c"},
+)
 """The file with the number of a run folder's format (1 has no such file), the number of this one, and which version
 reads an older one. The number grows where an earlier run cannot continue: with the names in configurations, and with
 what a commit holds."""

@@ -207,7 +207,21 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "betas"), ("optimizer.adam_betas",)),
     **dict.fromkeys(("grad_clip", "clip_grad"), ("optimizer.max_grad_norm",)),
     **dict.fromkeys(("stop_token", "stop_token_id"), ("sampling.stop",)),
-    "importance_sampling_cap": ("importance_cap",),
+    **dict.fromkeys(
+        (
+            "importance_cap",
+            "importance_sampling_cap",
+            "vllm_importance_sampling_cap",
+            "vllm_importance_sampling_clip_max",
+            "rollout_is_threshold",
+        ),
+        ("correction.upper",),
+    ),
+    "vllm_importance_sampling_clip_min": ("correction.lower",),
+    **dict.fromkeys(("vllm_importance_sampling_correction", "rollout_correction"), ("correction",)),
+    **dict.fromkeys(("vllm_importance_sampling_mode", "rollout_rs"), ("correction.kind",)),
+    "rollout_is": ("correction.level",),
+    "rollout_token_veto_threshold": ("correction.veto",),
     "vf_coef": ("critic_learning_rate",),
     # names of before
     "critic_optimizer": ("critic_learning_rate",),

@@ -16,7 +16,7 @@ def drawn_ahead_by(staleness: int, calls: Sequence[ModelFunctionCall]) -> list[M
     config = SimpleNamespace(
         staleness=staleness,
         learns_from_older=staleness > 0,
-        infers_proximal=True,
+        infers_proximal=staleness > 0,
         sampling=SimpleNamespace(segment_tokens=None),
     )
     return from_older_versions(calls, config)  # pyright: ignore[reportArgumentType]

@@ -57,7 +57,7 @@ def random_problem(number: int) -> Problem:
         max_rounds=rounds,
         staleness=staleness,
         learns_from_older=staleness > 0,
-        infers_proximal=mini_batches > 1,
+        infers_proximal=staleness > 0 and mini_batches > 1,
         sampling=SimpleNamespace(segment_tokens=None),
     )
     registered = algorithm(name)

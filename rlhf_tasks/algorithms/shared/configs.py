@@ -2,24 +2,54 @@
 that learn from labelled answers against a reference. Torch-free.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prefect_rlhf.rlhf_tasks.config.base import Groups, Scores
 from prefect_rlhf.rlhf_tasks.config.models import GRPOModels, ReferenceModels, Role
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
-from prefect_rlhf.rlhf_tasks.config.settings import Pair
+from prefect_rlhf.rlhf_tasks.config.settings import Pair, Settings
 
 MOST_STALENESS = 16
 """Each iteration ahead is one more batch in the memory of the ranks that generate, and in every commit."""
+
+
+class Correction(Settings):
+    """How tokens count that another policy has drawn than the one that is trained: older weights, or an engine that
+    rounds otherwise. Their weight is r = p_proximal / p_drawn, with bounds."""
+
+    kind: Literal["auto", "none", "truncated", "masked"] = Field(
+        default="auto",
+        description="What lies outside the bounds: `truncated` has the weight of the bound (TIS), `masked` is not "
+        "learned (MIS); `none`: all tokens count alike; auto: truncated with staleness or segments, else none.",
+    )
+    level: Literal["token", "sequence", "geometric"] | None = Field(
+        default=None,
+        description="r of each `token`, of the whole `sequence` (the product over its tokens), or their `geometric` "
+        "mean; null: as the ratio in the loss.",
+    )
+    lower: float | None = Field(default=None, gt=0, description="Lower bound of r; null: none.")
+    upper: float | None = Field(default=2.0, gt=0, description="Upper bound of r; null: none.")
+    veto: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="A response with a token whose r is below this is not learned at all; null: none is left out.",
+    )
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> "Correction":
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"lower={self.lower:g} is above upper={self.upper:g}. Exchange them.")
+        return self
 
 
 class PolicyConfig(Scores, MovesReference):
     """What policies share: they sample at random, and record among which tokens. They may sample ahead of training
     (docs/adr/0017-staleness-is-a-lag.md)."""
 
-    groups: ClassVar[Groups] = {"Staleness": ("staleness", "importance_cap")}
+    groups: ClassVar[Groups] = {"Staleness": ("staleness", "correction")}
     pairs: ClassVar[tuple[Pair, ...]] = (
         Pair(
             "staleness",
@@ -35,11 +65,13 @@ class PolicyConfig(Scores, MovesReference):
             "of them out.",
         ),
         Pair(
-            "importance_cap",
+            "correction",
             "staleness",
-            "{first} weights the tokens that older weights have drawn, but with {second} and without "
-            "sampling.segment_tokens there are none. Leave it out, or set one of these.",
-            lambda config: config.caps_weights and not config.learns_from_older,
+            "correction weights the tokens that another policy has drawn, but with {second} and without "
+            "sampling.segment_tokens there are none. Leave it out, or set its kind.",
+            lambda config: (
+                config.correction not in (Correction(), Correction(kind="none")) and config.corrects is None
+            ),
         ),
         Pair(
             "sampling.temperature",
@@ -56,17 +88,9 @@ class PolicyConfig(Scores, MovesReference):
         description="Iterations by which sampling runs ahead of training: responses are drawn with the weights of "
         "that many iterations before.",
     )
-    importance_cap: float | None = Field(
-        default=2.0,
-        gt=0,
-        description="With staleness or segments: largest weight of a token, its probability before training over "
-        "that when it was drawn; null: tokens are not weighted.",
+    correction: Correction = Field(
+        default=Correction(), description="Weights of tokens that another policy has drawn."
     )
-
-    @property
-    def caps_weights(self) -> bool:
-        """Whether the configuration itself says how tokens that older weights have drawn are weighted."""
-        return self.importance_cap not in (None, type(self).model_fields["importance_cap"].default)
 
     @property
     def learns_from_older(self) -> bool:
@@ -74,15 +98,16 @@ class PolicyConfig(Scores, MovesReference):
         return self.staleness > 0 or self.sampling.segment_tokens is not None
 
     @property
-    def corrects_staleness(self) -> bool:
-        """Whether tokens that older weights have drawn are weighted."""
-        return self.learns_from_older and self.importance_cap is not None
+    def corrects(self) -> Correction | None:
+        """How tokens are weighted by who has drawn them; None: all count alike."""
+        applies = self.learns_from_older if self.correction.kind == "auto" else self.correction.kind != "none"
+        return self.correction if applies else None
 
     @property
     def infers_proximal(self) -> bool:
         """Whether a separate pass computes the proximal policy's log-probabilities before the train_step. A
         train_step of one optimizer step gets them from its own forward pass."""
-        return self.corrects_staleness and self.num_mini_batches * self.passes > 1
+        return self.corrects is not None and self.num_mini_batches * self.passes > 1
 
     @property
     def oldest(self) -> int:
@@ -96,14 +121,14 @@ class PolicyConfig(Scores, MovesReference):
 
     @property
     def warning(self) -> str | None:
-        if not self.learns_from_older or self.corrects_staleness:
+        if not self.learns_from_older or self.corrects is not None:
             return None
         which = f"staleness={self.staleness}"
         if self.sampling.segment_tokens is not None:
             which = f"sampling.segment_tokens={self.sampling.segment_tokens}"
         return (
-            f"{which} with importance_cap null: tokens that older weights have drawn count as if "
-            "the policy had drawn them. Leave importance_cap out, to weight them."
+            f"{which} with correction.kind=none: tokens that older weights have drawn count as if "
+            "the policy had drawn them. Leave that out, to weight them."
         )
 
     @property

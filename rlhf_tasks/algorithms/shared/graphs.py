@@ -476,22 +476,23 @@ COLUMNS = "columns_of_number"
 
 
 def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig) -> list[ModelFunctionCall]:
-    """The calls of a graph whose samples are drawn ahead, or in segments.
+    """The calls of a graph whose samples are drawn ahead, in segments, or weighted by who has drawn them.
 
-    Generation runs `config.staleness` iterations ahead, and records which version has drawn each token. Where
-    these are weighted, and the train_step takes several optimizer steps, `actor_inference` computes the
+    With staleness generation runs `config.staleness` iterations ahead, and records which version has drawn each
+    token. Where tokens are weighted, and the train_step takes several optimizer steps, `actor_inference` computes the
     log-probabilities under the proximal policy (arXiv:2110.00641, section 3; arXiv:2505.24298, section 5.2), and
-    `actor_train` reads them. Without staleness and segments the calls stay as they are.
+    `actor_train` reads them. Without all of these the calls stay as they are.
     Raises ConfigError where a graph cannot be drawn in segments.
     """
-    if not config.learns_from_older:
+    drawn_by = (DRAWN_BY,) if config.learns_from_older else ()
+    proximal = (PROXIMAL,) if config.infers_proximal else ()
+    if not drawn_by and not proximal:
         return list(calls)
     segment = config.sampling.segment_tokens
     result = list[ModelFunctionCall]()
-    proximal = (PROXIMAL,) if config.infers_proximal else ()
     for call in calls:
         if call.kind == "generate":
-            drawn = (DRAWN_BY,) if call.name == "actor_generate" else ()
+            drawn = drawn_by if call.name == "actor_generate" else ()
             changed = {"lead": config.staleness, "outputs": (*call.outputs, *drawn)}
             result.append(call.model_copy(update=changed))
         elif call.kind == "train_step" and call.role == "actor":
@@ -508,7 +509,7 @@ def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig
                         remap={PROXIMAL: "logprobs"},
                     )
                 )
-            result.append(call.model_copy(update={"inputs": (*call.inputs, DRAWN_BY, *proximal)}))
+            result.append(call.model_copy(update={"inputs": (*call.inputs, *drawn_by, *proximal)}))
         else:
             result.append(call)
     return result if segment is None else in_segments(result, segment)

@@ -7,14 +7,15 @@ Over the tokens t of a mini-batch's responses, on all replicas:
 An algorithm gives its advantages and an `Objective`: the ratio of probabilities, the surrogate loss of a token, and
 the weighting. The weighting gives w, which is 0 on tokens that are not learned, and the denominator. That counts the
 mini-batch's responses (`per_response`, `per_sum`), its learned tokens (`per_token`), or the tokens that its responses
-can have at most (`per_most_tokens`). b is 1, except for tokens that older weights have drawn (`behaviour_weights`).
-Sum and denominator are global, so no result depends on how the batch was split.
+can have at most (`per_most_tokens`). b is 1, except where tokens are weighted by who has drawn them
+(`behaviour_weights`). Sum and denominator are global, so no result depends on how the batch was split.
 
 The T tokens of n samples are concatenated; `lengths` has the number of tokens of each sample. A per-token tensor is
 [T]. `mask` [T] bool is True on response tokens.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import CriticFreeConfig, PolicyConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import Correction, CriticFreeConfig, PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, KEPT, PROXIMAL
 from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import (
@@ -223,18 +224,38 @@ actor_inference = ref_inference
 """The same under the actor before its train_step: the proximal policy."""
 
 
-# Tokens that older weights have drawn
+# Tokens that another policy has drawn
+
+RATIO_OF_LEVEL: Mapping[str, Ratio] = {
+    "token": token_ratio,
+    "sequence": response_ratio,
+    "geometric": geometric_ratio,
+}
 
 
-def behaviour_weights(ratio: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """The weight b of each token that an older policy has drawn: min(p_proximal / p_drawn, cap), with its
+def behaviour_weights(
+    change: Tensor, mask: Tensor, lengths: Sequence[int], correction: Correction, ratio: Ratio
+) -> tuple[Tensor, Tensor]:
+    """The weight b of each token that another policy has drawn: r = p_proximal / p_drawn within bounds, with its
     probabilities under the proximal policy (the actor before the train_step) and under the policy that drew it
-    (arXiv:2110.00641, section 3; arXiv:2505.24298, section 5.2; truncated as in V-trace, arXiv:1802.01561).
+    (arXiv:2110.00641, section 3; arXiv:2505.24298, section 5.2).
 
-    ratio  [T] float64, p_proximal / p_drawn of each token, or of its whole response
-    Returns (weights float64, cut), both [T], 1 and False where mask is False; cut is True where the cap applies.
+    Truncated, r is cut at its bounds, as in V-trace (arXiv:1802.01561); masked, b is 0 outside them. With a veto b is
+    0 on a whole response of which one token's own r is below it.
+
+    change  [T] float64, log p_proximal - log p_drawn; 0 where mask is False
+    ratio   gives r where the correction names no level
+    Returns (weights float64, cut), both [T], 1 and False where mask is False; cut is True where b is not r.
     """
-    return torch.where(mask, ratio.clamp(max=cap), 1.0), mask & (ratio > cap)
+    low, high = correction.lower or 0.0, correction.upper or torch.inf
+    r = (RATIO_OF_LEVEL[correction.level] if correction.level else ratio)(change, mask, lengths)
+    cut = (r < low) | (r > high)
+    weights = torch.where(cut, 0.0, r) if correction.kind == "masked" else r.clamp(low, high)
+    if correction.veto is not None:
+        unlikely = mask & (change < math.log(correction.veto))
+        vetoed = on_tokens(response_sums(unlikely.double(), mask, lengths) > 0, lengths)
+        weights, cut = torch.where(vetoed, 0.0, weights), cut | vetoed
+    return torch.where(mask, weights, 1.0), mask & cut
 
 
 def ages(engine: Engine, batch: SampleBatch, oldest: int) -> dict[str, float]:
@@ -269,8 +290,8 @@ class Objective:
 
 
 SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch", "fresh")
-BEHAVIOUR_SUMS = ("behaviour", "behaviour_squared", "cut")
-"""What a step sums over response tokens for the metrics; the latter where older weights have drawn them."""
+BEHAVIOUR_SUMS = ("behaviour", "behaviour_squared", "cut", "drawn_kl")
+"""What a step sums over response tokens for the metrics; the latter where they are weighted by who has drawn them."""
 
 
 def policy_steps(
@@ -301,22 +322,23 @@ def policy_steps(
             logprobs, it compares with these. Else it is the mean over tokens that the actor's current weights have
             drawn, and is left out if there are none
         policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
-        with staleness or segments those of `ages`, and unless `importance_cap` is null
-            importance/mean (of the tokens' weights b), importance/cut_ratio (share of the tokens whose weight the cap
-            cuts), importance/effective (square of the sum of the weights / (tokens * sum of their squares); 1 where
-            all are equal): over the response tokens of the applied steps
+        with staleness or segments those of `ages`, and where tokens are weighted by who has drawn them
+            importance/mean (of the tokens' weights b), importance/cut_ratio (share of the tokens whose weight is cut,
+            masked or vetoed), importance/effective (square of the sum of the weights / (tokens * sum of their
+            squares); 1 where all are equal), importance/kl (nats a token, KL(policy that drew || proximal policy),
+            estimator k3): over the response tokens of the applied steps
     """
     config = context.config
     assert isinstance(config, PolicyConfig), f"{config.type} runs have no policy loss"
-    cap = config.importance_cap if config.corrects_staleness else None
+    correction = config.corrects
     lengths = batch["input_ids"].lengths
     weights = objective.weighting(learned, lengths, counts, config.sampling.max_completion_length)
     steps = Steps(
         engine,
-        partial(_terms, engine, config.sampling.temperature, objective, cap),
+        partial(_terms, engine, config.sampling.temperature, objective, correction),
         weights.denominators,
         context.micro_batches,
-        SUMS if cap is None else SUMS + BEHAVIOUR_SUMS,
+        SUMS if correction is None else SUMS + BEHAVIOUR_SUMS,
         counts.tokens,
         counted="response_mask",
         share=None if ids is None else planned_share(context, engine.placement.strategy.dp),
@@ -344,12 +366,15 @@ def policy_steps(
         **steps.end("actor"),
         **staleness,
     }
-    if cap is not None:
+    if correction is not None:
         mean = steps.mean("behaviour")
         metrics |= {
             "importance/mean": mean,
             "importance/cut_ratio": steps.mean("cut"),
-            "importance/effective": mean**2 / steps.mean("behaviour_squared"),
+            "importance/effective": mean**2 / squared
+            if (squared := steps.mean("behaviour_squared"))
+            else 0.0,
+            "importance/kl": steps.mean("drawn_kl"),
         }
     return metrics
 
@@ -383,13 +408,13 @@ def _terms(
     engine: Engine,
     temperature: float,
     objective: Objective,
-    cap: float | None,
+    correction: Correction | None,
     logits: Tensor,
     micro: MicroBatch,
 ) -> LossTerms:
     """The weighted losses of one micro-batch, and the sums over its response tokens for the metrics.
 
-    If `cap` is given, this is decoupled PPO (arXiv:2110.00641): the ratio is to the proximal policy, whose
+    With a correction this is decoupled PPO (arXiv:2110.00641): the ratio is to the proximal policy, whose
     log-probabilities `actor_inference` has computed. If a train call takes one optimizer step, the graph has no such
     call: this forward pass is the proximal policy's. The weights b do not change the denominators, so a token that
     counts less does not make the others count more.
@@ -400,12 +425,17 @@ def _terms(
     drawn = data["old_logprobs"]
     expected = old = data.get(PROXIMAL, drawn)
     behaviour = dict[str, Tensor]()
-    if cap is not None:
+    if correction is not None:
         old = data.get(PROXIMAL, logprobs.detach())
         change = torch.where(mask, old - drawn, 0.0).double()
-        by, cut = behaviour_weights(objective.ratio(change, mask, micro.lengths), mask, cap)
-        weights = weights * by
-        behaviour = {"behaviour": by, "behaviour_squared": by.square(), "cut": cut}
+        by, cut = behaviour_weights(change, mask, micro.lengths, correction, objective.ratio)
+        weights, near = weights * by, bounded(change)
+        behaviour = {
+            "behaviour": by,
+            "behaviour_squared": by.square(),
+            "cut": cut,
+            "drawn_kl": torch.expm1(near) - near,
+        }
     ratio = objective.ratio(logprobs - old, mask, micro.lengths)
     losses, clipped = objective.surrogate(logprobs, ratio, data["advantages"])
     if objective.beta > 0:

@@ -101,9 +101,9 @@ def test_a_run_priced_far_beyond_its_profile_or_without_a_correction_is_warned_a
     )
     few, many = make_config(document), make_config({**document, "batch_size": 1024})
     (uncorrected,) = prepare.prepare(
-        make_config({**document, "staleness": 1, "importance_cap": None})
+        make_config({**document, "staleness": 1, "correction": {"kind": "none"}})
     ).warnings
-    assert uncorrected.startswith("staleness=1 with importance_cap null")
+    assert uncorrected.startswith("staleness=1 with correction.kind=none")
     assert prepare.prepare(many).warnings == (), "nothing is measured"
     store(measured(ModelShape.from_config(LLAMA)), profile_folder(many))
     assert prepare.prepare(few).warnings == ()
@@ -210,7 +210,7 @@ def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
             {"sync_ref_model": True, "ref_model_sync_steps": 9},
             ("plan of another graph", "8 sequences", "Remove it"),
         ),
-        ({"staleness": 1, "importance_cap": None}, ("plan of another graph", "Remove it")),
+        ({"staleness": 1, "correction": {"kind": "none"}}, ("plan of another graph", "Remove it")),
         ({"cluster": {"devices_per_host": 4}}, ("a plan for 2 devices", "the cluster is 1x4", "Remove it")),
     ],
 )

@@ -317,6 +317,7 @@ def rows(*changes: dict[str, Any]) -> list[dict[str, Any]]:
         ([{}, *[FAR] * IN_A_ROW], {"kl": "0.6 nats a token, above 0.5 for 5 iterations"}),
         ([FAR] * 60, {}),  # far from the start, as a teacher is
         ([{}, *[FAR] * IN_A_ROW, {}], {}),
+        ([{"importance/kl": 0.2}] * 5, {"drawn by another": "0.2 nats a token (importance/kl), above 0.05"}),
         ([{**ZERO, **TRUNCATED}] * 5, {"equal rewards": "samples/", "truncated": "sampling.stop"}),
         ([dict.fromkeys(HEALTHY)] * 9, {}),
     ],

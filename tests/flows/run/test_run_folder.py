@@ -61,7 +61,7 @@ def test_a_run_folder_of_before_is_refused_with_the_version_that_resumes_it(tmp_
     folder = new_run_folder(config(tmp_path, name="a"))
     (folder / "format").unlink()
     (folder / "config.json").write_text(json.dumps(WRITTEN_BEFORE))
-    refused = "has the format 1 of run folders, .* exports format 3. Use prefect-rlhf as of commit 747d428a"
+    refused = "has the format 1 of run folders, .* exports format 4. Use prefect-rlhf as of commit 747d428a"
     for open_it in (existing_run_folder, lambda folder: open_run(None, str(folder))):
         with pytest.raises(ConfigError, match=refused):
             open_it(folder)
@@ -82,7 +82,7 @@ def test_a_run_folder_of_format_2_names_the_version_with_those_keys(tmp_path):
         existing_run_folder(folder)
 
 
-@pytest.mark.parametrize("number", ["4", "", "x" * 99])
+@pytest.mark.parametrize("number", ["5", "", "x" * 99])
 def test_a_run_folder_of_a_later_version_is_refused(tmp_path, number):
     folder = new_run_folder(config(tmp_path, name="a"))
     (folder / "format").write_text(number)

@@ -125,7 +125,12 @@ def test_overrides_win_over_the_file(file: Path):
 
 
 def test_ppo_stays_small():
-    asked_for = ("planning.", "evaluation.", "environment.")  # sections that most runs leave out
+    asked_for = (
+        "planning.",
+        "evaluation.",
+        "environment.",
+        "correction.",
+    )  # sections that most runs leave out
     keys = {key: needed for key, needed in leaves(PPOConfig).items() if not key.startswith(asked_for)}
     assert len(keys) <= 92, sorted(keys)
     assert sum(keys.values()) <= 8
@@ -162,16 +167,23 @@ def test_roles_default_to_the_actor_and_the_reward_model():
 
 
 def test_staleness_without_a_correction_is_warned_about_and_has_no_call_for_it():
-    cases = ((0, None, 2, 0, 0), (1, 2.0, 2, 1, 0), (1, 2.0, 1, 0, 0), (1, None, 2, 0, 1))
-    for staleness, cap, mini_batches, calls, warned in cases:
+    cases = (
+        (0, "auto", 2, 0, 0),
+        (0, "truncated", 2, 1, 0),
+        (0, "masked", 1, 0, 0),
+        (1, "auto", 2, 1, 0),
+        (1, "auto", 1, 0, 0),
+        (1, "none", 2, 0, 1),
+    )
+    for staleness, correction, mini_batches, calls, warned in cases:
         sizes = {"num_mini_batches": mini_batches, "batch_size": 2}
-        config = make_config(ppo(staleness=staleness, importance_cap=cap, **sizes))
+        config = make_config(ppo(staleness=staleness, correction={"kind": correction}, **sizes))
         graph = algorithm("ppo").calls(config)
         assert [call.name for call in graph].count("actor_inference") == calls
         assert {call.name: call.lead for call in graph if call.lead} == (
             {"actor_generate": 1} if staleness else {}
         )
-        assert (config.warning or "").count("staleness=1 with importance_cap null") == warned
+        assert (config.warning or "").count("staleness=1 with correction.kind=none") == warned
 
 
 @pytest.mark.parametrize(
@@ -335,7 +347,14 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
             "staleness=3 draws all responses of total_iterations=3 with the initial weights. Choose a smaller",
         ),
         ({"staleness": 17}, "staleness: input should be less than or equal to 16, found 17."),
-        ({"staleness": 1, "importance_cap": 0}, "importance_cap: input should be greater than 0, found 0."),
+        ({"correction": {"upper": 0}}, "correction.upper: input should be greater than 0, found 0."),
+        (
+            {"correction": {"upper": 3}},
+            "correction weights the tokens that another policy has drawn, but with staleness=0",
+        ),
+        ({"correction": {"lower": 3}}, "lower=3 is above upper=2. Exchange them."),
+        ({"importance_cap": 3.0}, "correction.upper"),
+        ({"correction": {"veto": 1.5}}, "correction.veto: input should be less than 1, found 1.5."),
         (
             {"staleness": 1, "filter_groups": 2},
             "staleness=1 samples ahead of scoring, but filter_groups=2 waits for the scores of each round",
@@ -367,7 +386,6 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
             },
             "segment_tokens=4 cuts responses of one turn, but environment.factory=builtin:GuessingGame has several.",
         ),
-        ({"importance_cap": 3.0}, "importance_cap=3 weights"),
         ({"delta": 1.1}, "delta=1.1 must exceed the ratio's upper bound 1 + 0.2."),
         (
             {"type": "cispo", "delta": 9.0},

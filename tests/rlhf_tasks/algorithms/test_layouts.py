@@ -294,8 +294,14 @@ CRITIC_FREE: list[tuple[str, dict[str, Any]]] = [
     ("reinforce_pp", TOKENS | {"gamma": 0.9}),
     ("reinforce_pp", SKIP | {"num_generations": 2, "baseline": "group"}),
     ("expert_iteration", SKIP | {"num_generations": 4, "min_score": 0.0, "best_of_group": True}),
-    ("gspo", {"num_generations": 2, "staleness": 1, "importance_cap": 1.02, "num_mini_batches": 1}),
-    ("grpo", {"num_generations": 2, "staleness": 1, "importance_cap": 1.02}),
+    ("gspo", {"num_generations": 2, "staleness": 1, "correction": {"upper": 1.02}, "num_mini_batches": 1}),
+    (
+        "grpo",
+        {
+            "num_generations": 2,
+            "correction": {"kind": "masked", "level": "geometric", "upper": 1.02, "veto": 0.5},
+        },
+    ),
 ]
 """Algorithms with one train call, and options that make it communicate."""
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.functions import load_functions
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import Correction
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -46,12 +47,18 @@ VARIANTS: list[dict[str, Any]] = [
         {"total_iterations": 2, "staleness": 1, **variant}
         for variant in (
             {"type": "grpo", "beta": 0.1},
-            {"type": "dr_grpo", "importance_cap": 0.9},
-            {"type": "gspo", "importance_cap": 1.1, "mask_truncated_completions": True},
+            {"type": "dr_grpo", "correction": {"upper": 0.9}},
+            {"type": "gspo", "correction": {"upper": 1.1}, "mask_truncated_completions": True},
             {"type": "rloo", "num_generations": 2},
-            {"type": "reinforce_pp", "importance_cap": None},
+            {"type": "reinforce_pp", "correction": {"kind": "none"}},
+            {"type": "grpo", "correction": {"kind": "masked", "level": "token", "lower": 0.8, "upper": 1.25}},
+            {"type": "grpo", "correction": {"level": "sequence", "lower": 0.7, "upper": 1.2}},
         )
     ),
+    {"type": "grpo", "correction": {"kind": "masked", "level": "sequence", "lower": 0.6, "upper": 1.5}},
+    {"type": "dr_grpo", "correction": {"kind": "masked", "level": "geometric", "lower": 0.9, "upper": 1.1}},
+    {"type": "gspo", "correction": {"kind": "truncated", "level": "token", "veto": 0.7}},
+    {"type": "reinforce_pp", "correction": {"kind": "masked", "upper": None, "veto": 0.8}},
     {"type": "expert_iteration", "min_score": 0.5},
     {"type": "expert_iteration", "best_of_group": True},
 ]
@@ -189,6 +196,18 @@ def reinforce_advantages(config: Any, samples: list[Sample]) -> list[list[float]
 ADVANTAGES = {"rloo": rloo_advantages, "remax": remax_advantages, "reinforce_pp": reinforce_advantages}
 
 
+def weighted(correction: Correction, change: Tensor, of_actions: Callable[[Tensor], Tensor]) -> Tensor:
+    """TRL's (grpo_trainer.py, 1.16) and verl's (rollout_corr_helper.py) weights of one response's tokens, written
+    out: truncated or masked importance sampling, per token, over the sequence, or by its geometric mean; a veto."""
+    same = torch.ones_like(change)
+    logs = {"token": change, "sequence": change.sum() * same, "geometric": change.mean() * same}
+    r = (logs[correction.level] if correction.level else of_actions(change)).exp()
+    low, high = correction.lower or 0.0, correction.upper or math.inf
+    weights = r.clamp(low, high) if correction.kind != "masked" else r * ((low <= r) & (r <= high))
+    vetoed = correction.veto is not None and bool((change.exp() < correction.veto).any())
+    return weights * (not vetoed)
+
+
 def token_losses(config: Any, sample: Sample, advantages: list[float]) -> list[Tensor]:
     def of_actions(change: Tensor) -> Tensor:
         """Where a whole response is the action, all its tokens have its change."""
@@ -198,9 +217,10 @@ def token_losses(config: Any, sample: Sample, advantages: list[float]) -> list[T
 
     weights = torch.ones(len(sample), dtype=torch.float64)
     proximal = sample.old
-    if getattr(config, "staleness", 0) and config.importance_cap is not None:
+    correction = getattr(config, "corrects", None)
+    if correction is not None:
         proximal = sample.proximal
-        weights = of_actions(proximal - sample.old).exp().clamp(max=config.importance_cap)
+        weights = weighted(correction, proximal - sample.old, of_actions)
     change = of_actions(sample.new - proximal)
     cispo = getattr(config, "loss_type", "") == "cispo"
     in_loss = {"reinforce_pp": "k2" if getattr(config, "baseline", "") == "group" else ""}
@@ -394,7 +414,7 @@ def test_a_train_step_of_one_optimizer_step_is_itself_the_pass_of_the_proximal_p
     samples = drawn(7, [2, 4, 6, 3, 1, 5], [1.0, 0.0, 0.5, 1.0, 0.0, 1.0])
     for sample in samples:
         sample.proximal = sample.new.detach()
-    one = {"staleness": 1, "total_iterations": 2, "importance_cap": 1.2, "num_mini_batches": 1}
+    one = {"staleness": 1, "total_iterations": 2, "correction": {"upper": 1.2}, "num_mini_batches": 1}
     config: Any = config_of({"type": kind, **one}, 6, 2)
     assert "actor_inference" not in [call.name for call in algorithm(config.type).calls(config)]
     engine, metrics = trained(config, samples, 2)
@@ -433,7 +453,12 @@ def test_metrics_say_how_old_the_samples_are_and_what_their_tokens_weigh(mini_ba
     samples = drawn(5, [2, 4, 6, 3], [1.0, 0.0, 0.0, 1.0])
     for sample in samples:
         sample.proximal = sample.new.detach()
-    stale = {"staleness": 1, "total_iterations": 2, "importance_cap": 1.2, "num_mini_batches": mini_batches}
+    stale = {
+        "staleness": 1,
+        "total_iterations": 2,
+        "correction": {"upper": 1.2},
+        "num_mini_batches": mini_batches,
+    }
     config = config_of({"type": "grpo", **stale}, 4, 2)
     _, metrics = trained(config, samples, 1)
     whole = torch.cat([(s.proximal - s.old).exp() for s in samples])
@@ -445,13 +470,14 @@ def test_metrics_say_how_old_the_samples_are_and_what_their_tokens_weigh(mini_ba
         "importance/mean": pytest.approx(weights.mean().item()),
         "importance/cut_ratio": pytest.approx((whole > 1.2).double().mean().item()),
         "importance/effective": pytest.approx((weights.sum() ** 2 / len(whole) / (weights**2).sum()).item()),
+        "importance/kl": pytest.approx((whole - 1 - whole.log()).mean().item()),
     }
 
 
-@pytest.mark.parametrize("cap", [1.2, None])
-def test_mismatch_compares_the_tokens_that_the_actor_as_it_is_has_drawn(cap):
+@pytest.mark.parametrize("correction", [{"upper": 1.2}, {"kind": "none"}])
+def test_mismatch_compares_the_tokens_that_the_actor_as_it_is_has_drawn(correction):
     samples = drawn(5, [2, 4, 6, 3], [1.0, 0.0, 0.0, 1.0])
-    one = {"staleness": 1, "total_iterations": 2, "importance_cap": cap, "num_mini_batches": 1}
+    one = {"staleness": 1, "total_iterations": 2, "correction": correction, "num_mini_batches": 1}
     config = config_of({"type": "grpo", **one}, 4, 2)
     assert "policy/mismatch" not in trained(config, samples, 2)[1], "older versions have drawn all tokens"
     for sample in samples[1:3]:
