@@ -37,7 +37,8 @@ from prefect_rlhf.rlhf_tasks.data.chat_template import ChatTemplate, Source
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from prefect_rlhf.rlhf_tasks.data.rows import completion_example, pair_example, prompt_example
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import INDEX, read_shape, weight_files
 from tests.flows.checked_files import LLAMA, model_folder
 from tests.fuzzing import as_json, changed, damaged, fuzz, fuzz_long, survives

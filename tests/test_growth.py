@@ -21,9 +21,9 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 297,
+    "files": 299,
     "hundreds of lines": 653,
-    "lines of the longest file": 703,
+    "lines of the longest file": 664,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 127,
     "configuration paths of GRPO": 122,

@@ -20,7 +20,8 @@ from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from prefect_rlhf.rlhf_tasks.data.recognition import Columns, recognised
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line
 

@@ -18,7 +18,8 @@ from prefect_rlhf.flows.cluster.this_machine import memory_bytes
 from prefect_rlhf.flows.run.planning import ITEMSIZES
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (

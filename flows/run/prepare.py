@@ -44,7 +44,8 @@ from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from prefect_rlhf.rlhf_tasks.data.hub import Pin
 from prefect_rlhf.rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import adapter_of, beside_weights, check_weights
 from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 

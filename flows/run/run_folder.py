@@ -55,7 +55,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import ATTEMPTS, step_folders
 from prefect_rlhf.rlhf_tasks.config.base import Judges, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.functions import keep_function
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters, trained_parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters, trained_parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.protocol.commit import MOST_UNWRITTEN
 from prefect_rlhf.rlhf_tasks.system.durable import existing, replace_file
 from prefect_rlhf.rlhf_tasks.system.reading import read_json

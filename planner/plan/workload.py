@@ -8,7 +8,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Recompute
 from prefect_rlhf.rlhf_tasks.spec import Frozen, ModelFunctionCall, SavedShape
 
 PARTS = 32

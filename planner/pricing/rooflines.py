@@ -12,8 +12,9 @@ from math import ceil
 from typing import Protocol
 
 from prefect_rlhf.planner.pricing.devices import DeviceProfile
-from prefect_rlhf.rlhf_tasks.parallel.layout.families import LayerKind
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import POSITIONS, Head, Lora, ModelShape, Unit
+from prefect_rlhf.rlhf_tasks.parallel.layout.family import LayerKind
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import POSITIONS, Head, ModelShape, Unit
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout, split
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import DELTA_CHUNK, head_flops, layer_flops

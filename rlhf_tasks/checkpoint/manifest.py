@@ -10,7 +10,8 @@ from pydantic import Field, ValidationError
 
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import JournalMarks
 from prefect_rlhf.rlhf_tasks.config.files import first_fault
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 from prefect_rlhf.rlhf_tasks.spec import Frozen, SavedShape

@@ -55,7 +55,8 @@ from prefect_rlhf.rlhf_tasks.config.settings import (
     Pair,
     Settings,
 )
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 RUN_NAME, MOST_OF_A_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 200

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, Settings, form
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, linear_modules
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import MOST_RANK
 from prefect_rlhf.rlhf_tasks.system.reading import shown
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.tiny_runs import EOS, byte_tokenizer
 
 LLAMA = {

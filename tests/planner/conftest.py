@@ -17,7 +17,8 @@ from prefect_rlhf.planner.pricing.figures import MeasuredProfile
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import read_assignments
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, linear_modules
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ExecutionPlan
 from tests.planner.sampled import ALL_FOR_TENSORS, as_measured

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.families import (
-    EXPERT_COUNTS,
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import EXPERT_COUNTS
+from prefect_rlhf.rlhf_tasks.parallel.layout.family import (
     DeltaHeads,
     HeadNorms,
     Latent,

@@ -11,15 +11,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
-    Head,
-    Lora,
-    ModelShape,
-    ParameterSpec,
-    Unit,
-    parameters,
-    trained_parameters,
-)
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, parameters, trained_parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape, ParameterSpec, Unit
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
 

@@ -12,13 +12,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
-    Head,
-    Lora,
-    ModelShape,
-    parameters,
-    trained_parameters,
-)
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, parameters, trained_parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape
 
 TRAINING = 3  # cost of a forward and a backward pass, in forward passes
 

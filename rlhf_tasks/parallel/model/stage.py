@@ -19,7 +19,8 @@ from transformers.activations import ACT2FN, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES, Family
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
+from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate

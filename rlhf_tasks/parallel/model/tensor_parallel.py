@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import all_reduce
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval
 from prefect_rlhf.rlhf_tasks.parallel.model.products import linear
 

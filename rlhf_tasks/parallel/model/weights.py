@@ -23,7 +23,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES, Family
+from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
+from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, FileTensor, Head, ParameterSpec
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (

@@ -27,7 +27,7 @@ from prefect_rlhf.planner.pricing.plans import (
 )
 from prefect_rlhf.planner.search.baselines import heuristic_plan, symmetric
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import parameters, trained_parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters, trained_parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import reallocation_bound

@@ -18,7 +18,8 @@ from prefect_rlhf.planner.pricing.plans import PlanPrice, price_plan
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.search.compiled.tables import Tables
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, in_parts
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.planner.ahead import drawn_ahead_by
 from tests.planner.replay import replay
 from tests.planner.sampled import ALL_FOR_TENSORS

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
 from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import digest, reallocate, union_set
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import reallocation_bound
 from tests.rlhf_tasks.roles_in_layouts import ADAPTERS, model, place

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import check_weights, read_shape
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.tiny_models import SIZES, tiny_config, tiny_model

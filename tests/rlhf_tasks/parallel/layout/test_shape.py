@@ -9,7 +9,8 @@ from prefect_rlhf.planner.plan.workload import RoleModel
 from prefect_rlhf.planner.pricing.figures import MeasuredProfile
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import RoleRecord
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, linear_modules, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import pass_flops

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
     ADAPTER_CONFIG,

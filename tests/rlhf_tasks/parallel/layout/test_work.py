@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops, pass_flops
 
 SHAPE = ModelShape(

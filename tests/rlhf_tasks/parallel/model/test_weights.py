@@ -18,7 +18,8 @@ from transformers import (
     Mxfp4Config,
 )
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, Head, Lora, linear_modules, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, linear_modules, parameters
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, Head
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
