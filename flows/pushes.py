@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from threading import Event, Lock, Timer
+from typing import Any, TextIO
 
+from prefect_rlhf.flows.view.terminal import uploading
 from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder, without_login
 from prefect_rlhf.rlhf_tasks.config.models import HubPush
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import ADAPTER_CONFIG, VERDICT
@@ -22,6 +24,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, read_j
 CHECK_S = 120.0  # two questions to the Hub, each with the client's own retries
 PUSH_S, LEAST_BYTES_PER_S = 600.0, 200_000.0
 """A push may take so long, and beside it as long as its bytes take at this rate."""
+TOLD_BYTES = 1 << 20  # sent between two lines of the client's process
 
 _DESCRIPTIONS = (ADAPTER_CONFIG, "config.json", VERDICT)  # of what the weights are
 _WEIGHTS = re.compile(r"[^/]*\.safetensors(\.index\.json)?|(pytorch|adapter)_model[^/]*\.bin(\.index\.json)?")
@@ -35,45 +38,53 @@ def check_push(target: HubPush) -> None:
     """Raises ConfigError where a model could not be put there now: without a valid token that may write, under
     another's name, into a public repository that should be private, or without network."""
     try:
-        _in_a_process("check", CHECK_S, quiet=True, repo=target.repo, private=target.private)
+        _in_a_process("check", CHECK_S, repo=target.repo, private=target.private)
     except PushError as error:
         raise ConfigError(f"{target.repo}: {error}") from None
 
 
-def push_model(folder: Path, target: HubPush, message: str, quiet: bool = True) -> str:
+def push_model(folder: Path, target: HubPush, message: str, say: Callable[[str], None] | None = None) -> str:
     """Put a model's folder into a repository, which is made if there is none. Returns its address.
 
     message  of the commit
-    quiet    without progress on standard error
+    say      prints a line of progress during a run; None: to the terminal
     Raises PushError; the folder is as it was.
     """
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     deadline_s = PUSH_S + size / LEAST_BYTES_PER_S
     work = {"repo": target.repo, "private": target.private, "folder": str(folder), "message": message}
-    return _in_a_process("push", deadline_s, quiet, **work)
+    with uploading(target.repo, size, say) as advance:
+        return _in_a_process("push", deadline_s, advance, **work)
 
 
-def _in_a_process(what: str, deadline_s: float, quiet: bool, **work: Any) -> str:
-    """What the function `_<what>` returns in a process of its own. Raises PushError with its sentence."""
+def _in_a_process(
+    what: str, deadline_s: float, advance: Callable[[int], None] = lambda sent: None, **work: Any
+) -> str:
+    """What the function `_<what>` returns in a process of its own. Raises PushError with its sentence.
+
+    advance  is called with bytes that were sent
+    """
     call = python_call(f"{__name__}:{serve.__name__}", what, json.dumps(work), str(os.getpid()))
-    environment = {**os.environ, **({"HF_HUB_DISABLE_PROGRESS_BARS": "1"} if quiet else {})}
-    try:
-        ended = subprocess.run(
-            call,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if quiet else None,
-            env=environment,
-            timeout=deadline_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise PushError(f"the Hub's client has not ended within {deadline_s:.0f} s.") from None
-    if ended.returncode:
-        raise PushError(f"the process of the Hub's client has ended with status {ended.returncode}.")
-    answer = json.loads(ended.stdout.splitlines()[-1])
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(call, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True) as process:
+        assert process.stdout is not None
+        late = Event()
+        timer = Timer(deadline_s, lambda: (late.set(), process.kill()))
+        timer.start()
+        answer = dict[str, Any]()
+        try:
+            for line in process.stdout:
+                answer = json.loads(line)
+                advance(answer.get("sent", 0))
+        finally:
+            timer.cancel()
+            process.kill()
+    if late.is_set():
+        raise PushError(f"the Hub's client has not ended within {deadline_s:.0f} s.")
     if "refused" in answer:
         raise PushError(answer["refused"])
+    if "done" not in answer:
+        raise PushError(f"the process of the Hub's client has ended with status {process.returncode}.")
     return answer["done"]
 
 
@@ -81,14 +92,39 @@ def _in_a_process(what: str, deadline_s: float, quiet: bool, **work: Any) -> str
 
 
 def serve(what: str, work: str, parent: str) -> None:
-    """The process's own life: one question, or one push; the answer is its last line."""
+    """The process's own life: one question, or one push. Lines of its output say how many bytes were sent; the last
+    one is the answer."""
     die_with_parent(int(parent))
-    arguments = json.loads(work)
+    arguments, lines = json.loads(work), sys.stdout
+    sys.stdout = sys.stderr  # what else is printed
+    _tell_sent_bytes(lines)
     try:
         answer = {"done": without_login({"check": _check, "push": _push}[what](**arguments))}
     except Exception as error:  # noqa: BLE001  whatever the client raises, it becomes a sentence
         answer = {"refused": without_login(_without_token(_sentence(error, arguments["repo"])))}
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+    lines.write(json.dumps(answer) + "\n")
+
+
+def _tell_sent_bytes(lines: TextIO) -> None:
+    """Write a line for the bytes by which the client's own progress bars move. They show themselves to nobody."""
+    from huggingface_hub.utils import tqdm
+
+    moved, lock, untold = tqdm.update, Lock(), 0
+
+    def update(bar: tqdm, n: float | None = 1) -> bool | None:
+        nonlocal untold
+        if getattr(bar, "unit", "") == "B" and not bar.desc.startswith(
+            "New Data Upload"
+        ):  # which are those that the Hub lacked
+            with lock:
+                untold += int(n or 0)
+                if untold >= TOLD_BYTES:
+                    lines.write(json.dumps({"sent": untold}) + "\n")
+                    lines.flush()
+                    untold = 0
+        return moved(bar, n)
+
+    tqdm.update = update
 
 
 def _check(repo: str, private: bool) -> str:

@@ -281,7 +281,9 @@ def _model_folder(path: Path) -> Iterator[Path]:
                 else "is no folder"
             )
             raise ConfigError(f"{path} {what}. Name the folder of a run or of a model.")
-        yield path
+        with redirect_stdout(sys.stderr):
+            folder = local_model(str(path))
+        yield Path(folder)
         return
     run_folder, config = existing_run_folder(path)
     commit, _ = commit_to_export(run_folder, config)

@@ -82,6 +82,8 @@ def validate(
 ) -> None:
     """Check a configuration with its models, data and plan, and print the plan. Starts nothing.
 
+    Of a model on the Hugging Face Hub it downloads configuration and tokenizer, and no weights.
+
     Parameters
     ----------
     config
@@ -97,11 +99,11 @@ def validate(
         return
     if type_of(config) == PIPELINE:
         stages = stages_of(load_pipeline(config, overrides))
-        show_warnings(check_stages(stages).warnings)
+        show_warnings(check_stages(stages, weights=False).warnings)
         print(f"{config}: valid. {len(stages)} stages: {', '.join(stages)}.")
         return
     folder, settings = open_run(load_config(config, overrides))
-    prepared = prepare(settings, folder)
+    prepared = prepare(settings, folder, weights=False)
     show_warnings(prepared.warnings)
     print(plan_table(prepared.plan))
     if rewards:

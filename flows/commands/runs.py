@@ -306,9 +306,7 @@ def export(
             card = card_of_commit(config, stated, run_folder, chosen, commit.step, merged)
             (written / "README.md").write_text(card, encoding="utf-8")
             try:
-                url = push_model(
-                    written, target, f"{run_folder.name} after {commit.step} iterations", quiet=False
-                )
+                url = push_model(written, target, f"{run_folder.name} after {commit.step} iterations")
             except PushError as error:
                 raise ConfigError(f"the model was not put on the Hub: {error}") from None
             tell(f"{chosen} after {commit.step} iterations: {url}")

@@ -69,7 +69,7 @@ def check_series(config: SeriesConfig) -> list[str]:
     model = None if champion is None else champions.model_of(folder, champion)
     sources = {source.path: source.weight for source in training.data.sources}
     _, stages = stages_of_run(config, "next", sources, model)
-    checked = check_stages(stages)
+    checked = check_stages(stages, weights=False)
     _refuse_few_rows(stages[CANDIDATE], checked)
     return checked.warnings
 

@@ -39,6 +39,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
 from prefect_rlhf.rlhf_tasks.config.models import ActorOnly
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from prefect_rlhf.rlhf_tasks.data.hub import Pin
@@ -46,7 +47,14 @@ from prefect_rlhf.rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
-from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import adapter_of, beside_weights, check_weights
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
+    ADAPTER,
+    adapter_of,
+    base_of,
+    beside_weights,
+    check_weights,
+    has_weights,
+)
 from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
 PLAN_REMEDY = "Remove it, and the run is planned again."
@@ -99,31 +107,34 @@ class Prepared:
             rows.keep(folder, name)
 
 
-def prepare(config: RunConfig, folder: Path | None = None, ranks: int | None = None) -> Prepared:
+def prepare(
+    config: RunConfig, folder: Path | None = None, ranks: int | None = None, weights: bool = True
+) -> Prepared:
     """Check everything that can be checked before a process starts, and make the plan.
 
-    folder  of a run that has its plan already
-    ranks   of a host, where they are decided: those of a cluster that several runs share
+    folder   of a run that has its plan already
+    ranks    of a host, where they are decided: those of a cluster that several runs share
+    weights  False: for a run without a folder none are downloaded, nor checked where the Hub's cache lacks them
     Raises ConfigError with one sentence that says what to change, whichever part found the fault.
     """
     try:
-        return _prepare(config, folder, ranks)
+        return _prepare(config, folder, ranks, weights or folder is not None)
     except ConfigError:
         raise
     except ValueError as error:  # of models, tokenizer, data, graph and meshes, for a user's fault
         raise ConfigError(str(error)) from error
 
 
-def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepared:
+def _prepare(config: RunConfig, folder: Path | None, ranks: int | None, weights: bool) -> Prepared:
     _refuse_what_cannot_run(config)
     of_push = _check_push(config, is_new=folder is None)
-    models, (config, pins) = config.models, fetched(config, folder)
+    models, (config, pins) = config.models, fetched(config, folder, weights)
     if ranks is not None:
         config = on_ranks(config, ranks)
     config = typed(config, hardware_of(config).classes)
     config, of_export = _exports_what_loads(config)
     shapes = shapes_of(config)
-    _check_models(config, shapes)
+    of_weights = _check_models(config, shapes, weights)
     tokenizer = _shared_tokenizer(config, min(shape.vocab for shape in shapes.values()))
     rows = prepared_rows(config, folder)
     of_rewards = _check_scores(config, rows.columns, folder)
@@ -146,6 +157,7 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
         config.warning,
         of_export,
         of_push,
+        of_weights,
         endless(config, tokenizer),
     )
     return Prepared(
@@ -163,15 +175,26 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None) -> Prepa
     )
 
 
-def _check_models(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
-    """Raises ConfigError for models that cannot be split, begun from or exported."""
+def _check_models(config: RunConfig, shapes: Mapping[str, ModelShape], weights: bool) -> str | None:
+    """Raises ConfigError for models that cannot be split, begun from or exported. Returns a sentence where weights
+    are not here and need not be."""
+    elsewhere = dict[str, None]()
     for name, role in config.roles().items():
         refuse_unexamined(role.folder, shapes[name])
         if role.optimizer is not None:  # it is exported
             beside_weights(Path(role.folder))
+        adapter, whole = adapter_of(role.folder), base_of(role.folder)
+        is_here = has_weights(whole) and (adapter is None or (adapter.folder / ADAPTER).is_file())
+        if not weights and not is_here and name_of_folder(str(whole)) != str(whole):
+            elsewhere[name_of_folder(role.folder).partition("@")[0]] = None
+            continue
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             check_weights(Path(role.folder), specs, needs_head)
+
+    if not elsewhere:
+        return None
+    return f"the weights of {' and '.join(elsewhere)} are not here; a run downloads and checks them when it starts."
 
 
 def _shared_tokenizer(config: RunConfig, vocabulary: int) -> Tokenizer:

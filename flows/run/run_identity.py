@@ -52,7 +52,7 @@ from prefect_rlhf.rlhf_tasks.checkpoint.journals import (
 )
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from prefect_rlhf.rlhf_tasks.config.functions import is_pickled
-from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model, name_of_folder
+from prefect_rlhf.rlhf_tasks.config.hub_names import base_of_name, hub_model, name_of_folder
 from prefect_rlhf.rlhf_tasks.data.hub import pins_document
 from prefect_rlhf.rlhf_tasks.data.token_file import TokenFile
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of, is_model_folder, read_shape
@@ -301,9 +301,11 @@ def compared(config: RunConfig) -> dict[str, Any]:
 
 
 def _named(models: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        role: name_of_folder(source) if isinstance(source, str) else source for role, source in models.items()
-    }
+    return {role: _name(source) if isinstance(source, str) else source for role, source in models.items()}
+
+
+def _name(folder: str) -> str:
+    return " with ".join(filter(None, (base_of_name(folder), name_of_folder(folder))))
 
 
 def _changed_keys(old: Any, new: Any, key: str = "") -> Iterator[str]:
@@ -423,11 +425,13 @@ class CheckedStages(NamedTuple):
     ranks: int
 
 
-def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
+def check_stages(configs: Mapping[str, RunConfig], weights: bool = True) -> CheckedStages:
     """Check what can be checked before the first stage starts.
 
     A stage whose models exist is prepared as a run is, and must be unchanged if it was begun. The models of other
     stages do not exist yet; of those, data and rewards are checked. Raises ConfigError, naming the stage.
+
+    weights  as for `prepare`
     """
     ranks = max(rank_counts(config)[0] for config in configs.values())
     checked = CheckedStages([], {}, ranks)
@@ -436,7 +440,7 @@ def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
             if all(
                 is_model_folder(role.folder) or hub_model(role.folder) for role in config.roles().values()
             ):
-                checked.prepared[name] = prepare_stage(config, ranks)
+                checked.prepared[name] = prepare_stage(config, ranks, weights)
                 warnings: Iterable[str] = checked.prepared[name].warnings
             else:
                 warnings = check_without_models(config)
@@ -446,17 +450,17 @@ def check_stages(configs: Mapping[str, RunConfig]) -> CheckedStages:
     return checked
 
 
-def prepare_stage(config: RunConfig, ranks: int | None = None) -> Prepared:
+def prepare_stage(config: RunConfig, ranks: int | None = None, weights: bool = True) -> Prepared:
     """Prepare a stage whose models exist, as `prepare` does.
 
     config  its name is that of its run folder
     Raises ConfigError, also for what has changed since its last commit, or before the first.
     """
     if (begun := begun_folder(config)) is None:
-        return prepare(config, ranks=ranks)
+        return prepare(config, ranks=ranks, weights=weights)
     folder, before = existing_run_folder(begun)
     refuse_foreign(folder)
-    prepared = prepare(config, folder, ranks)
+    prepared = prepare(config, folder, ranks, weights)
     refuse_changes(folder, prepared)
     if newest_step(folder) is None and compared(before) != compared(config):
         raise ConfigError(

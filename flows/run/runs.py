@@ -254,10 +254,9 @@ def _push(
 ) -> dict[str, str]:
     """Put the run's model on the Hub. Returns what the summary says of that: where it is, or why it is not; then the
     run is complete all the same."""
-    say(f"{target.repo}: the model is put on the Hub")
     message = f"{folder.name} after {summary['model_step']} iterations"
     try:
-        pushed = {"pushed_to": push_model(Path(summary["model"]), target, message)}
+        pushed = {"pushed_to": push_model(Path(summary["model"]), target, message, say)}
         say(f"the model is at {pushed['pushed_to']}")
     except PushError as error:
         again = f"prefect-rlhf export {folder} --push {target.repo}{'' if target.private else ' --public'}"

@@ -38,7 +38,7 @@ from prefect_rlhf.planner.text import format_devices, plan_table, steady_bars
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, plan_at, read_plan
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import METRICS
-from prefect_rlhf.rlhf_tasks.config.hub_names import hub_data, name_of_folder
+from prefect_rlhf.rlhf_tasks.config.hub_names import base_of_name, hub_data, hub_model, name_of_folder
 from prefect_rlhf.rlhf_tasks.config.settings import public_document
 from prefect_rlhf.rlhf_tasks.data.hub_files import header_of_card
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
@@ -557,9 +557,10 @@ def _header(config: RunConfig, role: str, merged: bool) -> dict[str, Any]:
 
 
 def base_id(folder: str) -> str | None:
-    """The id on the Hub of the model in a folder of its cache; None of any other folder."""
-    name = name_of_folder(folder)
-    return None if name == folder else name.partition("@")[0]
+    """The id on the Hub of the model in a folder of its cache, or of the base of an adapter elsewhere that is put on
+    one; None of any other folder."""
+    names = (name_of_folder(folder), base_of_name(folder) or "")
+    return next((name.partition("@")[0] for name in names if name and hub_model(name)), None)
 
 
 def _license(folder: str) -> str | None:

@@ -35,7 +35,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import printable
 T = TypeVar("T")
 
 REFRESHES_PER_S = 2  # of spinner and bar: each takes some milliseconds of the ranks' CPU time
-STEP_S = 10.0  # between lines of a download where there is no bar
+STEP_S = 10.0  # between lines of a transfer where there is no bar
 RECENT = 10  # iterations whose median is used to estimate the remaining time
 SHOW_CURSOR = "\x1b[?25h"  # for a process that exits while a spinner or bar hides the cursor
 
@@ -77,11 +77,24 @@ def phase(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]
     say(f"{what}: {time.monotonic() - began_s:.1f} s")
 
 
-@contextmanager
-def downloading(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+def downloading(what: str, total_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
     """Show a download while it lasts. Gives a function that is called with bytes that have arrived, by any thread."""
+    return _transferring("download", what, total_bytes, None)
+
+
+def uploading(
+    what: str, total_bytes: int, say: Callable[[str], None] | None = None
+) -> AbstractContextManager[Callable[[int], None]]:
+    """The same for an upload. say: prints a line, during a run, which has a bar of its own; None: to the terminal"""
+    return _transferring("upload", what, total_bytes, say)
+
+
+@contextmanager
+def _transferring(
+    verb: str, what: str, total_bytes: int, say: Callable[[str], None] | None
+) -> Iterator[Callable[[int], None]]:
     began_s = time.monotonic()
-    if console.is_terminal:
+    if console.is_terminal and say is None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -94,18 +107,17 @@ def downloading(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
             task = moving.add_task(what, total=total_bytes)
             yield lambda arrived: moving.advance(task, arrived)
     else:
-        tell(f"downloading {what}, {decimal(total_bytes)} ...")
-        steps = _Steps(what, total_bytes)
-        yield steps.advance
+        (say or tell)(f"{verb}ing {what}, {decimal(total_bytes)} ...")
+        yield _Steps(what, total_bytes, say or tell).advance
     seconds = time.monotonic() - began_s
-    tell(f"downloaded {what}, {decimal(total_bytes)}: {seconds:.1f} s")
+    (say or tell)(f"{verb}ed {what}, {decimal(total_bytes)}: {seconds:.1f} s")
 
 
 class _Steps:
-    """A line for each tenth of a download that takes long."""
+    """A line for each tenth of a transfer that takes long."""
 
-    def __init__(self, what: str, total_bytes: int) -> None:
-        self._what, self._total_bytes, self._lock = what, total_bytes, Lock()
+    def __init__(self, what: str, total_bytes: int, say: Callable[[str], None]) -> None:
+        self._what, self._total_bytes, self._say, self._lock = what, total_bytes, say, Lock()
         self._bytes, self._told_s = 0, time.monotonic()
 
     def advance(self, arrived: int) -> None:
@@ -114,7 +126,7 @@ class _Steps:
             tenth = self._total_bytes / 10 or 1
             if self._bytes // tenth > before // tenth and time.monotonic() > self._told_s + STEP_S:
                 self._told_s = time.monotonic()
-                tell(f"{self._what}: {decimal(self._bytes)} of {decimal(self._total_bytes)}")
+                self._say(f"{self._what}: {decimal(self._bytes)} of {decimal(self._total_bytes)}")
 
 
 @contextmanager
@@ -219,7 +231,7 @@ class RunProgress:
 
 
 class _Ends(ProgressColumn):
-    """The estimated time until the end of a download."""
+    """The estimated time until the end of a transfer."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.time_remaining is None else f"{as_time(task.time_remaining)} left")

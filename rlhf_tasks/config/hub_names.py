@@ -24,6 +24,9 @@ _ENDS = (".jsonl", ".gz", ".parquet", ".json", ".csv", ".txt", ".yaml")
 """Ends of the names of files, which are no ids."""
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@")
 _SNAPSHOT = re.compile(r"(?:models|datasets)--(?P<id>.+)")
+ADAPTERS = ".prefect-rlhf-adapters"
+"""Beside the snapshots of a base model in a Hub's cache: COMMIT/PATH for an adapter in /PATH that is put on it."""
+_ON_A_BASE = re.compile(rf"(?P<repository>.*)/{re.escape(ADAPTERS)}/(?P<commit>\w+)(?=/)")
 
 
 FORM_OF_MODEL = " A model on the Hugging Face Hub is named ORG/NAME."
@@ -82,10 +85,17 @@ def is_address(text: str) -> bool:
 
 def name_of_folder(folder: str) -> str:
     """`ORG/NAME@COMMIT` for a snapshot in a Hub's cache (`models--ORG--NAME/snapshots/COMMIT`), wherever that lies;
-    any other folder as it is."""
+    any other folder as it is. An adapter's, put on a base model's snapshot, is that of the adapter alone."""
+    folder = _ON_A_BASE.sub("", folder)
     path = Path(folder)
     match = _SNAPSHOT.fullmatch(path.parent.parent.name) if path.parent.name == "snapshots" else None
     return folder if match is None else f"{match['id'].replace('--', '/', 1)}@{path.name}"
+
+
+def base_of_name(folder: str) -> str | None:
+    """`ORG/NAME@COMMIT` of the base model on whose snapshot an adapter is put; None of any other folder."""
+    match = _ON_A_BASE.match(folder)
+    return None if match is None else name_of_folder(f"{match['repository']}/snapshots/{match['commit']}")
 
 
 def without_login(text: str) -> str:

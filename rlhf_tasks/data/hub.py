@@ -69,7 +69,7 @@ def fetch_model(name: HubName, pin: Pin | None, progress: Progress, weights: boo
     """The files of a model, downloaded where the cache lacks them.
 
     pin      the commit that a run has begun with; None: that of the name's revision
-    weights  False: only configuration and tokenizer, which suffice to plan
+    weights  False: only configuration, tokenizer and index, which suffice to plan
     Raises ConfigError with one sentence, whatever is wrong.
     """
 
@@ -77,13 +77,14 @@ def fetch_model(name: HubName, pin: Pin | None, progress: Progress, weights: boo
         files = repository.files
         refuse_no_model(name, files)
         beside = beside_weights(files)
-        if not weights:
+        if not weights and not repository.reached:
             return beside
         index = None
         if INDEX in files:
             repository.download([INDEX])
             index = read_json(repository.folder / INDEX)
-        return beside + weights_of(name, files, index)
+        its_weights = weights_of(name, files, index)
+        return beside + its_weights if weights else beside
 
     return _fetch(name, pin if weights else None, progress, choose)
 

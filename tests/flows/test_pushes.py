@@ -87,6 +87,17 @@ def test_a_push_leaves_no_weights_of_an_earlier_one_to_be_read_with_its_own(hub:
     assert len(hub.repositories["model", "org/new"].files) == 3, "each push is one commit"
 
 
+def test_a_push_shows_how_much_is_sent(hub: Hub, as_account, model, monkeypatch):
+    as_account(WRITER)
+    monkeypatch.setattr("prefect_rlhf.flows.view.terminal.STEP_S", 0.0)
+    (model / "model.safetensors").write_bytes(bytes(4 << 20))
+    said: list[str] = []
+    push_model(model, TARGET, "mine", said.append)
+    assert said[0] == "uploading org/new, 4.2 MB ..."
+    assert "org/new: 2.1 MB of 4.2 MB" in said, said
+    assert said[-1].startswith("uploaded org/new, 4.2 MB: ")
+
+
 def test_a_password_in_the_address_of_the_hub_is_in_no_sentence(hub: Hub, as_account, model):
     as_account(WRITER, HF_ENDPOINT=hub.url.replace("://", "://me:hunter2@"))
     assert f"{hub.url} does not accept the token" in refusal()

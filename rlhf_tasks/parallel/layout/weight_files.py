@@ -112,17 +112,27 @@ def is_model_folder(folder: str | Path) -> bool:
     return any(Path(folder, name).is_file() for name in ("config.json", ADAPTER_CONFIG))
 
 
+def missing_base(folder: str | Path) -> str | None:
+    """NAME or NAME@REVISION of the base model that a folder's adapter names, where no folder here has that name; None
+    of any other folder. Raises ConfigError for an adapter_config.json that cannot be read."""
+    path = Path(folder, ADAPTER_CONFIG)
+    if not path.is_file() or Path(folder, "config.json").is_file():
+        return None
+    config = read_json(path)
+    named, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(named, str) or not named or _named_folder(path, named) is not None:
+        return None
+    return f"{named}@{revision}" if isinstance(revision, str) and revision else named
+
+
 def _base(path: Path, config: Mapping[str, Any]) -> Path:
-    """The base model's folder. A relative path is looked for in the adapter's folder and in those above it, so that
-    it means the same on every host, whatever the current folder is."""
+    """The base model's folder."""
     named = config.get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         raise ConfigError(
             f"{path}: base_model_name_or_path is {shown(named)}. Write the base model's folder there."
         )
-    with reading(path, "base_model_name_or_path is no path"):
-        places = [Path(named)] if Path(named).is_absolute() else [p / named for p in path.absolute().parents]
-        base = next(filter(is_model_folder, places), None)
+    base = _named_folder(path, named)
     if base is None:
         raise ConfigError(
             f"{path}: the base model {shown(named)} is no model folder"
@@ -135,6 +145,14 @@ def _base(path: Path, config: Mapping[str, Any]) -> Path:
             "prefect-rlhf export --merged or peft's merge_and_unload."
         )
     return base
+
+
+def _named_folder(path: Path, named: str) -> Path | None:
+    """The model folder that an adapter names. A relative path is looked for in the adapter's folder and in those
+    above it, so that it means the same on every host, whatever the current folder is."""
+    with reading(path, "base_model_name_or_path is no path"):
+        places = [Path(named)] if Path(named).is_absolute() else [p / named for p in path.absolute().parents]
+        return next(filter(is_model_folder, places), None)
 
 
 SINGLE = "model.safetensors"
@@ -375,18 +393,7 @@ def beside_weights(folder: Path) -> list[Path]:
     """
     folders = dict.fromkeys((base_of(folder), folder))
     for each in folders:
-        home = each.resolve()
-        cache = next((place.parent for place in home.parents if place.name == "snapshots"), None)
-        stores = () if cache is None else _stores(cache)
-        described = (*BESIDE_WEIGHTS, "config.json", ADAPTER_CONFIG, VERDICT)
-        for path in (path for pattern in described for path in each.glob(pattern)):
-            with reading(path, "cannot be read"):
-                target = path.resolve()
-            if path.is_symlink() and not any(target.is_relative_to(place) for place in (home, *stores)):
-                raise ConfigError(
-                    f"Model folder {str(each)!r}: {path.name} is a link to {target}, outside of it, whose content "
-                    "would be in the exported model. Copy the file there in place of the link."
-                )
+        refuse_links_out(each)
     return [
         path
         for each in folders
@@ -394,6 +401,22 @@ def beside_weights(folder: Path) -> list[Path]:
         for path in each.glob(pattern)
         if path.is_file()
     ]
+
+
+def refuse_links_out(folder: Path) -> None:
+    """Raises ConfigError where a file of one folder that `beside_weights` names is a link out of it."""
+    home = folder.resolve()
+    cache = next((place.parent for place in home.parents if place.name == "snapshots"), None)
+    stores = () if cache is None else _stores(cache)
+    described = (*BESIDE_WEIGHTS, "config.json", ADAPTER_CONFIG, VERDICT)
+    for path in (path for pattern in described for path in folder.glob(pattern)):
+        with reading(path, "cannot be read"):
+            target = path.resolve()
+        if path.is_symlink() and not any(target.is_relative_to(place) for place in (home, *stores)):
+            raise ConfigError(
+                f"Model folder {str(folder)!r}: {path.name} is a link to {target}, outside of it, whose content "
+                "would be in the exported model. Copy the file there in place of the link."
+            )
 
 
 def _stores(cache: Path) -> list[Path]:
@@ -430,8 +453,13 @@ def read_shape(folder: str | Path) -> ModelShape:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weight files, sound or not."""
-    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+    """Whether a folder has weight files, sound or not: all that its index names, if it has one."""
+    if not (folder / INDEX).is_file():
+        return (folder / SINGLE).is_file()
+    files = read_json(folder / INDEX, remedy=SAVE_ANEW).get("weight_map")
+    return not isinstance(files, dict) or all(
+        (folder / file).is_file() for file in set(map(str, files.values()))
+    )
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from prefect_rlhf.flows.cli import run_command
 from prefect_rlhf.flows.commands.answers import _model_folder
@@ -13,6 +15,7 @@ from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.flows.run.run_folder import CONFIG, existing_run_folder, new_run_folder
 from prefect_rlhf.flows.run.run_identity import accept_changes, differences, keep_identity
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config, override
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.flows.checked_files import model_folder
 from tests.flows.run.test_run_identity import commit, snapshots_of
@@ -112,6 +115,86 @@ def test_a_folder_of_the_same_name_wins(hub: Hub, config, home, tmp_path):
         loaded = load_config(tmp_path / "run.yaml")
         assert loaded.models.actor == str(tmp_path / "org" / "model")
         assert "model org/model" not in prepare(loaded).pins
+
+
+@pytest.fixture
+def adapter(hub: Hub, config, tmp_path):
+    """A folder of an adapter as peft writes it, whose base model is an id on the Hub."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    described = {
+        "peft_type": "LORA",
+        "r": 1,
+        "lora_alpha": 2,
+        "base_model_name_or_path": "org/model",
+        "revision": None,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    halves = {name.format("A"): np.ones((1, 16), np.float32), name.format("B"): np.ones((16, 1), np.float32)}
+    save_file(halves, folder / "adapter_model.safetensors")
+    hub.add_folder("me/adapter", folder)
+    return folder
+
+
+def test_an_adapter_brings_the_base_model_that_it_names(hub: Hub, config, adapter, home, tmp_path):
+    before = hub.repositories["model", "org/model"].refs["main"]
+    for named in (str(adapter), "me/adapter"):
+        with hub.used_here(home):
+            continued = override(
+                config, [f"models.actor={named}", f"name={Path(named).name}-of-{len(named)}"]
+            )
+            folder, prepared = begun(continued)
+            newest = hub.add("org/model", {"generation_config.json": json.dumps({"top_k": len(named)})})
+            assert prepared.pins["model org/model"].commit == before
+            assert json.loads((folder / REVISIONS).read_text())["model org/model"]["commit"] == before
+            actor = prepared.config.roles()["actor"].folder
+            base = home / "hub" / "models--org--model" / "snapshots" / before
+            assert base_of(actor).resolve() == base
+            hub.requests.clear()
+            again = prepare(existing_run_folder(folder)[1], folder)
+            assert (differences(folder, again), hub.requests) == ((), [])
+            assert json.loads((adapter / "adapter_config.json").read_text())["revision"] is None
+        moved = home.rename(tmp_path / f"moved-{len(named)}")
+        with hub.used_here(moved):
+            assert differences(folder, prepare(existing_run_folder(folder)[1], folder)) == ()
+        moved.rename(home)
+        before = newest
+
+
+def test_another_revision_of_an_adapter_s_base_is_a_change(hub: Hub, config, adapter, home):
+    with hub.used_here(home):
+        folder, prepared = begun(override(config, [f"models.actor={adapter}"]))
+        before = prepared.pins["model org/model"].commit
+        after = hub.add("org/model", {"generation_config.json": "{}"})
+        described = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps(described | {"revision": "main"}))
+        (change, *_) = differences(folder, prepare(existing_run_folder(folder)[1], folder))
+    assert f"org/model@{before}" in change
+    assert f"org/model@{after}" in change
+
+
+def test_an_adapter_with_a_base_that_nobody_has_is_refused(hub: Hub, config, adapter, home):
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(described | {"base_model_name_or_path": "org/none"})
+    )
+    with hub.used_here(home), pytest.raises(ConfigError, match="has no model org/none that you may read"):
+        prepare(override(config, [f"models.actor={adapter}"]))
+
+
+@pytest.mark.parametrize("named", ["org/model", "me/adapter", "adapter"])
+def test_to_validate_no_weights_are_downloaded(hub: Hub, config, adapter, home, tmp_path, capsys, named):
+    command = ["config", "validate", str(tmp_path / "run.yaml"), f"models.actor={named}"]
+    with hub.used_here(home):
+        assert run_command(command) == 0, capsys.readouterr().err
+        told = "".join(capsys.readouterr())
+        assert {name for name in hub.downloads() if name.endswith(".safetensors")} == set()
+        assert "are not here; a run downloads and checks them when it starts." in told
+        prepare(override(config, [f"models.actor={named}"]))
+        assert "model.safetensors" in hub.downloads()
+        assert run_command(command) == 0
+    assert "are not here" not in "".join(capsys.readouterr()), "what the cache has is checked"
 
 
 def test_to_plan_no_weights_are_downloaded(hub: Hub, config, home, tmp_path, capsys):
