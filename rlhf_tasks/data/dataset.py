@@ -26,6 +26,7 @@ import pyarrow.parquet
 
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import FORM_OF_DATA, is_address
+from prefect_rlhf.rlhf_tasks.config.row_objects import Rows
 from prefect_rlhf.rlhf_tasks.system.reading import DataError, one_line, reading, shown
 
 MOST_LINE_BYTES = 16 << 20  # of a row: no model reads as long a text
@@ -466,6 +467,11 @@ def _paths(pattern: str) -> list[Path]:
     """The files that a path, glob or folder means, in the order of their names."""
     if is_address(pattern):
         raise DataError(f"{pattern}: neither a name of a data set nor a path.{FORM_OF_DATA}")
+    if isinstance(pattern, Rows):
+        raise DataError(
+            f"{pattern} stand in the configuration itself, as only train(...) in Python takes them. Write them to a "
+            "JSONL file, one row a line, and name that file."
+        )
     path = Path(pattern)
     with reading(path, "no path", DataError, "Name files that this account can read."):
         if path.is_file():

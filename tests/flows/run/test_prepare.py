@@ -470,6 +470,14 @@ def test_a_missing_data_file_is_refused(call, tmp_path):
     refused(call, "prompts.jsonl: no such file")
 
 
+@pytest.mark.parametrize("key", ["data", "evaluation"])
+def test_rows_in_a_file_s_configuration_are_refused_with_where_to_write_them(call, document, key):
+    rows = [{"prompt": "abc"}, {"prompt": "de"}]
+    document[key] = {"train": rows} if key == "data" else {"data": rows}
+    remedy = "Write them to a JSONL file, one row a line, and name that file."
+    refused(call, "2 rows of a list stand in the configuration itself", remedy)
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     config = learning_config(tmp_path, "distillation")
     assert prepare.prepare(config).plan.algorithm == "distillation"
