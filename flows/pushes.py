@@ -124,7 +124,7 @@ def _tell_sent_bytes(lines: TextIO) -> None:
                     untold = 0
         return moved(bar, n)
 
-    tqdm.update = update
+    tqdm.update = update  # pyright: ignore[reportAttributeAccessIssue]  nowhere else can one listen
 
 
 def _check(repo: str, private: bool) -> str:

@@ -456,10 +456,9 @@ def has_weights(folder: Path) -> bool:
     """Whether a folder has weight files, sound or not: all that its index names, if it has one."""
     if not (folder / INDEX).is_file():
         return (folder / SINGLE).is_file()
-    files = read_json(folder / INDEX, remedy=SAVE_ANEW).get("weight_map")
-    return not isinstance(files, dict) or all(
-        (folder / file).is_file() for file in set(map(str, files.values()))
-    )
+    names: dict[str, Any] | None = read_json(folder / INDEX, remedy=SAVE_ANEW).get("weight_map")
+    files = {str(file) for file in names.values()} if isinstance(names, dict) else set[str]()
+    return all((folder / file).is_file() for file in files)
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
