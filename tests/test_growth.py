@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 299,
-    "hundreds of lines": 653,
+    "hundreds of lines": 656,
     "lines of the longest file": 664,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 127,
