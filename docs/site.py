@@ -1,9 +1,13 @@
-"""What mkdocs does beside its own work: the reference is generated, and links to files of the project become names.
+"""What mkdocs does beside its own work: the reference is generated, and links to files of the project become names,
+or lead to the page that is made of the file.
 
 `mkdocs.yml` names this file as a hook. The reference is made of the configurations' fields, of the commands' help and
 of docstrings, so it says what the code says.
 """
 
+import inspect
+import json
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +17,22 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import prefect_rlhf
 from prefect_rlhf.flows.cli import app
+from prefect_rlhf.flows.run import run_folder
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from prefect_rlhf.rlhf_tasks.user_code import builtin_environments, builtin_rewards
 
 ROOT = Path(__file__).parents[1]
+MADE_OF = {
+    "prefect_rlhf/__init__.py": "reference/python.md",
+    "rlhf_tasks/user_code/builtin_rewards.py": "reference/rewards.md",
+    "rlhf_tasks/user_code/builtin_environments.py": "reference/rewards.md#environments",
+    "flows/run/run_folder.py": "reference/run-folder.md",
+}
+"""File -> the page that is made of it, to which links to the file lead."""
+GIVEN = {"completions", "prompts", "completion_ids", "columns", "self"}
+"""Parameters of a reward that no configuration sets."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -25,6 +41,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/configuration.md": _configuration(),
         "reference/commands.md": _commands(),
+        "reference/python.md": _python(),
+        "reference/rewards.md": _rewards(),
+        "reference/run-folder.md": _run_folder(),
         "adr/index.md": _decisions(),
     }
     for path, content in pages.items():
@@ -44,6 +63,10 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         if "://" in target or target.startswith("#") or path.is_relative_to(ROOT / "docs"):
             return link[0]
         name = str(path.relative_to(ROOT))
+        if name in MADE_OF:
+            return (
+                f"[{label}]({posixpath.relpath(MADE_OF[name], posixpath.dirname(page.file.src_uri) or '.')})"
+            )
         return f"`{name}`" if label.strip("`") in name else f"{label} (`{name}`)"
 
     return LINK.sub(inside, markdown)
@@ -60,6 +83,84 @@ def _commands() -> str:
     """The commands' help."""
     text = app.generate_docs(output_format="markdown")
     return re.sub(r"## Table of Contents\n.*?(?=\*\*Commands)", "", text, flags=re.DOTALL)
+
+
+def _python() -> str:
+    """The names of `prefect_rlhf`, with their docstrings."""
+    page = ["# Python", "", "`from prefect_rlhf import ...`: each name is loaded when it is first used."]
+    configurations = []
+    for name in prefect_rlhf.__all__:
+        thing = getattr(prefect_rlhf, name)
+        if name.endswith("Config"):
+            about = (inspect.getdoc(thing) or "").partition("\n\n")[0]
+            configurations.append(f"| `{name}` | `{thing.model_fields['type'].default}` | {_cell(about)} |")
+            continue
+        page += ["", f"## {name}", "", f"```text\n{name}{_signature(thing)}\n```", "", _prose(thing)]
+        for method, function in vars(thing).items() if inspect.isclass(thing) else ():
+            if inspect.isfunction(function) and not method.startswith("_"):
+                page += ["", f"**`{method}{_signature(function)}`**", "", _prose(function)]
+    page += ["", "## Configurations", "", "Their fields are those of a [file](configuration.md).", ""]
+    return "\n".join([*page, "| class | `type` | |", "|---|---|---|", *configurations])
+
+
+def _rewards() -> str:
+    """What is built in to judge and to answer, with the arguments that `kwargs` takes."""
+    page = [_ABOUT_REWARDS]
+    for name in builtin_rewards.__all__:
+        page += ["", *_built_in(name, getattr(builtin_rewards, name))]
+    page += ["", "## Environments", "", "`environment: {factory: builtin:NAME, kwargs: {...}}`."]
+    for name in builtin_environments.__all__:
+        page += ["", *_built_in(name, getattr(builtin_environments, name))]
+    return "\n".join(page)
+
+
+def _built_in(name: str, thing: Any) -> list[str]:
+    parameters = inspect.signature(thing).parameters.values()
+    taken = [p for p in parameters if p.name not in GIVEN and p.kind is not p.VAR_KEYWORD]
+    shown = ", ".join(f"{p.name}: {json.dumps(p.default)}" for p in taken)
+    heading = "##" if inspect.isfunction(thing) else "###"
+    return [f"{heading} {name}", "", *([f"`kwargs: {{{shown}}}`", ""] if taken else []), _prose(thing)]
+
+
+_ABOUT_REWARDS = """# Built-in rewards and environments
+
+`rewards: [{function: "builtin:NAME", kwargs: {...}}]`. Arguments are shown with their defaults.
+The right answer is the column `answer`, `solution`, `ground_truth`, `label`, `labels` or verl's
+`reward_model`, whichever comes first; `column` names another."""
+
+
+def _run_folder() -> str:
+    title, _, tree = (inspect.getdoc(run_folder) or "").partition("\n\n")
+    return f"# Run folders\n\n{title}\n\n```text\n{tree}\n```"
+
+
+def _signature(thing: Any) -> str:
+    """Its parameters, without the names of modules in their types."""
+    signature = inspect.signature(thing)
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    text = str(signature.replace(parameters=parameters))
+    if len(text) > 60:
+        inside = ",\n    ".join(map(str, parameters))
+        text = f"(\n    {inside},\n){text[text.rindex(')') + 1 :]}"
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text).replace("'", "")
+
+
+def _prose(thing: Any) -> str:
+    """A docstring as Markdown: lines such as `name  meaning` become a list."""
+    lines: list[str] = []
+    in_list = False
+    for line in (inspect.getdoc(thing) or "").splitlines():
+        item = re.match(r"(\w[\w, ]*?) {2,}(\S.*)", line)
+        text = item[2] if item else line.strip()
+        text = text.replace("\\", "\\\\").replace("<", "&lt;").replace("```", r"\`\`\`")
+        if item:
+            lines += [*([] if in_list else [""]), f"- `{item[1]}`: {text}"]
+        elif in_list and line.startswith(" "):
+            lines[-1] += f" {text}"
+        else:
+            lines += [*([""] if in_list and text else []), text]
+        in_list = bool(item) or (in_list and line.startswith(" "))
+    return "\n".join(lines)
 
 
 def _configuration() -> str:

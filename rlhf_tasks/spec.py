@@ -17,7 +17,7 @@ CallKind = Literal["generate", "inference", "train_step"]
 
 
 IN_FLIGHT = 2
-"""Iterations that may be in flight: iteration t starts after t - 2 has ended (docs/protocol.md, delivery)."""
+"""Iterations that may be in flight: iteration t starts after t - 2 has ended (docs/explanation/protocol.md, delivery)."""
 
 STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 """An unknown field is an error. JSON has NaN or Infinity for non-finite numbers, as in the metrics of a skipped step:
@@ -519,7 +519,7 @@ class ExecutionPlan(Frozen):
     n_devices         devices 0 .. n_devices - 1 take part
     devices_per_host  each host has this many consecutive devices
     n_seqs            sequences fetched per iteration
-    nodes             in the total order that docs/protocol.md defines
+    nodes             in the total order that docs/explanation/protocol.md defines
     """
 
     algorithm: str
@@ -571,7 +571,7 @@ class ExecutionPlan(Frozen):
 
 
 class NodeKey(NamedTuple):
-    """Identifies one execution of one plan node. Every request that changes state carries it (docs/protocol.md)."""
+    """Identifies one execution of one plan node. Every request that changes state carries it (docs/explanation/protocol.md)."""
 
     run: str
     attempt: int

@@ -1,4 +1,4 @@
-"""The code in docs/extending.md does what the page says."""
+"""The code of the pages that say how to add something does what they say."""
 
 import json
 import os
@@ -20,9 +20,17 @@ from tests.flows.marked_command import MarkedCommand
 from tests.tiny_runs import write_model, write_prompts
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-REWARD, ENVIRONMENT, *_, FAMILY = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-FILES = dict(re.findall(r"```\w+\n# ([\w/.]+)\n(.*?)```", TEXT, re.DOTALL))
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / "how-to" / f"{name}.md").read_text(encoding="utf-8")
+
+
+PYTHON = re.compile(r"```python[^\n]*\n(.*?)```", re.DOTALL)
+[REWARD] = PYTHON.findall(page("rewards"))
+[ENVIRONMENT] = PYTHON.findall(page("environments"))
+[FAMILY] = PYTHON.findall(page("new-model-family"))
+FILES = dict(re.findall(r"```\w+\n# ([\w/.]+)\n(.*?)```", page("new-algorithm"), re.DOTALL))
 """The package of the algorithm, and the file of its run."""
 ITERATIONS = 3
 
@@ -38,8 +46,8 @@ def test_the_reward_is_found_and_judges(tmp_path):
 @pytest.mark.cluster
 def test_the_environment_is_found_and_answers(tmp_path):
     (tmp_path / "doors.py").write_text(ENVIRONMENT)
-    [section] = re.findall(r"`environment: ({.*})`", TEXT)
-    environment = {**yaml.safe_load(section), "factory": f"{tmp_path}/doors.py:Doors"}
+    [section] = re.findall(r"```yaml\n(environment:.*?)```", page("environments"), re.DOTALL)
+    environment = {**yaml.safe_load(section)["environment"], "factory": f"{tmp_path}/doors.py:Doors"}
     document = {"models": {"actor": "a"}, "data": {"train": "d"}, "sampling": {"max_completion_length": 9}}
     process = EnvironmentProcess(make_config({"type": "rollout", "environment": environment, **document}))
     try:

@@ -95,7 +95,7 @@ def rehearse(
     hours
         Hours of the run to rehearse, if it has not reached its last iteration by then.
     faults
-        A YAML file with faults, a rate of them, or both (docs/rehearsal.md).
+        A YAML file with faults, a rate of them, or both (docs/how-to/plan.md).
     disk_bytes_per_s
         Bytes that a host reads and writes per second in the run's and the models' folders.
     noise

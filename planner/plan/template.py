@@ -302,7 +302,7 @@ class _Holding(NamedTuple):
     def before(self, template: PlanTemplate, name: str, part: Part, lag: int) -> None:
         """Let slot `name` wait for the samples of a part, which were brought `lag` iterations ago.
 
-        Those of two iterations ago or more are there without an edge: that iteration has ended (docs/protocol.md,
+        Those of two iterations ago or more are there without an edge: that iteration has ended (docs/explanation/protocol.md,
         delivery).
         """
         if lag < IN_FLIGHT:

@@ -2,7 +2,7 @@
 
 It runs the requests of its generation one at a time, in the order of their numbers, which is the order in which its
 controller's connection brings them. It refuses a request out of turn, and those of another run, attempt or
-generation. docs/protocol.md says what holds.
+generation. docs/explanation/protocol.md says what holds.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """The ledger: what one attempt has done, and what it must do next. One per controller.
 
 Pure: stimuli in, instructions out. It delivers iterations, counts answers, orders commits, and rebuilds all ranks
-after a fault. docs/protocol.md says what holds.
+after a fault. docs/explanation/protocol.md says what holds.
 
     start ──► RESETTING ──all ranks clean──► RESTORING ──all loaded──► RUNNING ──last step committed──► Finished
                  ▲   each rank: ResetRank      each: RestoreRank          │

@@ -1,4 +1,4 @@
-"""Environments that are built in: `factory: builtin:NAME`. docs/extending.md says how they are used.
+"""Environments that are built in: `factory: builtin:NAME`. docs/how-to/environments.md says how they are used.
 
 The calculator answers a marked expression with its value. The guessing game answers each wrong guess with a hint.
 """

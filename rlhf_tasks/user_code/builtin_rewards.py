@@ -1,4 +1,4 @@
-"""Rewards that are built in: `function: builtin:NAME`. docs/extending.md says what each gives.
+"""Rewards that are built in: `function: builtin:NAME`. docs/how-to/rewards.md says how they are used.
 
 Each is a function of TRL's form. It checks its arguments, the columns it needs and the packages it uses before it
 judges, so that a run finds what is wrong by calling it without answers. All its faults are RewardErrors.

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 FOLDER = Path(__file__).parents[2] / "deployments" / "clusters"
-PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "several-hosts.md"
 
 
 def test_the_job_is_a_script_that_bash_can_read():
