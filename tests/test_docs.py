@@ -73,6 +73,10 @@ def test_the_site_is_built_with_a_reference_of_what_the_code_says(tmp_path: Path
     assert "optimizer.learning_rate" in configuration
     assert "Peak learning rate." in configuration
     assert "--accept-changes" in (tmp_path / "reference/commands/index.html").read_text()
+    assert "folder of a run to continue" in (tmp_path / "reference/python/index.html").read_text()
+    assert "numeric_answer" in (tmp_path / "reference/rewards/index.html").read_text()
+    assert "metrics.jsonl" in (tmp_path / "reference/run-folder/index.html").read_text()
+    assert "../../reference/rewards/" in (tmp_path / "how-to/rewards/index.html").read_text()
 
 
 def test_the_readme_is_short_and_its_pictures_are_small():

@@ -26,7 +26,7 @@ PORT = 8786  # of the scheduler: nobody else listens in its namespace
 ITERATIONS = 4
 PATIENCE = 1 / 8  # the least deadline of a call is then 15 s
 NAMED = (*RANK, "--name", "second-0")
-# As docs/how-to/several-hosts.md advises: a worker ends with its connection to the scheduler, and nobody else starts it again.
+# As docs/how-to/several-hosts.md advises: a worker ends with its connection, and nobody else starts it again.
 LOOP = "trap 'kill $!; wait; exit' TERM; while true; do \"$@\" & wait $!; sleep 1; done"
 AGAIN = ("bash", "-c", LOOP, "bash")
 HOURS = 5 * 3600  # certificates are valid from a day before to a day after
