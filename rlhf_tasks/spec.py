@@ -17,7 +17,7 @@ CallKind = Literal["generate", "inference", "train_step"]
 
 
 IN_FLIGHT = 2
-"""Iterations that may be in flight: iteration t starts after t - 2 has ended (docs/explanation/protocol.md, delivery)."""
+"""Iterations that may be in flight: iteration t starts after t - 2 has ended (docs/explanation/protocol.md)."""
 
 STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 """An unknown field is an error. JSON has NaN or Infinity for non-finite numbers, as in the metrics of a skipped step:
@@ -571,7 +571,8 @@ class ExecutionPlan(Frozen):
 
 
 class NodeKey(NamedTuple):
-    """Identifies one execution of one plan node. Every request that changes state carries it (docs/explanation/protocol.md)."""
+    """Identifies one execution of one plan node. Every request that changes state carries it
+    (docs/explanation/protocol.md)."""
 
     run: str
     attempt: int

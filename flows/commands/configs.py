@@ -140,8 +140,9 @@ def doctor(
 
     Compares logits, gradients, greedy tokens, and a reallocation to one rank and back under each strategy. Prints a
     line for each with the largest difference and the tolerance. Exit status 1 when one is out of tolerance. Needs a
-    process for each rank of the largest strategy, and memory for three to four times the weights (docs/how-to/check-a-model.md). A
-    model of an untested family can be trained after it has passed: the verdict is stored in its folder.
+    process for each rank of the largest strategy, and memory for three to four times the weights
+    (docs/how-to/check-a-model.md). A model of an untested family can be trained after it has passed: the verdict is
+    stored in its folder.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """The training of a run: attempts, one after another, and an attempt as its flow sees it.
 
-An attempt enters an iteration as soon as the controller says that it may be entered (docs/explanation/protocol.md, delivery): it
-tells the controller, which delivers it, and the iteration's view (flows/view/iterations.py).
+An attempt enters an iteration as soon as the controller says that it may be entered (docs/explanation/protocol.md,
+delivery): it tells the controller, which delivers it, and the iteration's view (flows/view/iterations.py).
 Whatever Prefect does or does not do meanwhile, the ranks continue.
 """
 

@@ -302,8 +302,8 @@ class _Holding(NamedTuple):
     def before(self, template: PlanTemplate, name: str, part: Part, lag: int) -> None:
         """Let slot `name` wait for the samples of a part, which were brought `lag` iterations ago.
 
-        Those of two iterations ago or more are there without an edge: that iteration has ended (docs/explanation/protocol.md,
-        delivery).
+        Those of two iterations ago or more are there without an edge: that iteration has ended
+        (docs/explanation/protocol.md, delivery).
         """
         if lag < IN_FLIGHT:
             (template.across if lag else template.after)[name].update(self.of(part))
