@@ -96,6 +96,7 @@ class CallRow(NamedTuple):
     dp: int
     tp: int
     pp: int
+    cp: int
     micro_batches: int
     offload: bool
     time_s: float
@@ -117,6 +118,7 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[C
             node.placement.strategy.dp,
             node.placement.strategy.tp,
             node.placement.strategy.pp,
+            node.placement.strategy.cp,
             node.assignment.micro_batches,
             node.assignment.offload,
             price.duration_s[node.name],

@@ -261,12 +261,14 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
     several = len(model.classes.profiles) > 1
     whole = (Column(head, no_wrap=True) for head in ("call", "devices"))
     table = Table(*whole, *(["class"] if several else []), box=None, pad_edge=False)
-    for head in ("dp", "tp", "pp", "micro-\nbatches", "offload", "seconds", "memory\nGB"):
+    rows = call_rows(plan, price, model)
+    divides = any(row.cp > 1 for row in rows)
+    for head in ("dp", "tp", "pp", *(["cp"] if divides else []), "micro-\nbatches", "offload", "seconds", "memory\nGB"):
         table.add_column(head, justify="right")
-    for row in call_rows(plan, price, model):
+    for row in rows:
         memory = f"{row.memory_bytes / 1e9:.3g}" + (" [red]too much[/]" if row.missing_bytes else "")
         where = (row.call, row.devices, *([row.device_class] if several else []))
-        how = map(str, (row.dp, row.tp, row.pp, row.micro_batches))
+        how = map(str, (row.dp, row.tp, row.pp, *([row.cp] if divides else []), row.micro_batches))
         table.add_row(*where, *how, "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
     console.print(f"[bold]Calls[/] on {model.classes}; memory: peak of the fullest device")
     console.print(table)

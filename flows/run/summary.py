@@ -165,6 +165,7 @@ def _calls(plan: ExecutionPlan, lineage: Sequence[JournalRow]) -> dict[str, dict
             "dp": node.placement.strategy.dp,
             "tp": node.placement.strategy.tp,
             "pp": node.placement.strategy.pp,
+            "cp": node.placement.strategy.cp,
             "micro_batches": node.assignment.micro_batches,
             "median_s": round(median(seconds[node.name]), 4),
         }

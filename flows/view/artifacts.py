@@ -150,6 +150,8 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
 
     warnings  sentences about the figures
     """
+    calls = call_rows(result.plan, result.price, model)
+    divides = any(row.cp > 1 for row in calls)
     rows = [
         {
             "call": row.call,
@@ -158,13 +160,14 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
             "dp": row.dp,
             "tp": row.tp,
             "pp": row.pp,
+            **({"cp": row.cp} if divides else {}),
             "micro-batches": row.micro_batches,
             "offload": row.offload,
             "seconds": row.time_s,
             "memory, GB": row.memory_bytes / 1e9,
             "lacking, GB": row.missing_bytes / 1e9,
         }
-        for row in call_rows(result.plan, result.price, model)
+        for row in calls
     ]
     await _show_table(
         "plan-calls", rows, "Seconds and memory of each call; memory: peak of its fullest device."

@@ -68,11 +68,12 @@ class CallCost:
 
 
 class Crossings(NamedTuple):
-    """Whether the tp, dp and pp groups of a placement span hosts."""
+    """Whether the tp, dp, pp and cp groups of a placement span hosts; dp: of the ranks that hold the same parameters."""
 
     tp: bool
     dp: bool
     pp: bool
+    cp: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,12 +196,37 @@ class OnMesh:
         if kind == "backward" and rework:
             forward_s = timing.layer_s("forward", tokens, context)
             layer_s += rework * forward_s * self._layer_factor("forward", tokens, context)
+        if kind in ("forward", "backward"):
+            layer_s += self._to_heads_s(tokens) * (1 + bool(rework) * (kind == "backward"))
         embedding_s = timing.embedding_s(kind, tokens)
         passing = tokens if kind in ("prefill", "decode") else self.counted(whole)
         head_s = timing.head_s(kind, passing, context)
         if kind == "backward" and self.has_adapters:  # the frozen embedding and lm head have no gradient
             embedding_s, head_s = 0.0, head_s * (0.5 if self.local.vocab > 1 else 1.0)
         return layer_s, embedding_s, head_s
+
+    def _to_heads_s(self, tokens: float) -> float:
+        """Seconds in which a layer's queries, keys and values go to the cp ranks of their heads, and the output comes
+        back. tokens: of one rank
+
+        Where an all-to-all has no price of its own, it takes as long as an all-gather that fills as many bytes: each
+        rank sends and receives as much.
+        """
+        if self.strategy.cp == 1:
+            return 0.0
+        there = tokens * (self.local.scored + 2 * self.attended_kv) * self.workload.itemsize
+        back = tokens * self.local.scored * self.workload.itemsize
+        return sum(
+            self.exchange_s("all_gather", self.strategy.cp, size_bytes, self.crossings.cp)
+            for size_bytes in (there, back)
+        )
+
+    @property
+    def attended_kv(self) -> float:
+        """Width of a layer's keys with which a cp rank attends, for each of its own tokens: each rank has one KV head
+        at least."""
+        cp, local = self.strategy.cp, self.local
+        return local.kv if cp == 1 else max(local.kv, cp * local.head_dim)
 
     def counted(self, tokens: float) -> float:
         """How many of these tokens pass the head: of a language model, only those that predict a counted token."""
@@ -234,9 +260,10 @@ class OnMesh:
 
     def share_batch_s(self, call: ModelFunctionCall, tokens: float) -> float:
         """Seconds in which a replica's head shares a batch of `tokens` tokens with the replica's ranks."""
-        ranks = self.strategy.tp * self.strategy.pp
+        ranks = self.strategy.size // self.strategy.dp
         size_bytes = len(call.inputs) * tokens * TOKEN_BYTES
-        return self.exchange_s("share", ranks, size_bytes, self.crossings.tp or self.crossings.pp)
+        crosses = self.crossings.tp or self.crossings.pp or self.crossings.cp
+        return self.exchange_s("share", ranks, size_bytes, crosses)
 
     def kept_bytes(self, recompute: Recompute) -> float:
         """Bytes per token that a layer keeps for the backward pass, by what is recomputed there.
@@ -258,7 +285,7 @@ class OnMesh:
             branches = (2 if local.gated else 1) * local.intermediate
             return (outputs + 2 * local.query + 2 * local.kv + branches) * itemsize
         of_mlp = (4 if local.gated else 2) * local.intermediate
-        products = 2 * local.hidden + 3 * local.query + 2 * local.kv + of_mlp
+        products = 2 * local.hidden + 3 * local.query + 2 * self.attended_kv + of_mlp
         if local.routed:
             products += local.routed + local.intermediate
         norms = 2 * local.hidden * itemsize if local.norm_bias else 4 * local.hidden * NORM_BYTES
@@ -266,7 +293,7 @@ class OnMesh:
 
     def repeated_bytes(self) -> float:
         """Bytes of a layer's keys and values of a token that is repeated for another sequence."""
-        return 2 * self.local.kv * self.workload.itemsize
+        return 2 * self.attended_kv * self.workload.itemsize
 
     def working_bytes(self, tokens: float, stage: int, gradients: bool, repeated: float = 0.0) -> float:
         """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's: logits, and what
@@ -294,6 +321,8 @@ class OnMesh:
         layer = tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + mlp) * itemsize
         layer += tokens * local.mixing * STATE_BYTES
         layer += repeated * self.repeated_bytes()
+        if self.strategy.cp > 1:  # what is sent to the ranks of its heads, and what comes
+            layer += 2 * tokens * (local.query + 2 * self.attended_kv) * itemsize
         if gradients:
             layer *= 2
             layer += tokens * (self.kept_bytes("none") - self.kept_bytes(self.workload.recompute))
@@ -314,15 +343,18 @@ def infer(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     rewards_s = share * mesh.workload.reward_s if scores else 0.0
     if not call.runs_model:
         return CallCost(rewards_s, (0.0,) * mesh.strategy.pp)
+    cp = mesh.strategy.cp
     passes_s = mesh.pipelined_s(
-        ["forward"], in_each * length - repeated, mesh.length, micro_batches, repeated
+        ["forward"], (in_each * length - repeated) / cp, mesh.length, micro_batches, repeated / cp
     )
     seconds = mesh.share_batch_s(call, share * length) + passes_s
     return CallCost(
         max(seconds, rewards_s),
         tuple(
             mesh.each_stage(
-                lambda stage: mesh.working_bytes(fullest * length - of_fullest, stage, False, of_fullest)
+                lambda stage: mesh.working_bytes(
+                    (fullest * length - of_fullest) / cp, stage, False, of_fullest / cp
+                )
             )
         ),
     )
@@ -338,8 +370,8 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     length, prompt, share = workload.mean_tokens, workload.prompt_tokens, mesh.share(call, call.mini_batches)
     micro_batches = mesh.micro_batches(share, micro_batches, alike)
     prompts, _ = mesh.prompts(share, micro_batches, alike)
-    repeated = (share / micro_batches - prompts) * prompt + share / micro_batches * mesh.shared
-    tokens = share * length / micro_batches - repeated
+    repeated = ((share / micro_batches - prompts) * prompt + share / micro_batches * mesh.shared) / s.cp
+    tokens = share * length / micro_batches / s.cp - repeated
     gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
     passes_s = mesh.pipelined_s(["forward", "backward"], tokens, mesh.length, micro_batches, repeated)
     backward_s = max(mesh.stages_s(["backward"], tokens, mesh.length, repeated))
@@ -351,9 +383,9 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     of_repeated = mesh.repeated_bytes() if workload.recompute == "none" else 0.0
 
     def tokens_of(sequences: int, count: int) -> tuple[float, float]:
-        """Tokens of `count` micro-batches that are computed, and that are repeated."""
+        """Tokens of `count` micro-batches that a rank computes, and that are repeated."""
         repeated = (sequences - min(sequences, count * most)) * prompt + sequences * mesh.shared
-        return sequences * length - repeated, repeated
+        return (sequences * length - repeated) / s.cp, repeated / s.cp
 
     def kept(count: int) -> float:
         """Bytes that a layer keeps of `count` micro-batches: the first ones have a sequence more than the others."""
@@ -389,38 +421,38 @@ def _reduce_s(mesh: OnMesh, micro_batches: int, backward_s: float) -> float:
 
     backward_s  of one micro-batch on the slowest stage; it hides a part of the reduction, but not the last bucket's
     """
-    trained, dp, pp, crosses = mesh.trained, mesh.strategy.dp, mesh.strategy.pp, mesh.crossings.dp
-    if dp == 1:
+    trained, copies, pp, crosses = mesh.trained, mesh.strategy.copies, mesh.strategy.pp, mesh.crossings.dp
+    if copies == 1:
         return 0.0
     shared = max(mesh.each_stage(lambda stage: trained.stage_shared(pp, stage)))
     moved = max(
         mesh.each_stage(lambda stage: trained.stage_parameters(pp, stage) - trained.stage_shared(pp, stage))
     )
     buckets = max(1, round(moved / max(BUCKET, trained.layer / MATRICES)))
-    bucket_s = mesh.exchange_s("reduce_scatter", dp, moved / buckets * GRADIENT_BYTES, crosses)
+    bucket_s = mesh.exchange_s("reduce_scatter", copies, moved / buckets * GRADIENT_BYTES, crosses)
     passes_s = micro_batches * max(buckets * bucket_s - mesh.overlap * backward_s, bucket_s)
     if not shared:
         return passes_s
-    return passes_s + mesh.exchange_s("reduce_scatter", dp, shared * GRADIENT_BYTES, crosses)
+    return passes_s + mesh.exchange_s("reduce_scatter", copies, shared * GRADIENT_BYTES, crosses)
 
 
 def _update_s(mesh: OnMesh) -> float:
     """Seconds of an optimizer step after the reduction of gradients: update shares, gather weights."""
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
     parameters = max(mesh.trained.parameters_by_stage(s.pp))
-    seconds = mesh.timing.update_s(parameters, s.dp)
-    seconds += mesh.exchange_s("all_gather", s.dp, parameters * itemsize, crossings.dp)
+    seconds = mesh.timing.update_s(parameters, s.copies)
+    seconds += mesh.exchange_s("all_gather", s.copies, parameters * itemsize, crossings.dp)
     if (
         mesh.has_adapters and s.tp > 1
     ):  # of each adapter, one matrix is on all tp ranks; with a large tp that is most
         seconds += mesh.exchange_s(
-            "all_reduce", s.tp * s.dp, parameters * GRADIENT_BYTES, crossings.tp or crossings.dp
+            "all_reduce", s.tp * s.copies, parameters * GRADIENT_BYTES, crossings.tp or crossings.dp
         )
     if mesh.trained.tied and s.pp > 1:
         seconds += mesh.exchange_s(
-            "all_reduce", 2 * s.dp, mesh.trained.embedding * GRADIENT_BYTES, crossings.pp or crossings.dp
+            "all_reduce", 2 * s.copies, mesh.trained.embedding * GRADIENT_BYTES, crossings.pp or crossings.dp
         )
-    if s.dp * s.pp > 1:  # the ranks exchange their metrics
+    if s.copies * s.pp > 1:  # the ranks exchange their metrics
         seconds += mesh.exchange_s("all_gather", s.size, 0, any(crossings))
     return seconds
 

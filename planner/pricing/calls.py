@@ -33,6 +33,7 @@ from prefect_rlhf.planner.pricing.figures import (
 )
 from prefect_rlhf.planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Sizes, Slowest, Timing, sizes
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import check_context_parallel
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import CHUNK
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
@@ -121,6 +122,11 @@ class CostModel:
                 f"tp={placement.strategy.tp} splits the experts of {call.role} over devices of unlike classes, whose "
                 "routers may choose unlike experts for a token. Choose a tp within the hosts of one class."
             )
+        if call.kind == "generate" and placement.strategy.cp > 1:
+            raise ValueError(
+                f"cp={placement.strategy.cp} divides the tokens of a sequence, but a generate call draws one after "
+                "the other. Choose a larger dp or tp instead."
+            )
         where = self._where(placement, call, offload)
         found = self._profiled(call, where, micro_batches)
         if not (self.history and (factors := self._factors_of(call))):
@@ -193,7 +199,7 @@ class CostModel:
     def _streams_s(self, role: str, where: _Circumstances) -> float:
         """Seconds in which the optimizer's state passes to the fullest device and back, once."""
         most = max(self._trained_sizes(role, where.strategy).parameters_by_stage(where.strategy.pp))
-        return self.classes.host_copy_s(2 * OPTIMIZER_BYTES * most / where.strategy.dp, where.classes)
+        return self.classes.host_copy_s(2 * OPTIMIZER_BYTES * most / where.strategy.copies, where.classes)
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:
         """Numbers of the device classes of a placement's devices, ascending."""
@@ -209,9 +215,8 @@ class CostModel:
             return True
         of_host, host = self.classes.of_host, self.cluster.host
         return all(
-            len({of_host[host(placement.device(at_dp, rank, at_pp))] for rank in range(s.tp)}) == 1
-            for at_dp in range(s.dp)
-            for at_pp in range(s.pp)
+            len({of_host[host(device)] for device in placement.devices[first : first + s.tp]}) == 1
+            for first in range(0, s.size, s.tp)
         )
 
     def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
@@ -255,16 +260,18 @@ class CostModel:
         offload  the optimizer's state is in host memory, and two chunks of it are on the device
         away     so are the parameters
 
-        Gradients and optimizer are shared out over dp. With dp > 1 come the gradients that are not shared out yet.
+        Gradients and optimizer are shared out over the copies of the parameters, those of dp and cp ranks. With more
+        than one come the gradients that are not shared out yet.
         """
         s = placement.strategy
+        copies = s.copies
         trained = self._trained_sizes(role, s)
 
         def held(stage: int, count: int) -> float:
-            state = 2 * min(CHUNK, count / s.dp) if offload else count / s.dp
+            state = 2 * min(CHUNK, count / copies) if offload else count / copies
             parameter = 0 if away else self.workload.itemsize
-            size_bytes = count * (parameter + GRADIENT_BYTES / s.dp) + OPTIMIZER_BYTES * state
-            return size_bytes + (GRADIENT_BYTES * unreduced(trained, s.pp, stage) if s.dp > 1 else 0)
+            size_bytes = count * (parameter + GRADIENT_BYTES / copies) + OPTIMIZER_BYTES * state
+            return size_bytes + (GRADIENT_BYTES * unreduced(trained, s.pp, stage) if copies > 1 else 0)
 
         return tuple(held(stage, count) for stage, count in enumerate(trained.parameters_by_stage(s.pp)))
 
@@ -272,13 +279,13 @@ class CostModel:
         """[stages] bytes of the parameters and master weights of a role that follows another, on a device of each
         stage."""
         s = placement.strategy
-        return self._by_stage(role, s, self.workload.itemsize + MASTER_BYTES / s.dp)
+        return self._by_stage(role, s, self.workload.itemsize + MASTER_BYTES / s.copies)
 
     def state_bytes(self, role: str, placement: Placement, trained: bool) -> tuple[float, ...]:
         """[stages] bytes of the state that a device of each stage has of a role whose weights change: master weights,
-        and where it is trained both moments, cut over dp."""
+        and where it is trained both moments, cut over dp and cp."""
         s = placement.strategy
-        return self._by_stage(role, s, (OPTIMIZER_BYTES if trained else MASTER_BYTES) / s.dp)
+        return self._by_stage(role, s, (OPTIMIZER_BYTES if trained else MASTER_BYTES) / s.copies)
 
     def evaluation(self, role: str, placement: Placement) -> CallCost:
         """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a
@@ -323,6 +330,7 @@ class CostModel:
         model = self.models[role]
         if strategy.pp > model.shape.layers:
             raise ValueError(f"pp={strategy.pp} exceeds the model's {model.shape.layers} layers.")
+        check_context_parallel(model.shape, strategy)
         return sizes(model.shape, model.head, strategy.tp)
 
     def _trained_sizes(self, role: str, strategy: ParallelStrategy) -> Sizes:
@@ -362,8 +370,9 @@ class CostModel:
             return Crossings(False, False, False)
         return Crossings(
             spans(at(0, rank, 0) for rank in range(s.tp)),
-            spans(at(rank, 0, 0) for rank in range(s.dp)),
+            spans(placement.dp_group(placement.devices[0])),
             spans(at(0, 0, rank) for rank in range(s.pp)),
+            spans(at(0, 0, 0, rank) for rank in range(s.cp)),
         )
 
 

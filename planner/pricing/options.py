@@ -55,7 +55,7 @@ class Option(NamedTuple):
     """One way to run a call.
 
     first, size    its device mesh: devices first .. first + size - 1
-    strategy       (dp, tp, pp) with dp x tp x pp = size
+    strategy       degrees whose product is size
     seconds        the call's duration: of all its parts together, without their dispatch
     resident       [stages] bytes that a device holds all the time for a train_step: trained parameters, their
                    gradients and optimizer, without what is offloaded; or for the call that runs the model of a role
@@ -376,7 +376,7 @@ def _rooms(strategy: ParallelStrategy, first: int, classes: DeviceClasses) -> li
 
     first  the first device of the mesh
     """
-    width = strategy.dp * strategy.tp
+    width = strategy.copies * strategy.tp
     return [
         min((classes.rooms[number], start + offset) for offset, number in classes.layout(start, width))
         for start in range(first, first + strategy.size, width)

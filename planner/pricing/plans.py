@@ -128,7 +128,7 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
         case SaveNode():
             held = max(model.parameter_bytes(node.role, node.placement))
             state = OPTIMIZER_BYTES if plan.roles[node.role].trained else MASTER_BYTES
-            seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement), state)
+            seconds = save_s(held, node.placement.strategy.copies, model, model.classes_of(node.placement), state)
         case EvaluateNode(at_start=False):
             seconds = evaluation_s(node.role, node.placement, model)
         case OffloadNode():
@@ -140,15 +140,16 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
 
 
 def save_s(
-    parameter_bytes: float, dp: int, model: CostModel, classes: Iterable[int], per_parameter: float
+    parameter_bytes: float, copies: int, model: CostModel, classes: Iterable[int], per_parameter: float
 ) -> float:
     """Seconds in which a device copies its part of a role's state to host memory.
 
     parameter_bytes  bytes of its parameters
+    copies           devices that hold the same ones, over which the state is cut
     classes          those of the placement's devices
     per_parameter    bytes of the state per parameter
     """
-    state_bytes = parameter_bytes / model.workload.itemsize * per_parameter / dp
+    state_bytes = parameter_bytes / model.workload.itemsize * per_parameter / copies
     return model.classes.host_copy_s(state_bytes, classes)
 
 
@@ -174,7 +175,7 @@ def _reallocation(node: ReallocateNode | SyncNode, model: CostModel) -> tuple[fl
 
 def _held(role: str, placement: Placement, model: CostModel) -> HeldModel:
     s = placement.strategy
-    return HeldModel(min(placement.devices), s.dp, s.tp, s.pp, model.layer_bytes(role, s.tp))
+    return HeldModel(min(placement.devices), s.copies, s.tp, s.pp, model.layer_bytes(role, s.tp))
 
 
 def _transfer(node: TransferNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
@@ -538,8 +539,7 @@ def _ahead_bytes(plan: ExecutionPlan, call: ModelFunctionCall, workload: Workloa
 
 
 def _on_devices(placement: Placement, per_stage: Sequence[float]) -> Iterator[tuple[int, Coordinate, float]]:
-    """(device, its coordinate, bytes) triples from bytes per stage. Devices are in the order pp, dp, tp."""
-    s = placement.strategy
+    """(device, its coordinate, bytes) triples from bytes per stage."""
     for number, device in enumerate(placement.devices):
-        at = Coordinate(dp=number // s.tp % s.dp, tp=number % s.tp, pp=number // (s.tp * s.dp))
+        at = placement.coordinate_at(number)
         yield device, at, per_stage[at.pp]

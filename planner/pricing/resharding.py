@@ -28,7 +28,7 @@ class Wires(NamedTuple):
 
 
 class HeldModel(NamedTuple):
-    """A model on consecutive devices.
+    """A model on consecutive devices: dp copies of it, where a cp rank's counts as a dp rank's.
 
     first        the first device
     layer_bytes  bytes of one layer on a device; embedding and head count as if they were spread over the layers

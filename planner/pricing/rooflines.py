@@ -42,6 +42,7 @@ class Sizes:
     hidden, layers           of the whole model
     tied                     the head shares the embedding's weights: with several stages, the last one holds them too
     tp                       ranks that a layer is split over
+    head_dim                 width of a KV head
     gated, norm_bias         of the layers, as in `Family`
     norms_over_ranks         norms of a layer whose sums of squares are summed over the tp group
     """
@@ -66,6 +67,7 @@ class Sizes:
     layers: int
     tied: bool
     tp: int
+    head_dim: float
     positions: int
     gated: bool
     norm_bias: bool
@@ -183,6 +185,7 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
         layers=shape.layers,
         tied=tied,
         tp=tp,
+        head_dim=shape.mean_head_dim,
         positions=positions,
         gated=shape.gated,
         norm_bias=shape.norm_bias,

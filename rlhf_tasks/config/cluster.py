@@ -125,14 +125,15 @@ _NUMBERED = {
     "d": ("dp", 1, MAX_DEVICES),
     "t": ("tp", 1, MAX_DEVICES),
     "p": ("pp", 1, MAX_DEVICES),
+    "c": ("cp", 1, MAX_DEVICES),
     "m": ("micro_batches", 1, MOST_SEQS),
     "order": ("order", 0, 1000),
 }
 """The words of a placement that end with a number: what this is, and from where to where it goes."""
 
 _EXAMPLE = (
-    "Write, for example, 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8 (devices or hosts; degrees of dp, tp "
-    "and pp; micro-batches)"
+    "Write, for example, 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8 (devices or hosts; degrees of dp, tp, "
+    "pp and, as c2, cp; micro-batches)"
 )
 
 
@@ -148,6 +149,7 @@ class ByHand(NamedTuple):
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     micro_batches: int = 1
     balance: Literal["count", "tokens"] = "count"
     offload: bool = False
@@ -193,6 +195,7 @@ class ByHand(NamedTuple):
             dp=placement.strategy.dp,
             tp=placement.strategy.tp,
             pp=placement.strategy.pp,
+            cp=placement.strategy.cp,
             micro_batches=assignment.micro_batches,
             balance=assignment.balance,
             offload=assignment.offload,
@@ -216,7 +219,7 @@ class ByHand(NamedTuple):
         return " ".join(filter(None, words))
 
     def assignment(self, devices_per_host: int) -> CallAssignment:
-        """Raises ValueError where dp * tp * pp is not the number of devices."""
+        """Raises ValueError where dp * tp * pp * cp is not the number of devices."""
         devices = self.numbers
         if self.of_hosts:
             check_count(len(devices), devices_per_host)
@@ -226,7 +229,7 @@ class ByHand(NamedTuple):
                 for device in range(devices_per_host)
             )
         return CallAssignment(
-            placement=Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp)),
+            placement=Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp, self.cp)),
             micro_batches=self.micro_batches,
             balance=self.balance,
             offload=self.offload,

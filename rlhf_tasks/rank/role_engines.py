@@ -16,6 +16,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import initialise, load, load_config
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -269,6 +270,7 @@ class RoleEngines:
             dtype=self._dtype,
             recompute=self._recompute,
             shared=shared,
+            context=ContextRanks.of(layout, self._groups),
         )
 
 

@@ -49,8 +49,10 @@ def make_graph() -> Callable[..., DataflowGraph]:
 
 @pytest.fixture
 def assign() -> Callable[..., CallAssignment]:
-    def make(devices: list[int], dp: int = 1, tp: int = 1, pp: int = 1, **more) -> CallAssignment:
-        return CallAssignment(placement=Placement(tuple(devices), ParallelStrategy(dp, tp, pp)), **more)
+    def make(
+        devices: list[int], dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, **more
+    ) -> CallAssignment:
+        return CallAssignment(placement=Placement(tuple(devices), ParallelStrategy(dp, tp, pp, cp)), **more)
 
     return make
 

@@ -25,8 +25,8 @@ def model(**changes) -> ModelShape:
     )
 
 
-def place(devices, dp=1, tp=1, pp=1) -> Placement:
-    return Placement(tuple(devices), ParallelStrategy(dp, tp, pp))
+def place(devices, dp=1, tp=1, pp=1, cp=1) -> Placement:
+    return Placement(tuple(devices), ParallelStrategy(dp, tp, pp, cp))
 
 
 @dataclass
@@ -101,4 +101,5 @@ FOUR = [
     place(range(4), tp=4),
     place([1]),
     place([0, 1, 2], pp=3),
+    place([2, 0, 3, 1], tp=2, cp=2),
 ]

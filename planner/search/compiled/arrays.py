@@ -51,11 +51,11 @@ seconds, save_s  seconds of the call (of all its parts together), and of the sav
                  call of a role that follows another; both include dispatch
 evaluate_s       seconds per iteration of the evaluation that follows a train_step, dispatch included; 0 without one
 copy_s           seconds of the copy of its parameters from host memory, or back
-first .. pp      mesh and strategy
+first .. pp      mesh and strategy; dp: copies of the model, so cp times as many as the strategy's dp
 onloaded         1 or 0, as in planner.pricing.options.Option
 where            row of Arrays.sides; options with equal numbers have every sample on the same rank
 place            number of the placement
-strategy         number of (dp, tp, pp) together with the device classes along the mesh
+strategy         number of the strategy together with the device classes along the mesh
 classes          row of Arrays.wires: the slowest links of the mesh's device classes
 stage            row of its first stage in Arrays.stages
 resident .. host  bytes, each the maximum over the stages
@@ -240,26 +240,26 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
         known: dict[tuple, tuple] = {}  # figures that options share if they differ only in their place
         for option in of_call:
             s, mesh = option.strategy, (option.first, option.size)
-            degrees, layout = (s.dp, s.tp, s.pp), layouts[mesh]
-            alike = (degrees, layout, option.micro_batches, option.offload)
+            degrees, layout = (s.copies, s.tp, s.pp), layouts[mesh]
+            alike = (s, layout, option.micro_batches, option.offload)
             if alike not in known:
                 by_stage = option.resident, option.frozen, option.copy, option.active, option.host
                 most = tuple(map(max, by_stage))
                 within = tuple(sorted({number for _, number in layout}))
                 layer = problem.model.layer_bytes(call.role, s.tp)
                 known[alike] = (
-                    save_s(most[2], s.dp, problem.model, within, state_bytes) + dispatch_s,
+                    save_s(most[2], s.copies, problem.model, within, state_bytes) + dispatch_s,
                     evaluation_s(call.role, option.assignment.placement, problem.model) + dispatch_s
                     if call.role in problem.graph.evaluated
                     else 0.0,
                     classes.host_copy_s(most[2], within),
-                    strategies[degrees, layout],
+                    strategies[s, layout],
                     *_dealt(call, s),
                     (wires[within], len(stages), *most, layer, -(-model.shape.layers // s.pp)),
                 )
                 stages += zip(*by_stage, strict=True)
             saved_s, evaluated_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
-            where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
+            where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, s]
             seconds = option.seconds + call.chunks * dispatch_s
             place = (*mesh, *degrees, option.onloaded, where, place, strategy)
             rows.append((seconds, saved_s, evaluated_s, copy_s, *place, *figures))
@@ -271,7 +271,7 @@ def _dealt(call: ModelFunctionCall, s: ParallelStrategy) -> tuple[int, int, int]
     """prefect_rlhf.planner.plan.build.where as numbers: (devices before the first head, distance of heads, number of
     blocks that are dealt separately). With the first device and dp they form a row of Arrays.sides."""
     blocks = (*dealing(call, s.dp, "count"), "1", "1")[1]
-    return (s.pp - 1) * s.dp * s.tp, s.tp if s.dp > 1 else 1, int(blocks)
+    return (s.pp - 1) * s.copies * s.tp, s.cp * s.tp if s.dp > 1 else 1, int(blocks)
 
 
 class _Numbers(dict[Any, int]):

@@ -112,12 +112,14 @@ class MicroBatch:
         return values.split(list(self.lengths))
 
 
-def predicting(micro: MicroBatch, mask: str) -> MicroBatch:
+def predicting(micro: MicroBatch, mask: str | None) -> MicroBatch:
     """The micro-batch with the rows that predict the tokens where a mask is True: each is one position before.
 
-    mask  key of a bool tensor [T]; a sample's first token, which nothing predicts, is not counted
+    mask  key of a bool tensor [T]; a sample's first token, which nothing predicts, is not counted; None: all others
     """
-    counted = micro.data[mask] & (micro.position_ids > 0)
+    counted = micro.position_ids > 0
+    if mask is not None:
+        counted = counted & micro.data[mask]
     return replace(micro, rows=counted.nonzero().squeeze(1) - 1)
 
 

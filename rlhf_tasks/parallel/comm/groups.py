@@ -131,23 +131,24 @@ class ProcessGroups:
 def device_sets(placement: Placement) -> list[tuple[int, ...]]:
     """The sets of devices in which an engine on this placement communicates.
 
-    These are its tp, dp and pp groups, its replicas, its stages, the whole mesh, and the holders of tied embeddings.
+    These are its tp, cp, dp and pp groups, its replicas, its stages, the whole mesh, and the holders of tied embeddings.
     """
     sets = [tuple(sorted(placement.devices))]
     sets += [tuple(sorted(placement.replica(dp_rank))) for dp_rank in range(placement.strategy.dp)]
     for device in placement.devices:
-        sets += [placement.tp_group(device), placement.dp_group(device), placement.pp_group(device)]
+        sets += [placement.tp_group(device), placement.cp_group(device)]
+        sets += [placement.dp_group(device), placement.pp_group(device)]
         sets += [stage_set(placement, device), tied_set(placement, device)]
     return sorted({tuple(sorted(devices)) for devices in sets})
 
 
 def stage_set(placement: Placement, device: int) -> tuple[int, ...]:
-    """The devices of all tp and dp ranks on this device's stage."""
+    """All devices of this device's stage."""
     return tuple(sorted(d for other in placement.tp_group(device) for d in placement.dp_group(other)))
 
 
 def tied_set(placement: Placement, device: int) -> tuple[int, ...]:
-    """The devices of this device's tp rank on the first and last stages, in all dp ranks.
+    """The devices of this device's tp rank on the first and last stages, in all dp and cp ranks.
 
     With tied embeddings these are the holders of a slice of them.
     """

@@ -133,21 +133,30 @@ def _rounds(
 
 
 def _verify(ours: _SlicesHere, fresh: _SlicesHere, groups: ProcessGroups) -> str:
-    """The digest of the source's first dp rank. Raises InvariantError if a destination dp rank has another digest."""
+    """The digest of the source's first copy. Raises InvariantError if a copy of the destination has another digest.
+
+    The devices of a dp and cp rank hold a copy.
+    """
     source, destination = ours.layout.placement, fresh.layout.placement
-    sums = torch.zeros(1 + destination.strategy.dp, dtype=torch.int64, device=groups.device)
-    if ours.slices and source.coordinate(ours.rank).dp == 0:
+    sums = torch.zeros(1 + destination.strategy.copies, dtype=torch.int64, device=groups.device)
+    if ours.slices and _copy(source, ours.rank) == 0:
         sums[0] = digest(ours.slices, ours.layout, ours.rank)
     if fresh.slices:
-        sums[1 + destination.coordinate(fresh.rank).dp] = digest(fresh.slices, fresh.layout, fresh.rank)
+        sums[1 + _copy(destination, fresh.rank)] = digest(fresh.slices, fresh.layout, fresh.rank)
     sent, *received = all_reduce(sums, groups[union_set(source, destination)]).tolist()
-    wrong = [dp_rank for dp_rank, value in enumerate(received) if value != sent]
+    wrong = [copy for copy, value in enumerate(received) if value != sent]
     if wrong:
         raise InvariantError(
-            f"reallocation {source} -> {destination}: dp ranks {wrong} hold other bits than the source "
-            f"({[f'{received[dp_rank]:x}' for dp_rank in wrong]} instead of {sent:x})"
+            f"reallocation {source} -> {destination}: copies {wrong} hold other bits than the source "
+            f"({[f'{received[copy]:x}' for copy in wrong]} instead of {sent:x})"
         )
     return f"{sent % 2**64:016x}"
+
+
+def _copy(placement: Placement, device: int) -> int:
+    """The number of the copy that a device holds a part of."""
+    at = placement.coordinate(device)
+    return at.dp * placement.strategy.cp + at.cp
 
 
 def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:

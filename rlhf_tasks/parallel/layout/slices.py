@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, parameters, trained_parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape, ParameterSpec, Unit
-from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 
 class Interval(NamedTuple):
@@ -50,11 +50,30 @@ def split(length: int, parts: int, index: int) -> Interval:
     return Interval(index * length // parts, (index + 1) * length // parts)
 
 
+def check_context_parallel(shape: ModelShape, strategy: ParallelStrategy) -> None:
+    """Raises ValueError when cp does not suit a model: every cp rank attends with a share of the query heads of its
+    tp rank, and only attention can read other ranks' tokens."""
+    if strategy.cp == 1:
+        return
+    heads = shape.query_heads // strategy.tp
+    if strategy.cp > heads:
+        raise ValueError(
+            f"cp={strategy.cp} exceeds the {heads} query heads that a tp rank has of the model's {shape.query_heads} "
+            f"(tp={strategy.tp}). Choose a smaller cp or tp."
+        )
+    kinds = sorted({shape.kind_of(layer) for layer in range(shape.layers)} - {"attention"})
+    if kinds:
+        raise ValueError(
+            f"cp={strategy.cp} divides the tokens of a sequence, but {shape.family} has layers that pass a state from "
+            f"token to token ({', '.join(kinds)}). Leave out cp."
+        )
+
+
 @dataclass(frozen=True)
 class Layout:
     """A model on a placement, or with `lora` only the part of it that training changes.
 
-    Raises ValueError when a tp rank or a stage would be empty.
+    Raises ValueError when a tp rank or a stage would be empty, or a cp rank would have nothing to attend to.
     """
 
     shape: ModelShape
@@ -74,6 +93,7 @@ class Layout:
             raise ValueError(
                 f"pp={strategy.pp} exceeds the model's {shape.layers} layers. Choose a smaller pp."
             )
+        check_context_parallel(shape, strategy)
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -148,11 +168,12 @@ class Layout:
         spec, rows = self.specs[name], self.held(device)[name].size
         return (*spec.shape[: spec.dim], rows, *spec.shape[spec.dim + 1 :])
 
-    def holders(self, name: str, dp_rank: int) -> tuple[tuple[int, Interval], ...]:
-        """(device, rows) of every device of a dp rank that holds a slice of a parameter, by pp rank, then tp rank."""
+    def holders(self, name: str, dp_rank: int, cp_rank: int = 0) -> tuple[tuple[int, Interval], ...]:
+        """(device, rows) of every device of a dp and cp rank that holds a slice of a parameter, by pp rank, then tp
+        rank."""
         spec = self.specs[name]
         return tuple(
-            (self.placement.device(dp_rank, tp_rank, pp_rank), self.interval(spec, tp_rank))
+            (self.placement.device(dp_rank, tp_rank, pp_rank, cp_rank), self.interval(spec, tp_rank))
             for pp_rank in self.stages(spec)
             for tp_rank in range(self.placement.strategy.tp)
         )
@@ -167,9 +188,9 @@ class Layout:
         at = self.placement.coordinate(device)
         return self._primary[at.pp][at.tp]
 
-    def shared(self, name: str, dp_rank: int) -> tuple[Shared, ...]:
-        """The pieces of a parameter that several devices of a dp rank hold, cut where the holders change."""
-        holders = self.holders(name, dp_rank)
+    def shared(self, name: str, dp_rank: int, cp_rank: int = 0) -> tuple[Shared, ...]:
+        """The pieces of a parameter that several devices of a dp and cp rank hold, cut where the holders change."""
+        holders = self.holders(name, dp_rank, cp_rank)
         cuts = sorted({cut for _, rows in holders for cut in rows})
         pieces: list[Shared] = []
         for start, stop in pairwise(cuts):

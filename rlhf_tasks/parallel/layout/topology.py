@@ -1,9 +1,12 @@
-"""Parallel strategies and placements: which device holds which (dp, tp, pp) coordinate. Pure Python.
+"""Parallel strategies and placements: which device holds which (dp, tp, pp, cp) coordinate. Pure Python.
 
-We say *axis* for dp, tp, pp and *dim* for a tensor's dimension. The rank order inside a placement is
-pp-major, then dp, then tp, so that a tensor-parallel group consists of neighbouring devices:
+We say *axis* for dp, tp, pp, cp and *dim* for a tensor's dimension. The rank order inside a placement is
+pp-major, then dp, then cp, then tp, so that a tensor-parallel group consists of neighbouring devices:
 
-    devices[(pp_rank * dp + dp_rank) * tp + tp_rank]
+    devices[((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank]
+
+The ranks of a cp group (context parallelism) divide the tokens of the same samples. They hold the same parameters, so
+to these a cp rank is what a dp rank is; to samples it is what a tp rank is.
 """
 
 from dataclasses import dataclass
@@ -24,14 +27,15 @@ def check_count(n_hosts: int, devices_per_host: int) -> None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ParallelStrategy:
-    """Degrees of data, tensor and pipeline parallelism, always in this order."""
+    """Degrees of data, tensor, pipeline and context parallelism, always in this order."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("dp", "tp", "pp"):
+        for axis in ("dp", "tp", "pp", "cp"):
             degree = getattr(self, axis)
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise ValueError(f"{axis}={degree!r} is not a positive whole number.")
@@ -39,19 +43,26 @@ class ParallelStrategy:
     @property
     def size(self) -> int:
         """Number of devices the strategy needs."""
-        return self.dp * self.tp * self.pp
+        return self.copies * self.tp * self.pp
+
+    @property
+    def copies(self) -> int:
+        """Number of devices that hold the same slices of the parameters: those of all dp and cp ranks."""
+        return self.dp * self.cp
 
     def __str__(self) -> str:
-        return f"dp={self.dp} tp={self.tp} pp={self.pp}"
+        of_context = f" cp={self.cp}" if self.cp > 1 else ""
+        return f"dp={self.dp} tp={self.tp} pp={self.pp}{of_context}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Coordinate:
-    """A device's position on the three axes of one placement."""
+    """A device's position on the axes of one placement."""
 
     dp: int
     tp: int
     pp: int
+    cp: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +85,51 @@ class Placement:
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(f"mesh {list(self.devices)} names a device twice.")
 
-    def device(self, dp_rank: int, tp_rank: int, pp_rank: int) -> int:
+    def device(self, dp_rank: int, tp_rank: int, pp_rank: int, cp_rank: int = 0) -> int:
         s = self.strategy
-        return self.devices[(pp_rank * s.dp + dp_rank) * s.tp + tp_rank]
+        return self.devices[((pp_rank * s.dp + dp_rank) * s.cp + cp_rank) * s.tp + tp_rank]
 
     def coordinate(self, device: int) -> Coordinate:
         """The coordinate of a device. Raises ValueError when the device is not in the mesh."""
-        index = self.devices.index(device)
+        return self.coordinate_at(self.devices.index(device))
+
+    def coordinate_at(self, index: int) -> Coordinate:
+        """The coordinate of the device at a place in the rank order."""
         s = self.strategy
-        return Coordinate(dp=index // s.tp % s.dp, tp=index % s.tp, pp=index // (s.tp * s.dp))
+        copies, tp_rank = divmod(index, s.tp)
+        replicas, cp_rank = divmod(copies, s.cp)
+        return Coordinate(dp=replicas % s.dp, tp=tp_rank, pp=replicas // s.dp, cp=cp_rank)
 
     def tp_group(self, device: int) -> tuple[int, ...]:
         """Devices that differ from this one only in tp rank, in rank order."""
         c = self.coordinate(device)
-        return tuple(self.device(c.dp, tp_rank, c.pp) for tp_rank in range(self.strategy.tp))
+        return tuple(self.device(c.dp, tp_rank, c.pp, c.cp) for tp_rank in range(self.strategy.tp))
+
+    def cp_group(self, device: int) -> tuple[int, ...]:
+        """Devices that differ from this one only in cp rank, in rank order."""
+        c = self.coordinate(device)
+        return tuple(self.device(c.dp, c.tp, c.pp, cp_rank) for cp_rank in range(self.strategy.cp))
 
     def dp_group(self, device: int) -> tuple[int, ...]:
-        """Devices that differ from this one only in dp rank, in rank order."""
-        c = self.coordinate(device)
-        return tuple(self.device(dp_rank, c.tp, c.pp) for dp_rank in range(self.strategy.dp))
+        """Devices that hold the same slices of the parameters: they differ from this one only in dp or cp rank. In
+        rank order."""
+        c, s = self.coordinate(device), self.strategy
+        return tuple(self.device(d, c.tp, c.pp, cp_rank) for d in range(s.dp) for cp_rank in range(s.cp))
 
     def pp_group(self, device: int) -> tuple[int, ...]:
         """Devices that differ from this one only in pipeline stage, first stage first."""
         c = self.coordinate(device)
-        return tuple(self.device(c.dp, c.tp, pp_rank) for pp_rank in range(self.strategy.pp))
+        return tuple(self.device(c.dp, c.tp, pp_rank, c.cp) for pp_rank in range(self.strategy.pp))
 
     def replica(self, dp_rank: int) -> tuple[int, ...]:
-        """All devices of one data-parallel rank (tp x pp of them): one whole copy of the model."""
+        """All devices of one data-parallel rank (cp x tp x pp of them), which compute the same samples."""
         s = self.strategy
-        return tuple(self.device(dp_rank, t, p) for p in range(s.pp) for t in range(s.tp))
+        return tuple(
+            self.device(dp_rank, t, p, c) for p in range(s.pp) for c in range(s.cp) for t in range(s.tp)
+        )
 
     def head(self, dp_rank: int) -> int:
-        """The data-parallel head, which holds a dp rank's samples: tp rank 0 of the last stage."""
+        """The data-parallel head, which holds a dp rank's samples: cp and tp rank 0 of the last stage."""
         return self.device(dp_rank, 0, self.strategy.pp - 1)
 
     @property

@@ -154,8 +154,8 @@ class _Holders:
         key = (stages, tp_ranks)
         if key not in self._known:
             place = self._layout.placement
-            at = ((d, t, p) for p in stages for d in range(place.strategy.dp) for t in tp_ranks)
-            self._known[key] = sorted(place.device(*coordinate) for coordinate in at)
+            firsts = [place.device(0, t, p) for p in stages for t in tp_ranks]
+            self._known[key] = sorted(device for first in firsts for device in place.dp_group(first))
         return self._known[key]
 
 

@@ -7,7 +7,7 @@ keyword argument and says which tokens belong together.
 
 from inspect import signature
 from itertools import groupby
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from transformers import AttentionInterface
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.model.products import widens
+
+if TYPE_CHECKING:
+    from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
 
 PACKED = "rlhf_packed"
 """Name under which transformers finds `packed_attention`."""
@@ -89,7 +92,8 @@ def packed_attention(
 
     Where sequences share first tokens (`micro.shared`), T is C here: the tokens that are computed.
 
-    module          the attention module, with `layer_idx` and `kv_index` (see the function `kv_index`)
+    module          the attention module, with `layer_idx`, `kv_index` (see the function `kv_index`) and, where cp
+                    ranks divide the tokens, `context`: then T is this rank's rows
     query           [1, heads, T, head_dim], this rank's heads, after rotary embedding
     key, value      [1, KV heads, T, head_dim], likewise
     scaling         factor on the scores
@@ -103,6 +107,11 @@ def packed_attention(
     kv_index: Tensor | None = module.kv_index  # pyright: ignore[reportAssignmentType]
     if sliding_window is None:  # Qwen2-MoE's modules know their window, and pass none
         sliding_window = cast(int | None, getattr(module, "sliding_window", None))
+    context = cast("ContextRanks | None", getattr(module, "context", None)) if cache is None else None
+    size = query.shape[2]
+    if context is not None:
+        query, key, value = context.to_heads(query, key, value, micro)
+        kv_index, s_aux = context.kv_index, None if s_aux is None else s_aux[context.heads]
     if micro.shared is not None:
         assert cache is None, "a cache has all tokens of its sequences"
         key, value = micro.shared.whole(key, 2), micro.shared.whole(value, 2)
@@ -123,8 +132,10 @@ def packed_attention(
     in_memory = softcap is not None or s_aux is not None
     alike = query.shape[-1] == value.shape[-1]  # the kernel takes no narrower values
     if alike and not in_memory and in_one_kernel(query.device, query.dtype, query.shape[-1]):
-        return _varlen(query, key, value, micro, scaling, sliding_window), None
-    return _per_sequence(query, key, value, micro, scaling, sliding_window, softcap, s_aux), None
+        output = _varlen(query, key, value, micro, scaling, sliding_window)
+    else:
+        output = _per_sequence(query, key, value, micro, scaling, sliding_window, softcap, s_aux)
+    return output if context is None else context.to_tokens(output, micro, size), None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -5,7 +5,7 @@ the maximum and the sums of the softmax (as in Megatron-LM, arXiv:1909.08053, se
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import all_reduce
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import LOGITS_AT_ONCE
+from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
 
 LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no NaN arises as from -inf
 
@@ -137,31 +138,47 @@ def token_logprobs(
 
 
 def packed_logprobs(
-    logits: Tensor, micro: MicroBatch, vocabulary: Vocabulary, temperature: float = 1.0
+    logits: Tensor,
+    micro: MicroBatch,
+    vocabulary: Vocabulary,
+    temperature: float = 1.0,
+    context: ContextRanks | None = None,
 ) -> Tensor:
     """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token.
 
     logits  [T, vocabulary / tp]; row p is the prediction for token p + 1 of the same sample. Where only some rows
             passed the head (`micro.rows`), [R, vocabulary / tp]; the result is 0 at the tokens that none predicts
+    context  the ranks that divide the tokens; then the logits are of this rank's rows, the result of all
     Where the micro-batch says which tokens sampling kept (see `KeptTokens`), the softmax is over these only.
     """
-    kept = KeptTokens.of(micro)
+    here = _here(micro, context)
+    kept = KeptTokens.of(here)
     logprobs, _ = token_logprobs(
-        logits, _next_tokens(micro), vocabulary, temperature, kept, with_entropy=False
+        logits, _next_tokens(here), vocabulary, temperature, kept, with_entropy=False
     )
-    return _shift(logprobs, micro)
+    return _shift(logprobs, micro, context)
 
 
 def packed_logprobs_and_entropy(
-    logits: Tensor, micro: MicroBatch, vocabulary: Vocabulary, temperature: float = 1.0
+    logits: Tensor,
+    micro: MicroBatch,
+    vocabulary: Vocabulary,
+    temperature: float = 1.0,
+    context: ContextRanks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`packed_logprobs` [T], and the entropy [T] in nats of the distribution that each token was drawn from.
 
-    logits  [T, vocabulary / tp] or [R, vocabulary / tp], as in `packed_logprobs`
+    logits, context  as in `packed_logprobs`
     """
-    kept = KeptTokens.of(micro)
-    logprobs, entropy = token_logprobs(logits, _next_tokens(micro), vocabulary, temperature, kept)
-    return _shift(logprobs, micro), _shift(entropy, micro)
+    here = _here(micro, context)
+    kept = KeptTokens.of(here)
+    logprobs, entropy = token_logprobs(logits, _next_tokens(here), vocabulary, temperature, kept)
+    return _shift(logprobs, micro, context), _shift(entropy, micro, context)
+
+
+def _here(micro: MicroBatch, context: ContextRanks | None) -> MicroBatch:
+    """The micro-batch with the rows whose logits are on this rank."""
+    return micro if context is None else replace(micro, rows=context.own_rows(micro)[0])
 
 
 def _next_tokens(micro: MicroBatch) -> Tensor:
@@ -169,8 +186,10 @@ def _next_tokens(micro: MicroBatch) -> Tensor:
     return micro.input_ids.roll(-1) if micro.rows is None else micro.input_ids[micro.rows + 1]
 
 
-def _shift(rows: Tensor, micro: MicroBatch) -> Tensor:
+def _shift(rows: Tensor, micro: MicroBatch, context: ContextRanks | None) -> Tensor:
     """Move each row one position later: [T], with 0 where no row comes and at the first position of each sample."""
+    if context is not None:
+        rows = context.gather_rows(rows, micro)
     if micro.rows is not None:
         return rows.new_zeros(micro.tokens).index_copy(0, micro.rows + 1, rows)
     return torch.where(micro.position_ids == 0, 0.0, rows.roll(1))

@@ -25,6 +25,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate
 from prefect_rlhf.rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
+from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
 from prefect_rlhf.rlhf_tasks.parallel.model.convolutions import Channels, ShortConvolution
 from prefect_rlhf.rlhf_tasks.parallel.model.delta_rule import GatedDeltaNet, GatedNorm
 from prefect_rlhf.rlhf_tasks.parallel.model.norms import NormOverRanks, RMSNorm, norm_offset, own_norm
@@ -106,6 +107,7 @@ class Stage(nn.Module):
     recompute      what each layer's backward pass computes again: "full" keeps only the layer's input,
                    "selective" also the results of products and attention
     shared         tensors of another stage by name, which are this stage's too: both must never change them
+    context        the ranks that divide the tokens of its samples; None where cp is 1
 
     `layout` (attribute) is of the whole model, `trained` of what training changes: with adapters, of these.
 
@@ -129,12 +131,15 @@ class Stage(nn.Module):
         dtype: torch.dtype,
         recompute: Recompute = "none",
         shared: Mapping[str, Tensor] | None = None,
+        context: ContextRanks | None = None,
     ) -> None:
         super().__init__()
         check_model(config)
         assert config.model_type == layout.shape.family, (config.model_type, layout.shape.family)
         assert (tp_group is None) == (layout.placement.strategy.tp == 1), "tp_group does not fit the strategy"
+        assert (context is None) == (layout.placement.strategy.cp == 1), "context does not fit the strategy"
         self.config = config
+        self.context = context
         self.coordinate = coordinate
         self.tp_group = tp_group
         self.layout = layout.whole
@@ -145,7 +150,7 @@ class Stage(nn.Module):
         self.is_first = coordinate.pp == 0
         self.is_last = coordinate.pp == layout.placement.strategy.pp - 1
         self.layers = layout.stage_layers(coordinate.pp)
-        self.holder = layout.placement.device(coordinate.dp, coordinate.tp, coordinate.pp)
+        self.holder = layout.placement.device(coordinate.dp, coordinate.tp, coordinate.pp, coordinate.cp)
         with torch.device("meta"):
             # a copy, because from_config writes the name of the attention function into it
             skeleton = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=PACKED)
@@ -159,6 +164,7 @@ class Stage(nn.Module):
         """Run one micro-batch of T tokens through this stage.
 
         Of tokens that samples share (`micro.shared`), hidden states are computed and passed on once: [C, hidden].
+        With cp > 1, this rank computes and passes on its share of them (`ContextRanks`); with a cache, every rank all.
 
         x      first stage: token ids [T] int64; later stages: the hidden states [T, hidden] of the stage before
         micro  which tokens belong together, and their positions
@@ -166,10 +172,15 @@ class Stage(nn.Module):
         rows   last stage: positions [R] int64 of the tokens that pass the final norm and the head; None: all
         Returns hidden states [T, hidden]; on the last stage this rank's logits [R, vocabulary / tp] or, with the
         scalar head, values [R]. Values are at least float32, because returns and margins are computed from them.
+        With cp > 1 logits are of this rank's rows alone (`ContextRanks.own_rows`), and `rows` are those of the
+        micro-batch; values are of all tokens.
         """
         shared, positions = micro.shared, micro.position_ids
         if shared is not None:
             x, positions = x[shared.computed] if self.is_first else x, positions[shared.computed]
+        context = self.context if cache is None else None
+        if context is not None:
+            x, positions = context.share(x, micro) if self.is_first else x, context.share(positions, micro)
         hidden = self.model.embed_tokens(x) if self.is_first else x
         if self.is_first and self.layout.shape.learned_positions:
             hidden = hidden + self.model.embed_positions(positions)
@@ -194,9 +205,18 @@ class Stage(nn.Module):
         hidden = hidden[0, :tokens]
         if not self.is_last:
             return hidden
+        if context is not None and self.layout.head == "lm":
+            return self._head(hidden[context.own_rows(micro)[1]])
+        if context is not None:
+            values = context.gather_tokens(self._head(hidden), micro)
+            return values if shared is None else shared.whole(values, 0)
         if shared is not None:
             hidden = shared.whole(hidden, 0)
         return self._head(hidden if rows is None else hidden[rows])
+
+    def passed_on(self, micro: MicroBatch) -> int:
+        """Rows of hidden states that go from stage to stage for a micro-batch."""
+        return micro.computed_tokens if self.context is None else self.context.rows(micro)
 
     @property
     def neutral_norm(self) -> float:
@@ -364,6 +384,7 @@ class Stage(nn.Module):
                 parent.register_forward_pre_hook(self._enter_block, with_kwargs=True)
             if hasattr(parent, "layer_idx"):
                 parent.kv_index = kv_index(self.layout.kv_head_map(self.coordinate.tp), self.device)
+                parent.context = self.context
 
     def _style(self, path: str) -> str:
         """How tensor parallelism splits a linear module: as the layout says. Raises ValueError where, of an untested

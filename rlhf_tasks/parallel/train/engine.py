@@ -53,7 +53,7 @@ Output = Callable[[Tensor, MicroBatch], Tensor]
 """(output of the last stage, its micro-batch) -> rows: one per token [T, ...] or one per sample [n, ...]."""
 
 Loss = Callable[[Tensor, MicroBatch], LossTerms]
-"""(output of the last stage, its micro-batch) -> terms, equal on all tp ranks."""
+"""(output of the last stage, its micro-batch) -> terms, equal on all tp and cp ranks."""
 
 
 class Engine:
@@ -108,7 +108,9 @@ class Engine:
             for parameter in trained.values():
                 parameter.requires_grad_()
             self.master = Optimizer(trained, layout, groups, optimizer_settings, copies)
-        self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
+        self.pipeline = Pipeline(
+            self.placement, groups, layout.shape.hidden, stage.dtype, stage.passed_on
+        )
         tp_devices = self.placement.tp_group(groups.rank)
         sizes = tuple(layout.units("vocab", tp_rank).size for tp_rank in range(len(tp_devices)))
         places = tuple(sorted(tp_devices).index(device) for device in tp_devices)
@@ -122,8 +124,8 @@ class Engine:
 
     @property
     def is_head(self) -> bool:
-        """Whether this rank holds its replica's samples: tp rank 0 of the last stage."""
-        return self.is_last_stage and self.coordinate.tp == 0
+        """Whether this rank holds its replica's samples: cp and tp rank 0 of the last stage."""
+        return self.is_last_stage and self.coordinate.tp == self.coordinate.cp == 0
 
     @property
     def dtype_of_rows(self) -> torch.dtype:
@@ -216,7 +218,8 @@ class Engine:
 
     def _stage_output(self, x: Tensor, micro: MicroBatch, counted: str | None) -> tuple[Tensor, MicroBatch]:
         """The stage's output, and the micro-batch with the rows that passed the head."""
-        if counted is not None and self.is_last_stage and self.layout.head == "lm":
+        counts = counted is not None or self.stage.context is not None
+        if counts and self.is_last_stage and self.layout.head == "lm":
             micro = predicting(micro, counted)
         return self.stage(x, micro, rows=micro.rows), micro
 
@@ -242,10 +245,10 @@ class Engine:
         """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token, and where a
         token does not count.
 
-        logits  [T or R, vocabulary / tp], the output of the last stage
-        Collective over the tp ranks of the stage.
+        logits  [T or R, vocabulary / tp], the output of the last stage; with cp > 1, of this rank's rows
+        Collective over the tp and cp ranks of the stage.
         """
-        return packed_logprobs(logits, micro, self._counted, temperature)
+        return packed_logprobs(logits, micro, self._counted, temperature, self.stage.context)
 
     def logprobs_and_entropy(
         self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0
@@ -254,7 +257,7 @@ class Engine:
 
         logits  [T or R, vocabulary / tp]
         """
-        return packed_logprobs_and_entropy(logits, micro, self._counted, temperature)
+        return packed_logprobs_and_entropy(logits, micro, self._counted, temperature, self.stage.context)
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
         """Sum over the replicas: float64 of the shape of `values`, equal on every rank of the placement.

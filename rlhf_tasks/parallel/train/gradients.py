@@ -231,7 +231,8 @@ class SharedSums:
         self._device = groups.rank
         place = layout.placement
         stages = place.pp_group(self._device)
-        self._is_first = place.coordinate(self._device).dp == 0
+        self._at = place.coordinate(self._device)
+        self._is_first = self._at.dp == self._at.cp == 0
         stage = groups[stage_set(place, self._device)]
         self._exchanges = [self._exchange(place.tp_group(self._device), stage)]
         if self._device in (stages[0], stages[-1]):
@@ -259,14 +260,13 @@ class SharedSums:
                     gradient.zero_()
 
     def _exchange(self, holders: tuple[int, ...], group: dist.ProcessGroup | None) -> _SharedSum:
-        """The all-reduce of the pieces whose holders are among `holders` (devices of this dp rank).
+        """The all-reduce of the pieces whose holders are among `holders` (devices of this dp and cp rank).
 
         The buffer's ranges are the same on all ranks of the group.
         """
-        dp_rank = self._layout.placement.coordinate(self._device).dp
         size, slots = 0, []
         for spec in self._layout.parameters:
-            for piece in self._layout.shared(spec.name, dp_rank):
+            for piece in self._layout.shared(spec.name, self._at.dp, self._at.cp):
                 if not set(piece.devices) <= set(holders):
                     continue
                 start, size = size, size + piece.interval.size * spec.row_size

@@ -1,7 +1,7 @@
 """Runs micro-batches through the stages of one replica: forward only, or forward and backward as 1F1B.
 
 Every rank of a replica holds the same micro-batches, so each knows the shape of what its neighbours send:
-hidden states (or their gradient) [tokens that the micro-batch computes, hidden]. Sends and receives between
+hidden states (or their gradient) [rows that are passed on, hidden]. Sends and receives between
 neighbours are posted in pairs, so the schedules cannot deadlock where a send waits for its receive (NCCL, gloo).
 """
 
@@ -21,7 +21,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 StageRun = Callable[[Tensor, MicroBatch], Tensor]
 """A stage's computation: (input, micro-batch) -> output.
 
-The input is token ids [T] on the first stage, else hidden states [C, hidden] of the C tokens that are computed. The
+The input is token ids [T] on the first stage, else hidden states [C, hidden] of the C rows that are passed on. The
 output is hidden states [C, hidden]; on the last stage any tensor (forward only) or the scalar to differentiate."""
 
 
@@ -30,9 +30,17 @@ class Pipeline:
 
     hidden  width of the hidden states
     dtype   of hidden states and their gradients
+    rows    how many hidden states are passed on for a micro-batch
     """
 
-    def __init__(self, placement: Placement, groups: ProcessGroups, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        groups: ProcessGroups,
+        hidden: int,
+        dtype: torch.dtype,
+        rows: Callable[[MicroBatch], int],
+    ) -> None:
         stages = placement.pp_group(groups.rank)
         here = stages.index(groups.rank)
         self._previous = stages[here - 1] if here > 0 else None
@@ -41,6 +49,7 @@ class Pipeline:
         self._group = groups[stages]
         self._device = groups.device
         self._hidden = hidden
+        self._rows = rows
         self._dtype = dtype
 
     @property
@@ -55,7 +64,7 @@ class Pipeline:
         """
         results, sending = [], deque()
         for micro in micros:
-            x = self._exchange(self._previous, receive=micro.computed_tokens)
+            x = self._exchange(self._previous, receive=self._rows(micro))
             y = run(micro.input_ids if x is None else x, micro)
             if self._next is None:
                 results.append(y)
@@ -93,16 +102,16 @@ class Pipeline:
             return None if x is None else x.grad
 
         for micro in micros[:warm_up]:
-            y = forward(micro, self._exchange(self._previous, receive=micro.computed_tokens))
+            y = forward(micro, self._exchange(self._previous, receive=self._rows(micro)))
             self._exchange(self._next, send=y)
-        x = self._exchange(self._previous, receive=micros[warm_up].computed_tokens) if steady else None
+        x = self._exchange(self._previous, receive=self._rows(micros[warm_up])) if steady else None
         for number, micro in enumerate(micros[warm_up:]):
             y = forward(micro, x)
-            gradient = backward(self._exchange(self._next, send=y, receive=micros[number].computed_tokens))
-            following = micros[warm_up + number + 1].computed_tokens if number + 1 < steady else None
+            gradient = backward(self._exchange(self._next, send=y, receive=self._rows(micros[number])))
+            following = self._rows(micros[warm_up + number + 1]) if number + 1 < steady else None
             x = self._exchange(self._previous, send=gradient, receive=following)
         for micro in micros[steady:]:
-            gradient = backward(self._exchange(self._next, receive=micro.computed_tokens))
+            gradient = backward(self._exchange(self._next, receive=self._rows(micro)))
             self._exchange(self._previous, send=gradient)
 
     def _exchange(

@@ -1,7 +1,7 @@
 """Which rank keeps the training state of which range of which slice, and how ranges of two layouts overlap.
 
 A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
-The buffer is cut into buckets, and each dp rank keeps the state of an equal share of every bucket: then a bucket's
+The buffer is cut into buckets, and each dp and cp rank keeps the state of an equal share of every bucket: then a bucket's
 gradients can be reduced, and its weights gathered, without the others (ZeRO stage 2, arXiv:1910.02054). All this
 follows from the layout.
 """
@@ -195,7 +195,7 @@ class StateLayout:
     def _lay_out(self, pp: int, tp: int) -> tuple[Bucket, ...]:
         """Matrices before vectors; among these, slices with rows that other ranks hold, too, after all others."""
         layout = self.layout
-        dp = layout.placement.strategy.dp
+        copies = layout.placement.strategy.copies
         held = layout.held(layout.placement.device(0, tp, pp))
         whole = self._whole(pp, tp)
         sizes = {name: rows.size * layout.specs[name].row_size for name, rows in held.items()}
@@ -209,9 +209,9 @@ class StateLayout:
                 start = buckets[-1].stop if buckets else 0
                 stops = list(accumulate((sizes[name] for name in together), initial=start))
                 pieces = tuple(map(BufferRange, together, stops, stops[1:]))
-                aligned = -(-(stops[-1] - start) // (dp * ALIGNMENT)) * ALIGNMENT
-                share = Interval(start // dp, start // dp + aligned)
-                stop = start + aligned * dp
+                aligned = -(-(stops[-1] - start) // (copies * ALIGNMENT)) * ALIGNMENT
+                share = Interval(start // copies, start // copies + aligned)
+                stop = start + aligned * copies
                 buckets.append(Bucket(start, stop, pieces, share, not is_vector, is_whole))
         return tuple(buckets)
 

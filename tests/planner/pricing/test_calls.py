@@ -22,10 +22,10 @@ CLUSTER = Cluster(2, 8)
 def seconds(make_graph, ppo_cost, assign):
     """Seconds of a call of PPO with 512 sequences: seconds(call, dp, tp, pp, ...)."""
 
-    def price(name, dp=1, tp=1, pp=1, *, n_seqs=512, micro_batches=1, first=0, **cost):
+    def price(name, dp=1, tp=1, pp=1, cp=1, *, n_seqs=512, micro_batches=1, first=0, **cost):
         model = ppo_cost(CLUSTER, **cost)
-        devices = list(range(first, first + dp * tp * pp))
-        assignment = assign(devices, dp, tp, pp, micro_batches=micro_batches)
+        devices = list(range(first, first + dp * tp * pp * cp))
+        assignment = assign(devices, dp, tp, pp, cp, micro_batches=micro_batches)
         return model.call(make_graph(n_seqs=n_seqs, mini_batches=4).call(name), assignment).seconds
 
     return price
@@ -33,8 +33,8 @@ def seconds(make_graph, ppo_cost, assign):
 
 @pytest.fixture
 def active(make_graph, ppo_cost, assign):
-    def price(name, dp=1, tp=1, pp=1, *, n_seqs=512, micro_batches=1, **cost):
-        assignment = assign(list(range(dp * tp * pp)), dp, tp, pp, micro_batches=micro_batches)
+    def price(name, dp=1, tp=1, pp=1, cp=1, *, n_seqs=512, micro_batches=1, **cost):
+        assignment = assign(list(range(dp * tp * pp * cp)), dp, tp, pp, cp, micro_batches=micro_batches)
         graph = make_graph(n_seqs=n_seqs, mini_batches=4)
         return ppo_cost(CLUSTER, **cost).call(graph.call(name), assignment).active_bytes
 
@@ -463,6 +463,36 @@ def test_training_adapters_computes_no_gradients_of_frozen_weights(ppo_cost, ass
     generate = make_graph(n_seqs=64).call("actor_generate")
     alone_s, beside_s = (ppo_cost(CLUSTER, lora=a).call(generate, one).seconds for a in (None, lora))
     assert alone_s < beside_s < 1.05 * alone_s
+
+
+@pytest.mark.parametrize("call", ["ref_inference", "actor_train"])
+def test_ranks_that_divide_tokens_take_a_little_longer_than_those_that_divide_sequences(seconds, call):
+    """As many FLOPs a rank; besides, queries, keys, values and outputs go to the ranks of their heads and back."""
+    alone, by_sequences, by_tokens = (seconds(call, n_seqs=64), seconds(call, dp=8, n_seqs=64), seconds(call, cp=8, n_seqs=64))
+    assert by_sequences < by_tokens < 1.2 * by_sequences < alone / 4
+
+
+def test_a_sequence_whose_tokens_are_divided_takes_a_part_of_the_memory_of_activations(active, ppo_cost, assign):
+    """One sequence for each mini-batch: more dp ranks would have nothing. The state is cut as over dp."""
+    (alone,), (divided,) = active("actor_train", n_seqs=4), active("actor_train", cp=8, n_seqs=4)
+    assert alone / 8 < divided < alone / 6
+    model = ppo_cost(CLUSTER)
+    devices = list(range(8))
+    by_sequences, by_tokens = (assign(devices, **{axis: 8}).placement for axis in ("dp", "cp"))
+    assert model.training_bytes("actor", by_sequences) == model.training_bytes("actor", by_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "message"),
+    [
+        ("actor_generate", {"cp": 2}, "cp=2 divides the tokens of a sequence, but a generate call draws one after"),
+        ("actor_train", {"tp": 8, "cp": 8}, "cp=8 exceeds the 4 query heads that a tp rank has of the model's 32"),
+    ],
+)
+def test_ranks_that_would_have_nothing_to_divide_are_refused(ppo_cost, assign, make_graph, name, how, message):
+    devices = list(range(how.get("tp", 1) * how["cp"]))
+    with pytest.raises(ValueError, match=message):
+        ppo_cost(Cluster(8, 8)).call(make_graph().call(name), assign(devices, **how))
 
 
 def test_too_many_stages(ppo_cost, assign, llama, make_graph):

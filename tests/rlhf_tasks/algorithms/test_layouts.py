@@ -19,6 +19,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import partition
+from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.dist
 
 N_SEQS = 8
 LEARNT_FROM_ROWS = ("sft", "reward_model", "dpo", "kto")
-STRATEGIES = [(2, 2, 1), (2, 1, 2)]
-SIMPLER = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1)]
+STRATEGIES = [(2, 2, 1), (2, 1, 2), (1, 1, 2, 2)]
+SIMPLER = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 1, 1, 2)]
 """Splits of one kind, which those above have together with another one: for the slow suite."""
 OPTIMIZER = {"learning_rate": 5e-3, "warmup_steps": 2, "max_grad_norm": 0.5}
 
@@ -143,7 +144,7 @@ def _pairs(lengths: list[int]) -> dict[str, list[int]]:
     return {"chosen_ids": lengths, "rejected_ids": lengths[::-1]}
 
 
-def engine_on(rank: int, strategy: tuple[int, int, int], head: Head) -> Engine:
+def engine_on(rank: int, strategy: tuple[int, ...], head: Head) -> Engine:
     config = tiny_config("llama")
     placement = Placement(tuple(range(ParallelStrategy(*strategy).size)), ParallelStrategy(*strategy))
     layout = Layout(shape_of(config), head, placement)
@@ -155,6 +156,7 @@ def engine_on(rank: int, strategy: tuple[int, int, int], head: Head) -> Engine:
         groups[placement.tp_group(rank)],
         device=torch.device("cpu"),
         dtype=torch.float64,
+        context=ContextRanks.of(layout, groups),
     )
     whole = tiny_model(config, head, torch.float64).state_dict()
     with torch.no_grad():
@@ -167,7 +169,7 @@ def engine_on(rank: int, strategy: tuple[int, int, int], head: Head) -> Engine:
 def run_calls(
     rank: int,
     world: int,
-    strategy: tuple[int, int, int],
+    strategy: tuple[int, ...],
     kind: str,
     calls: tuple[str, ...],
     head: Head,
@@ -252,7 +254,7 @@ def test_functions_do_not_depend_on_the_layout(
     calls: tuple[str, ...],
     head: Head,
     options: dict[str, Any],
-    strategies: list[tuple[int, int, int]],
+    strategies: list[tuple[int, ...]],
 ):
     metrics, rows, state = ranks.run(1, run_calls, (1, 1, 1), kind, calls, head, options)[0]
     for strategy in strategies:
@@ -307,7 +309,7 @@ CRITIC_FREE: list[tuple[str, dict[str, Any]]] = [
 
 
 def runs_of(
-    rank: int, world: int, strategy: tuple[int, int, int], balance: Literal["count", "tokens"]
+    rank: int, world: int, strategy: tuple[int, ...], balance: Literal["count", "tokens"]
 ) -> list[Any]:
     """What `run_calls` gives for each of `CRITIC_FREE`, all in one go."""
     return [
@@ -321,6 +323,7 @@ def runs_of(
     [
         pytest.param((2, 1, 2), "tokens", marks=pytest.mark.whole),
         pytest.param((1, 2, 2), "count", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 2), "tokens", marks=pytest.mark.slow),
     ],
 )
 def test_algorithms_without_a_critic_do_not_depend_on_the_layout(ranks: Any, strategy, balance):

@@ -14,7 +14,8 @@ READ = {
     "0": ByHand((0,)),
     "hosts 0,2 t8": ByHand((0, 2), of_hosts=True, tp=8),
     "3,0-2 d2 t2": ByHand((3, 0, 1, 2), dp=2, tp=2),
-    "0-7 d2 t2 p2 m4 tokens offload order0": ByHand(tuple(range(8)), False, 2, 2, 2, 4, "tokens", True, 0),
+    "0-7 d2 t2 p2 m4 tokens offload order0": ByHand(tuple(range(8)), False, 2, 2, 2, 1, 4, "tokens", True, 0),
+    "0-7 t2 p2 c2": ByHand(tuple(range(8)), tp=2, pp=2, cp=2),
 }
 
 
@@ -34,10 +35,10 @@ def test_whatever_is_printed_is_read_back():
     for _ in range(500):
         numbers = tuple(rng.sample(range(40), rng.randint(1, 9)))
         numbers = tuple(sorted(numbers)) if rng.random() < 0.5 else numbers
-        dp, tp, pp, micro_batches = (rng.randint(1, 9) for _ in range(4))
+        dp, tp, pp, cp, micro_batches = (rng.randint(1, 9) for _ in range(5))
         balance, order = rng.choice(("count", "tokens")), rng.choice((None, 0, 7))
         of_hosts, offload = rng.random() < 0.5, rng.random() < 0.5
-        placement = ByHand(numbers, of_hosts, dp, tp, pp, micro_batches, balance, offload, order)
+        placement = ByHand(numbers, of_hosts, dp, tp, pp, cp, micro_batches, balance, offload, order)
         assert ByHand.parse(str(placement)) == placement
 
 

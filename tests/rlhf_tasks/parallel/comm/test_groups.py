@@ -51,6 +51,20 @@ def test_the_groups_of_two_hosts_of_eight():
     assert groups(pairs, "pp_group") == [[device, device + 8] for device in range(8)]
 
 
+def test_the_groups_of_ranks_that_divide_the_tokens_of_their_samples():
+    """By hand: (dp, tp, pp, cp) = (2, 2, 1, 2). To parameters a cp rank is a dp rank, to samples it is a tp rank."""
+    placement = Placement(tuple(range(8)), ParallelStrategy(dp=2, tp=2, cp=2))
+    assert placement.tp_group(6) == (6, 7)
+    assert placement.cp_group(6) == (4, 6)
+    assert placement.dp_group(6) == (0, 2, 4, 6)
+    assert (placement.replica(1), placement.heads) == ((4, 5, 6, 7), (0, 4))
+    assert all(placement.device(at.dp, at.tp, at.pp, at.cp) == device
+               for device in placement.devices for at in [placement.coordinate(device)])  # fmt: skip
+    assert {(0, 2), (4, 6), (0, 2, 4, 6), (0, 1, 2, 3)} <= set(device_sets(placement))
+    stages = Placement(tuple(range(8)), ParallelStrategy(pp=2, cp=4))
+    assert (stages.cp_group(5), stages.pp_group(5), stages.heads) == ((4, 5, 6, 7), (1, 5), (4,))
+
+
 def test_the_tied_set_is_the_ends_of_the_pipelines_of_a_tp_rank():
     placement = Placement((3, 1, 0, 2), ParallelStrategy(pp=4))
     assert tied_set(placement, 1) == (2, 3)

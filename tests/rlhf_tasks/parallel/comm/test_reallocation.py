@@ -25,6 +25,7 @@ PLACEMENTS = [
     place([1, 3, 0, 2], tp=2, pp=2),
     place(range(4), tp=4),
     place([3, 2, 1, 0], dp=2, pp=2),
+    place([1, 0, 2, 3], tp=2, cp=2),
 ]
 
 
@@ -150,12 +151,13 @@ def replicas_differ(rank, world) -> str:
 @pytest.mark.dist
 def test_source_replicas_that_differ_are_noticed_on_every_rank(ranks):
     for message in ranks.run(3, replicas_differ):
-        assert "dp ranks [0] hold other bits than the source" in message
+        assert "copies [0] hold other bits than the source" in message
 
 
 def total(whole, lay: Layout) -> int:
-    dp_rank = lay.placement.strategy.dp - 1
-    parts = [int(digest(cut(whole, lay, d), lay, d)) for d in lay.placement.replica(dp_rank)]
+    last = lay.placement.strategy
+    copy = [d for d in lay.placement.devices if (at := lay.placement.coordinate(d)).dp + 1 == last.dp and at.cp + 1 == last.cp]
+    parts = [int(digest(cut(whole, lay, d), lay, d)) for d in copy]
     return sum(parts) % 2**64
 
 

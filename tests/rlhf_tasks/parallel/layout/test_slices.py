@@ -130,6 +130,24 @@ def test_sizes_of_slices():
     assert lay.slice_shape("model.layers.0.mlp.down_proj.weight", 0) == (8, 5)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "changes", "message"),
+    [
+        (ParallelStrategy(cp=7), {}, "cp=7 exceeds the 6 query heads that a tp rank has of the model's 6 .tp=1"),
+        (ParallelStrategy(tp=4, cp=2), {}, "cp=2 exceeds the 1 query heads that a tp rank has .* .tp=4"),
+        (
+            ParallelStrategy(cp=2),
+            {"kinds": ("convolution", "attention"), "kernel": 3},
+            "qwen3 has layers that pass a state from token to token .convolution.. Leave out cp",
+        ),
+    ],
+    ids=["heads", "heads of a tp rank", "states"],
+)
+def test_ranks_divide_tokens_only_where_each_can_attend(strategy, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(model(**changes), "lm", Placement(tuple(range(strategy.size)), strategy))
+
+
 @pytest.mark.parametrize(("axis", "degree"), [("tp", 7), ("pp", 5)])
 def test_an_empty_rank_is_refused(axis, degree):
     with pytest.raises(ValueError, match=f"{axis}={degree} exceeds"):

@@ -18,8 +18,8 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import (
 from prefect_rlhf.rlhf_tasks.spec import DataSide
 
 
-def layout(shape: ModelShape, devices, dp=1, tp=1, pp=1, head="lm") -> Layout:
-    return Layout(shape, head, Placement(tuple(devices), ParallelStrategy(dp, tp, pp)))
+def layout(shape: ModelShape, devices, dp=1, tp=1, pp=1, head="lm", cp=1) -> Layout:
+    return Layout(shape, head, Placement(tuple(devices), ParallelStrategy(dp, tp, pp, cp)))
 
 
 def model(query=6, kv=2, layers=3, tied=False) -> ModelShape:
@@ -39,8 +39,9 @@ def layout_pairs(draw) -> tuple[Layout, Layout]:
         dp = draw(st.integers(1, 3))
         tp = min(draw(st.integers(1, 4)), shape.query_heads)
         pp = 1 if dp * tp > 8 else min(draw(st.integers(1, 2)), shape.layers)
-        devices = draw(st.permutations(range(16)))[: dp * tp * pp]
-        pair.append(layout(shape, devices, dp, tp, pp, head))
+        cp = 1 if dp * tp * pp > 8 else min(draw(st.integers(1, 2)), shape.query_heads // tp)
+        devices = draw(st.permutations(range(16)))[: dp * tp * pp * cp]
+        pair.append(layout(shape, devices, dp, tp, pp, head, cp))
     return pair[0], pair[1]
 
 

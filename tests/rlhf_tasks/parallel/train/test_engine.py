@@ -31,6 +31,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape, Reco
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import head_flops, pass_flops
+from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, Output
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
@@ -59,11 +60,11 @@ CONFIGS = {
     "gpt2": GPT2Config(**SIZES, n_inner=23),
     "gpt_oss": GptOssConfig(**SIZES, tie_word_embeddings=False, num_local_experts=3, num_experts_per_tok=2),
 }
-Degrees = Sequence[tuple[int, int, int]]
+Degrees = Sequence[tuple[int, ...]]
 EVERY: Degrees = [(dp, tp, pp) for dp, tp, pp in product((1, 2, 4), repeat=3) if dp * tp * pp <= 4]
 
 
-def some(*default: tuple[int, int, int], whole: Degrees = (), slow: Degrees = ()) -> list[Any]:
+def some(*default: tuple[int, ...], whole: Degrees = (), slow: Degrees = ()) -> list[Any]:
     """Strategies of the default suite, those that continuous integration runs too, and those of `make test-slow`.
 
     The first keep what is new under them: ends in several stages and heads that tp does not divide where weights are
@@ -163,6 +164,7 @@ def _engine(trial: Trial, rank: int) -> Engine:
         device=torch.device("cpu"),
         dtype=dtype,
         recompute=trial.recompute,
+        context=ContextRanks.of(layout, groups),
     )
     with torch.no_grad():
         for part, slices in ((layout.whole, stage.named_slices()), (layout, stage.trained_slices())):
@@ -439,6 +441,24 @@ SPLIT_AND_WHOLE = some((1, 2, 2), whole=[(1, 1, 1)])
         *way("experts", "mixtral", ALMOST_EVERY),
         *way("experts with biases, and sinks", "gpt_oss", some((1, 2, 2), whole=[(1, 1, 1), (2, 2, 1)])),
         *way("packed and transposed projections", "gpt2", some((1, 2, 2), whole=EVERY)),
+        *way("context", "llama", some((1, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2), whole=[(1, 1, 1, 2)])),
+        *way("context of tied weights", "qwen3-tied", some((1, 1, 2, 2), (1, 1, 1, 4))),
+        *way("context of values", "qwen3-tied", some((1, 1, 1, 4), whole=[(1, 2, 1, 2), (1, 1, 2, 2)]), "scalar"),
+        *way("context of experts", "mixtral", some((1, 1, 1, 2), whole=[(1, 2, 1, 2)])),
+        *way("context of sinks", "gpt_oss", some((1, 1, 1, 4), whole=[(1, 2, 1, 2)])),
+        *way("context in float32", "llama-tied", some((1, 1, 1, 2)), dtype=torch.float32),
+        *way("context of packed projections", "gpt2", some((1, 1, 1, 2))),
+        *(
+            case
+            for recompute in ("none", "selective", "full")
+            for case in way(
+                f"context of adapters, recomputation {recompute}",
+                "qwen3-tied",
+                some((1, 2, 1, 2)),
+                recompute=recompute,
+                lora=LORA,
+            )
+        ),
         *way("micro-batches: 1", "llama", some((2, 1, 2), slow=[(1, 1, 1)]), micro_batches=1),
         *way("micro-batches: 3", "llama", some((2, 1, 2), (1, 1, 1)), micro_batches=3),
         *way("micro-batches: 7", "llama", some((2, 1, 2), slow=[(1, 1, 1)]), micro_batches=7),
@@ -526,7 +546,7 @@ def _counted(rank: int, world: int, trial: Trial, counted: str | None):
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-@pytest.mark.parametrize("strategy", some((1, 1, 1), (4, 1, 1), (1, 2, 2), slow=[(1, 4, 1)]), ids=str)
+@pytest.mark.parametrize("strategy", some((1, 1, 1), (4, 1, 1), (1, 2, 2), (1, 1, 2, 2), slow=[(1, 4, 1)]), ids=str)
 def test_a_head_without_the_tokens_that_do_not_count_gives_the_same(ranks, head: Head, strategy) -> None:
     plain = _trial("qwen3-tied", head, ParallelStrategy())
     steps, whole, flops = _on_one_rank(ranks, _counted, plain, None)
@@ -632,6 +652,8 @@ def test_sums_over_dp_count_each_replica_once(ranks, strategy: ParallelStrategy)
         *way("adapters", "qwen3-tied", some((1, 2, 2)), lora=LORA, recompute="selective"),
         *way("full recomputation", "qwen3-tied", some((1, 2, 2)), recompute="full"),
         *way("micro-batches: 4", "qwen3-tied", some((1, 2, 2)), micro_batches=4),
+        *way("context", "qwen3-tied", some((1, 1, 2, 2), whole=[(2, 1, 1, 2), (1, 1, 1, 4)])),
+        *way("context of values", "qwen3-tied", some((1, 2, 1, 2)), "scalar", recompute="selective"),
         *way("few tokens", "qwen3-tied", some((1, 2, 2)), micro_batches=1, micro_batch_tokens=30),
     ],
 )

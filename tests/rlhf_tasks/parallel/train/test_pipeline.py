@@ -36,7 +36,7 @@ def _score(hidden: Tensor, micro: MicroBatch) -> Tensor:
 def _on_ranks(rank: int, world: int, count: int, order: tuple[int, ...]):
     placement = Placement(order, ParallelStrategy(pp=world))
     groups = ProcessGroups(device_sets(placement), 240.0, torch.device("cpu"))
-    pipeline = Pipeline(placement, groups, HIDDEN, torch.float64)
+    pipeline = Pipeline(placement, groups, HIDDEN, torch.float64, lambda micro: micro.computed_tokens)
     stage = placement.coordinate(rank).pp
     mine = _layers()[stage * LAYERS // world : (stage + 1) * LAYERS // world]
     alive, most_alive = 0, 0
