@@ -36,6 +36,7 @@ pytestmark = [
 ITERATIONS = 11
 ONE, OTHER = ((0,), (1, 1, 1)), ((1,), (1, 1, 1))
 SPLIT, SHARED = ((0, 1), (1, 2, 1)), ((0, 1), (2, 1, 1))
+DIVIDED = ((0, 1), (1, 1, 1, 2))
 FIRST = dict.fromkeys(
     PPO_CALLS,
     ONE,
@@ -44,7 +45,8 @@ LATER = FIRST | {
     "actor_generate": SHARED,
     "actor_train": SPLIT,
     "critic_inference": OTHER,
-    "critic_train": OTHER,
+    "critic_train": DIVIDED,
+    "ref_inference": DIVIDED,
 }
 
 

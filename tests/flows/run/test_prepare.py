@@ -179,10 +179,17 @@ def test_an_unknown_gpu_is_planned_by_its_own_figures_with_a_warning(monkeypatch
     assert warning.startswith("x1, this machine's GPU, has no data sheet here")
 
 
-def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call():
-    config = large(4, plan=dict.fromkeys(PPO_CALLS, "hosts 0-1 p16"))
-    with pytest.raises(PlanError, match=r"Call 'actor_generate': pp=16 exceeds the model's 4 layers"):
-        plan_of(config)
+@pytest.mark.parametrize(
+    ("by_hand", "message"),
+    [
+        (dict.fromkeys(PPO_CALLS, "hosts 0-1 p16"), "Call 'actor_generate': pp=16 exceeds the model's 4 layers"),
+        (dict.fromkeys(PPO_CALLS, "hosts 0-1 c16"), "Call 'actor_generate': cp=16 divides the tokens of a sequence"),
+    ],
+    ids=["layers", "generation"],
+)
+def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call(by_hand, message):
+    with pytest.raises(PlanError, match=message):
+        plan_of(large(4, plan=by_hand))
 
 
 def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
