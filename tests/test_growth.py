@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 299,
-    "hundreds of lines": 656,
+    "files": 300,
+    "hundreds of lines": 658,
     "lines of the longest file": 664,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 127,
     "configuration paths of GRPO": 122,
-    "hundreds of words in docs": 312,
+    "hundreds of words in docs": 316,
     "files that name a kind of plan node": 16,
 }
 

@@ -263,7 +263,16 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
     table = Table(*whole, *(["class"] if several else []), box=None, pad_edge=False)
     rows = call_rows(plan, price, model)
     divides = any(row.cp > 1 for row in rows)
-    for head in ("dp", "tp", "pp", *(["cp"] if divides else []), "micro-\nbatches", "offload", "seconds", "memory\nGB"):
+    for head in (
+        "dp",
+        "tp",
+        "pp",
+        *(["cp"] if divides else []),
+        "micro-\nbatches",
+        "offload",
+        "seconds",
+        "memory\nGB",
+    ):
         table.add_column(head, justify="right")
     for row in rows:
         memory = f"{row.memory_bytes / 1e9:.3g}" + (" [red]too much[/]" if row.missing_bytes else "")

@@ -128,7 +128,9 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
         case SaveNode():
             held = max(model.parameter_bytes(node.role, node.placement))
             state = OPTIMIZER_BYTES if plan.roles[node.role].trained else MASTER_BYTES
-            seconds = save_s(held, node.placement.strategy.copies, model, model.classes_of(node.placement), state)
+            seconds = save_s(
+                held, node.placement.strategy.copies, model, model.classes_of(node.placement), state
+            )
         case EvaluateNode(at_start=False):
             seconds = evaluation_s(node.role, node.placement, model)
         case OffloadNode():

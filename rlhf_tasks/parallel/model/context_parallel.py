@@ -35,7 +35,9 @@ class ContextRanks:
         devices = placement.cp_group(groups.rank)
         self._rank, self._cp = at.cp, len(devices)
         self._group: ProcessGroup | None = groups[devices]
-        self._in_group = [devices.index(device) for device in sorted(devices)]  # cp ranks, as the group numbers them
+        self._in_group = [
+            devices.index(device) for device in sorted(devices)
+        ]  # cp ranks, as the group numbers them
         self._numbers = [self._in_group.index(rank) for rank in range(self._cp)]  # the reverse
         kv_of = layout.kv_head_map(at.tp)
         self._heads = [split(len(kv_of), self._cp, rank) for rank in range(self._cp)]
@@ -71,10 +73,10 @@ class ContextRanks:
         heads = [(q, kv, kv) for q, kv in zip(self._heads, self._kv_heads, strict=True)]
         of_row = [state[0, :, :rows].transpose(0, 1) for state in states]  # [rows, heads, head_dim]
         parts = [
-            torch.cat([x[:, slice(*own)].flatten(1) for x, own in zip(of_row, heads[rank], strict=True)], 1)
+            torch.cat([x[:, slice(*part)].flatten(1) for x, part in zip(of_row, heads[rank], strict=True)], 1)
             for rank in self._in_group
         ]
-        widths = [own.size * state.shape[3] for own, state in zip(heads[self._rank], states, strict=True)]
+        widths = [part.size * state.shape[3] for part, state in zip(heads[self._rank], states, strict=True)]
         received = _all_to_all(
             torch.cat([part.flatten() for part in parts]),
             [part.numel() for part in parts],
@@ -93,7 +95,9 @@ class ContextRanks:
         whole = F.pad(output[0].flatten(1), (0, 0, 0, self._cp * rows - output.shape[1]))
         counts = [rows * self._heads[rank].size * head_dim for rank in self._in_group]
         sent = _in(self._in_group, whole.unflatten(0, (self._cp, rows)))
-        received = _all_to_all(sent.flatten(), [sent[0].numel()] * self._cp, counts, self._group).split(counts)
+        received = _all_to_all(sent.flatten(), [sent[0].numel()] * self._cp, counts, self._group).split(
+            counts
+        )
         of_rank = [received[number].view(rows, -1) for number in self._numbers]
         return F.pad(torch.cat(of_rank, 1), (0, 0, 0, size - rows)).unflatten(1, (-1, head_dim))[None]
 
@@ -157,7 +161,7 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, mine: Tensor, rank: int, counts: list[int], numbers: list[int], group: ProcessGroup
     ) -> Tensor:
-        ctx.own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        ctx.slice = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         padded = F.pad(mine, (0, max(counts) - len(mine)))
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=group)
@@ -165,7 +169,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return gradients[0][ctx.own].contiguous(), None, None, None, None
+        return gradients[0][ctx.slice].contiguous(), None, None, None, None
 
 
 def _gather(

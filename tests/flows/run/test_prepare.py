@@ -182,8 +182,14 @@ def test_an_unknown_gpu_is_planned_by_its_own_figures_with_a_warning(monkeypatch
 @pytest.mark.parametrize(
     ("by_hand", "message"),
     [
-        (dict.fromkeys(PPO_CALLS, "hosts 0-1 p16"), "Call 'actor_generate': pp=16 exceeds the model's 4 layers"),
-        (dict.fromkeys(PPO_CALLS, "hosts 0-1 c16"), "Call 'actor_generate': cp=16 divides the tokens of a sequence"),
+        (
+            dict.fromkeys(PPO_CALLS, "hosts 0-1 p16"),
+            "Call 'actor_generate': pp=16 exceeds the model's 4 layers",
+        ),
+        (
+            dict.fromkeys(PPO_CALLS, "hosts 0-1 c16"),
+            "Call 'actor_generate': cp=16 divides the tokens of a sequence",
+        ),
     ],
     ids=["layers", "generation"],
 )

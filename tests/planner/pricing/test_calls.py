@@ -468,11 +468,17 @@ def test_training_adapters_computes_no_gradients_of_frozen_weights(ppo_cost, ass
 @pytest.mark.parametrize("call", ["ref_inference", "actor_train"])
 def test_ranks_that_divide_tokens_take_a_little_longer_than_those_that_divide_sequences(seconds, call):
     """As many FLOPs a rank; besides, queries, keys, values and outputs go to the ranks of their heads and back."""
-    alone, by_sequences, by_tokens = (seconds(call, n_seqs=64), seconds(call, dp=8, n_seqs=64), seconds(call, cp=8, n_seqs=64))
+    alone, by_sequences, by_tokens = (
+        seconds(call, n_seqs=64),
+        seconds(call, dp=8, n_seqs=64),
+        seconds(call, cp=8, n_seqs=64),
+    )
     assert by_sequences < by_tokens < 1.2 * by_sequences < alone / 4
 
 
-def test_a_sequence_whose_tokens_are_divided_takes_a_part_of_the_memory_of_activations(active, ppo_cost, assign):
+def test_a_sequence_whose_tokens_are_divided_takes_a_part_of_the_memory_of_activations(
+    active, ppo_cost, assign
+):
     """One sequence for each mini-batch: more dp ranks would have nothing. The state is cut as over dp."""
     (alone,), (divided,) = active("actor_train", n_seqs=4), active("actor_train", cp=8, n_seqs=4)
     assert alone / 8 < divided < alone / 6
@@ -485,11 +491,21 @@ def test_a_sequence_whose_tokens_are_divided_takes_a_part_of_the_memory_of_activ
 @pytest.mark.parametrize(
     ("name", "how", "message"),
     [
-        ("actor_generate", {"cp": 2}, "cp=2 divides the tokens of a sequence, but a generate call draws one after"),
-        ("actor_train", {"tp": 8, "cp": 8}, "cp=8 exceeds the 4 query heads that a tp rank has of the model's 32"),
+        (
+            "actor_generate",
+            {"cp": 2},
+            "cp=2 divides the tokens of a sequence, but a generate call draws one after",
+        ),
+        (
+            "actor_train",
+            {"tp": 8, "cp": 8},
+            "cp=8 exceeds the 4 query heads that a tp rank has of the model's 32",
+        ),
     ],
 )
-def test_ranks_that_would_have_nothing_to_divide_are_refused(ppo_cost, assign, make_graph, name, how, message):
+def test_ranks_that_would_have_nothing_to_divide_are_refused(
+    ppo_cost, assign, make_graph, name, how, message
+):
     devices = list(range(how.get("tp", 1) * how["cp"]))
     with pytest.raises(ValueError, match=message):
         ppo_cost(Cluster(8, 8)).call(make_graph().call(name), assign(devices, **how))

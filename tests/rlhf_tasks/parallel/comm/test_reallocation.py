@@ -156,7 +156,11 @@ def test_source_replicas_that_differ_are_noticed_on_every_rank(ranks):
 
 def total(whole, lay: Layout) -> int:
     last = lay.placement.strategy
-    copy = [d for d in lay.placement.devices if (at := lay.placement.coordinate(d)).dp + 1 == last.dp and at.cp + 1 == last.cp]
+    copy = [
+        d
+        for d in lay.placement.devices
+        if (at := lay.placement.coordinate(d)).dp + 1 == last.dp and at.cp + 1 == last.cp
+    ]
     parts = [int(digest(cut(whole, lay, d), lay, d)) for d in copy]
     return sum(parts) % 2**64
 

@@ -133,7 +133,11 @@ def test_sizes_of_slices():
 @pytest.mark.parametrize(
     ("strategy", "changes", "message"),
     [
-        (ParallelStrategy(cp=7), {}, "cp=7 exceeds the 6 query heads that a tp rank has of the model's 6 .tp=1"),
+        (
+            ParallelStrategy(cp=7),
+            {},
+            "cp=7 exceeds the 6 query heads that a tp rank has of the model's 6 .tp=1",
+        ),
         (ParallelStrategy(tp=4, cp=2), {}, "cp=2 exceeds the 1 query heads that a tp rank has .* .tp=4"),
         (
             ParallelStrategy(cp=2),

@@ -441,9 +441,18 @@ SPLIT_AND_WHOLE = some((1, 2, 2), whole=[(1, 1, 1)])
         *way("experts", "mixtral", ALMOST_EVERY),
         *way("experts with biases, and sinks", "gpt_oss", some((1, 2, 2), whole=[(1, 1, 1), (2, 2, 1)])),
         *way("packed and transposed projections", "gpt2", some((1, 2, 2), whole=EVERY)),
-        *way("context", "llama", some((1, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2), whole=[(1, 1, 1, 2)])),
+        *way(
+            "context",
+            "llama",
+            some((1, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2), whole=[(1, 1, 1, 2)]),
+        ),
         *way("context of tied weights", "qwen3-tied", some((1, 1, 2, 2), (1, 1, 1, 4))),
-        *way("context of values", "qwen3-tied", some((1, 1, 1, 4), whole=[(1, 2, 1, 2), (1, 1, 2, 2)]), "scalar"),
+        *way(
+            "context of values",
+            "qwen3-tied",
+            some((1, 1, 1, 4), whole=[(1, 2, 1, 2), (1, 1, 2, 2)]),
+            "scalar",
+        ),
         *way("context of experts", "mixtral", some((1, 1, 1, 2), whole=[(1, 2, 1, 2)])),
         *way("context of sinks", "gpt_oss", some((1, 1, 1, 4), whole=[(1, 2, 1, 2)])),
         *way("context in float32", "llama-tied", some((1, 1, 1, 2)), dtype=torch.float32),
@@ -546,7 +555,9 @@ def _counted(rank: int, world: int, trial: Trial, counted: str | None):
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-@pytest.mark.parametrize("strategy", some((1, 1, 1), (4, 1, 1), (1, 2, 2), (1, 1, 2, 2), slow=[(1, 4, 1)]), ids=str)
+@pytest.mark.parametrize(
+    "strategy", some((1, 1, 1), (4, 1, 1), (1, 2, 2), (1, 1, 2, 2), slow=[(1, 4, 1)]), ids=str
+)
 def test_a_head_without_the_tokens_that_do_not_count_gives_the_same(ranks, head: Head, strategy) -> None:
     plain = _trial("qwen3-tied", head, ParallelStrategy())
     steps, whole, flops = _on_one_rank(ranks, _counted, plain, None)
