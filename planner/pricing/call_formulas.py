@@ -68,7 +68,7 @@ class CallCost:
 
 
 class Crossings(NamedTuple):
-    """Whether the tp, dp, pp and cp groups of a placement span hosts; dp: of the ranks that hold the same parameters."""
+    """Whether the tp, dp, pp and cp groups of a placement span hosts; dp: of ranks with the same parameters."""
 
     tp: bool
     dp: bool

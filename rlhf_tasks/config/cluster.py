@@ -132,8 +132,8 @@ _NUMBERED = {
 """The words of a placement that end with a number: what this is, and from where to where it goes."""
 
 _EXAMPLE = (
-    "Write, for example, 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8 (devices or hosts; degrees of dp, tp, "
-    "pp and, as c2, cp; micro-batches)"
+    "Write, for example, 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8 (devices or hosts; degrees of dp, tp "
+    "and pp, and of cp as c2; micro-batches)"
 )
 
 

@@ -131,7 +131,8 @@ class ProcessGroups:
 def device_sets(placement: Placement) -> list[tuple[int, ...]]:
     """The sets of devices in which an engine on this placement communicates.
 
-    These are its tp, cp, dp and pp groups, its replicas, its stages, the whole mesh, and the holders of tied embeddings.
+    These are its tp, cp, dp and pp groups, its replicas, its stages, the whole mesh, and the holders of tied
+    embeddings.
     """
     sets = [tuple(sorted(placement.devices))]
     sets += [tuple(sorted(placement.replica(dp_rank))) for dp_rank in range(placement.strategy.dp)]

@@ -64,8 +64,8 @@ def check_context_parallel(shape: ModelShape, strategy: ParallelStrategy) -> Non
     kinds = sorted({shape.kind_of(layer) for layer in range(shape.layers)} - {"attention"})
     if kinds:
         raise ValueError(
-            f"cp={strategy.cp} divides the tokens of a sequence, but {shape.family} has layers that pass a state from "
-            f"token to token ({', '.join(kinds)}). Leave out cp."
+            f"cp={strategy.cp} divides the tokens of a sequence, but {shape.family} has layers that pass a state "
+            f"from token to token ({', '.join(kinds)}). Leave out cp."
         )
 
 

@@ -2,8 +2,8 @@
 
 The ranks of a cp group divide the tokens of a micro-batch. Each computes embeddings, norms, MLPs and the head for its
 share, which is neighbouring tokens of whichever samples. For attention, an all-to-all gives each rank all tokens of a
-share of the heads; a second one gives each rank its tokens' outputs of all heads. Heads are cut as over tp, so cp need
-not divide them. A KV head goes to every rank whose query heads use it.
+share of the heads; a second one gives each rank its tokens' outputs of all heads. Heads are cut as over tp, so cp
+need not divide them. A KV head goes to every rank whose query heads use it.
 
 What a loss reads of each token is gathered over the group, in the order of the tokens. Every rank computes the same
 loss, and its backward pass takes only its own tokens' part: the gradients of the group's ranks add up to the whole.

@@ -99,7 +99,7 @@ class _Keeping(_Dear):
 
 
 class _Taking(_Dear):
-    """The repeated pass. Sums over ranks are taken from memory, too; only what cp ranks exchange is exchanged again."""
+    """The repeated pass. Sums over ranks are taken from memory, too; what cp ranks exchange is exchanged again."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -164,7 +164,7 @@ class Stage(nn.Module):
         """Run one micro-batch of T tokens through this stage.
 
         Of tokens that samples share (`micro.shared`), hidden states are computed and passed on once: [C, hidden].
-        With cp > 1, this rank computes and passes on its share of them (`ContextRanks`); with a cache, every rank all.
+        With cp > 1, this rank computes and passes on its share (`ContextRanks`); with a cache, every rank all.
 
         x      first stage: token ids [T] int64; later stages: the hidden states [T, hidden] of the stage before
         micro  which tokens belong together, and their positions

@@ -1,8 +1,8 @@
 """Which rank keeps the training state of which range of which slice, and how ranges of two layouts overlap.
 
 A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
-The buffer is cut into buckets, and each dp and cp rank keeps the state of an equal share of every bucket: then a bucket's
-gradients can be reduced, and its weights gathered, without the others (ZeRO stage 2, arXiv:1910.02054). All this
+The buffer is cut into buckets, and each dp and cp rank keeps the state of an equal share of every bucket: then a
+bucket's gradients can be reduced, and its weights gathered, without the others (ZeRO stage 2, arXiv:1910.02054). All this
 follows from the layout.
 """
 
