@@ -2,8 +2,8 @@
 
 A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
 The buffer is cut into buckets, and each dp and cp rank keeps the state of an equal share of every bucket: then a
-bucket's gradients can be reduced, and its weights gathered, without the others (ZeRO stage 2, arXiv:1910.02054). All this
-follows from the layout.
+bucket's gradients can be reduced, and its weights gathered, without the others (ZeRO stage 2, arXiv:1910.02054). All
+this follows from the layout.
 """
 
 import math
