@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 300,
-    "hundreds of lines": 658,
+    "files": 302,
+    "hundreds of lines": 663,
     "lines of the longest file": 664,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 127,

@@ -280,6 +280,11 @@ def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], clus
             DeviceMesh.of(cluster, placement.devices)
         except MeshError as error:
             raise PlanError(f"Call {call.name!r}: {error}") from None
+        if call.kind == "generate" and placement.strategy.shard == "parameters":
+            raise PlanError(
+                f"Call {call.name!r}: a generation reads all weights for each token, so they cannot be sharded. "
+                "Leave out sharded, or choose a larger tp."
+            )
         _check_counts(call, assignments[call.name])
     _check_offloads(graph, assignments)
 

@@ -21,6 +21,8 @@ from prefect_rlhf.planner.pricing.figures import Factor
 from prefect_rlhf.planner.pricing.rooflines import GRADIENT_BYTES, Sizes, Timing, stage_kinds
 from prefect_rlhf.planner.pricing.segments import drawn
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.shares import Gathering
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import BUCKET
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
     LEAST_SHARED,
@@ -31,7 +33,6 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
     rows_at_once,
     slots_of,
 )
-from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import BUCKET
 from prefect_rlhf.rlhf_tasks.profiling.measurements import Exchange, Pass
 from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 
@@ -80,10 +81,11 @@ class Crossings(NamedTuple):
 class OnMesh:
     """One model under one strategy: seconds and bytes of the terms that a call's price is composed of.
 
-    local    sizes of the model
-    trained  the same object; or for a model with adapters, sizes of these
-    overlap  share of a backward pass that hides the reduction of gradients
-    gpus     whether GPUs are among the devices
+    local     sizes of the model
+    trained   the same object; or for a model with adapters, sizes of these
+    overlap   share of a pass that hides the reduction of gradients, and the gathering of sharded weights
+    gpus      whether GPUs are among the devices
+    gathered  of sharded weights, what a device gathers
     """
 
     timing: Timing
@@ -94,6 +96,28 @@ class OnMesh:
     crossings: Crossings
     overlap: float = 0.0
     gpus: bool = False
+    gathered: Gathering | None = None
+
+    def gather_s(self, back: bool = False) -> float:
+        """Seconds in which sharded weights are gathered for a pass over all layers. back: for a backward pass."""
+        if self.gathered is None:
+            return 0.0
+        elements = self.gathered.back if back else self.gathered.total
+        buckets = max(1, round(self.gathered.buckets * elements / self.gathered.total))
+        size_bytes = elements / buckets * self.workload.itemsize
+        return buckets * self.exchange_s("all_gather", self.strategy.copies, size_bytes, self.crossings.dp)
+
+    def waits_s(self, pass_s: float) -> float:
+        """Seconds in which a forward pass waits for weights: nothing hides the gathering of the first ones."""
+        if self.gathered is None:
+            return 0.0
+        gather_s = self.gather_s()
+        return max(gather_s - self.overlap * pass_s, gather_s / self.gathered.buckets)
+
+    @property
+    def whole_bytes(self) -> float:
+        """Bytes of sharded weights that are whole at a time during a pass."""
+        return 0.0 if self.gathered is None else self.gathered.most * self.workload.itemsize
 
     @property
     def device_type(self) -> str:
@@ -348,16 +372,12 @@ def infer(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
         ["forward"], (in_each * length - repeated) / cp, mesh.length, micro_batches, repeated / cp
     )
     seconds = mesh.share_batch_s(call, share * length) + passes_s
-    return CallCost(
-        max(seconds, rewards_s),
-        tuple(
-            mesh.each_stage(
-                lambda stage: mesh.working_bytes(
-                    (fullest * length - of_fullest) / cp, stage, False, of_fullest / cp
-                )
-            )
-        ),
+    if mesh.gathered is not None:
+        seconds += micro_batches * mesh.waits_s(passes_s / micro_batches)
+    working = mesh.each_stage(
+        lambda stage: mesh.working_bytes((fullest * length - of_fullest) / cp, stage, False, of_fullest / cp)
     )
+    return CallCost(max(seconds, rewards_s), tuple(of_stage + mesh.whole_bytes for of_stage in working))
 
 
 def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
@@ -376,6 +396,9 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     passes_s = mesh.pipelined_s(["forward", "backward"], tokens, mesh.length, micro_batches, repeated)
     backward_s = max(mesh.stages_s(["backward"], tokens, mesh.length, repeated))
     step = passes_s + gradients_back + _reduce_s(mesh, micro_batches, backward_s) + _update_s(mesh)
+    if mesh.gathered is not None:
+        forward_s = max(mesh.stages_s(["forward"], tokens, mesh.length, repeated))
+        step += micro_batches * mesh.waits_s(forward_s)
 
     share = fullest_share(call, s.dp)
     _, most = mesh.prompts(share, micro_batches, alike)
@@ -401,7 +424,8 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     seconds = mesh.share_batch_s(call, mesh.share(call) * length)
     seconds += step * call.mini_batches * workload.epochs
     active = (
-        of * kept(count) + besides for of, count, besides in zip(layers, in_flight, working, strict=True)
+        of * kept(count) + besides + mesh.whole_bytes
+        for of, count, besides in zip(layers, in_flight, working, strict=True)
     )
     return CallCost(seconds, tuple(active))
 
@@ -417,9 +441,10 @@ def unreduced(trained: Sizes, pp: int, stage: int) -> int:
 
 
 def _reduce_s(mesh: OnMesh, micro_batches: int, backward_s: float) -> float:
-    """Seconds by which the reduction of gradients over dp, after each micro-batch, lengthens a step.
+    """Seconds by which the reduction of gradients over dp, after each micro-batch, lengthens a step; with it the
+    gathering of sharded weights for backward passes.
 
-    backward_s  of one micro-batch on the slowest stage; it hides a part of the reduction, but not the last bucket's
+    backward_s  of one micro-batch on the slowest stage; it hides a part of this, but not the last bucket's reduction
     """
     trained, copies, pp, crosses = mesh.trained, mesh.strategy.copies, mesh.strategy.pp, mesh.crossings.dp
     if copies == 1:
@@ -430,7 +455,8 @@ def _reduce_s(mesh: OnMesh, micro_batches: int, backward_s: float) -> float:
     )
     buckets = max(1, round(moved / max(BUCKET, trained.layer / MATRICES)))
     bucket_s = mesh.exchange_s("reduce_scatter", copies, moved / buckets * GRADIENT_BYTES, crosses)
-    passes_s = micro_batches * max(buckets * bucket_s - mesh.overlap * backward_s, bucket_s)
+    exchanges_s = buckets * bucket_s + mesh.gather_s(back=True)
+    passes_s = micro_batches * max(exchanges_s - mesh.overlap * backward_s, bucket_s)
     if not shared:
         return passes_s
     return passes_s + mesh.exchange_s("reduce_scatter", copies, shared * GRADIENT_BYTES, crosses)
@@ -441,7 +467,8 @@ def _update_s(mesh: OnMesh) -> float:
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
     parameters = max(mesh.trained.parameters_by_stage(s.pp))
     seconds = mesh.timing.update_s(parameters, s.copies)
-    seconds += mesh.exchange_s("all_gather", s.copies, parameters * itemsize, crossings.dp)
+    if mesh.gathered is None or mesh.has_adapters:
+        seconds += mesh.exchange_s("all_gather", s.copies, parameters * itemsize, crossings.dp)
     if (
         mesh.has_adapters and s.tp > 1
     ):  # of each adapter, one matrix is on all tp ranks; with a large tp that is most

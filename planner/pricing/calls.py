@@ -33,9 +33,10 @@ from prefect_rlhf.planner.pricing.figures import (
 )
 from prefect_rlhf.planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Sizes, Slowest, Timing, sizes
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
-from prefect_rlhf.rlhf_tasks.parallel.layout.slices import check_context_parallel
+from prefect_rlhf.rlhf_tasks.parallel.layout.shares import Gathering, gathering
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout, check_context_parallel
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import CHUNK
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import CHUNK
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
 
 MASTER_BYTES = 4  # per parameter: master weight in float32 (optimizer.py)
@@ -194,7 +195,17 @@ class CostModel:
             where.crossings,
             overlap=min(device.exchange_overlap for device in devices),
             gpus=not all(device.is_on_host for device in devices),
+            gathered=self._gathering(role, s) if s.weight_shares > 1 else None,
         )
+
+    def _gathering(self, role: str, s: ParallelStrategy) -> Gathering:
+        """What a device gathers of the role's sharded weights."""
+        model, one = self.models[role], ParallelStrategy(tp=s.tp)
+        return gathering(Layout(model.shape, model.head, Placement(tuple(range(s.tp)), one)))
+
+    def moved_shares(self, role: str, s: ParallelStrategy) -> int:
+        """Number of dp ranks over which what a role moves is cut: adapters are whole, whatever is below them."""
+        return s.weight_shares if self.models[role].lora is None else 1
 
     def _streams_s(self, role: str, where: _Circumstances) -> float:
         """Seconds in which the optimizer's state passes to the fullest device and back, once."""
@@ -220,20 +231,23 @@ class CostModel:
         )
 
     def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
-        """[stages] bytes of a role's parameters on a device of each stage; of one with adapters, bytes of these."""
-        trained, pp = self._trained_sizes(role, placement.strategy), placement.strategy.pp
-        return tuple(count * self.workload.itemsize for count in trained.parameters_by_stage(pp))
+        """[stages] bytes of a role's parameters on a device of each stage; of one with adapters, bytes of these. Of
+        sharded ones, the device's share."""
+        s = placement.strategy
+        counts, shares = self._trained_sizes(role, s).parameters_by_stage(s.pp), self.moved_shares(role, s)
+        return tuple(-(-count // shares) * self.workload.itemsize for count in counts)
 
     def _by_stage(self, role: str, s: ParallelStrategy, per_parameter: float) -> tuple[float, ...]:
         """[stages] bytes on a device of each stage of what takes so many per parameter that moves and trains."""
         parameters = self._trained_sizes(role, s).parameters_by_stage(s.pp)
         return tuple(count * per_parameter for count in parameters)
 
-    def layer_bytes(self, role: str, tp: int) -> float:
+    def layer_bytes(self, role: str, s: ParallelStrategy) -> float:
         """Bytes of a layer of what a role moves on a device, with a layer's part of embedding and head
         (planner/pricing/resharding.py, HeldModel)."""
-        trained = self._trained_sizes(role, ParallelStrategy(tp=tp))
-        return trained.stage_parameters(1, 0) * self.workload.itemsize / trained.layers
+        trained = self._trained_sizes(role, ParallelStrategy(tp=s.tp))
+        whole = trained.stage_parameters(1, 0) * self.workload.itemsize / trained.layers
+        return whole / self.moved_shares(role, s)
 
     def frozen_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
         """[stages] bytes of the frozen weights below a role's adapters; 0 for a role without adapters."""
@@ -241,7 +255,8 @@ class CostModel:
         if self.models[role].lora is None:
             return (0,) * s.pp
         local = self._sizes(role, s)
-        return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(s.pp))
+        counts = local.parameters_by_stage(s.pp)
+        return tuple(-(-count // s.weight_shares) * self.workload.itemsize for count in counts)
 
     def frozen_weights(self, role: str, changes: bool) -> Hashable:
         """The key of a role's frozen weights: roles with equal keys share them where placements are equal.
@@ -269,7 +284,7 @@ class CostModel:
 
         def held(stage: int, count: int) -> float:
             state = 2 * min(CHUNK, count / copies) if offload else count / copies
-            parameter = 0 if away else self.workload.itemsize
+            parameter = 0 if away else self.workload.itemsize / self.moved_shares(role, s)
             size_bytes = count * (parameter + GRADIENT_BYTES / copies) + OPTIMIZER_BYTES * state
             return size_bytes + (GRADIENT_BYTES * unreduced(trained, s.pp, stage) if copies > 1 else 0)
 
@@ -279,7 +294,8 @@ class CostModel:
         """[stages] bytes of the parameters and master weights of a role that follows another, on a device of each
         stage."""
         s = placement.strategy
-        return self._by_stage(role, s, self.workload.itemsize + MASTER_BYTES / s.copies)
+        weight = self.workload.itemsize / self.moved_shares(role, s)
+        return self._by_stage(role, s, weight + MASTER_BYTES / s.copies)
 
     def state_bytes(self, role: str, placement: Placement, trained: bool) -> tuple[float, ...]:
         """[stages] bytes of the state that a device of each stage has of a role whose weights change: master weights,
@@ -295,8 +311,10 @@ class CostModel:
         """
         asked = self.workload.evaluation
         assert asked is not None, "the workload has no evaluation"
-        where, s = self._where(placement), placement.strategy
-        key = role, where
+        s = placement.strategy
+        # Sharded weights are gathered once, and stay whole: a generation reads all of them for each token.
+        whole = replace(placement, strategy=replace(s, shard="gradients"))
+        where, key = self._where(whole), (role, self._where(placement))
         if key not in self._evaluations:
 
             def mesh(prompt_tokens: int, new_tokens: int) -> OnMesh:
@@ -316,8 +334,12 @@ class CostModel:
                 call = _evaluates(role, "inference", at_once)
                 parts.append(infer(on, call, min(s.pp, on.share(call))))
             seconds = -(-asked.rows // at_once) * sum(part.seconds for part in parts)
-            active = [part.active_bytes for part in parts]
-            self._evaluations[key] = CallCost(seconds, tuple(map(max, zip(*active, strict=True))))
+            active = [max(of_stage) for of_stage in zip(*(part.active_bytes for part in parts), strict=True)]
+            if s.weight_shares > 1:
+                on = self._mesh(role, self._where(placement), self.workload)
+                seconds += on.gather_s()
+                active = [size + self._gathering(role, s).total * self.workload.itemsize for size in active]
+            self._evaluations[key] = CallCost(seconds, tuple(active))
         return self._evaluations[key]
 
     def onload_s(self, role: str, placement: Placement) -> float:

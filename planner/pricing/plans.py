@@ -16,7 +16,7 @@ import numpy as np
 
 from prefect_rlhf.planner.plan.steady_state import SteadyState, steady_state
 from prefect_rlhf.planner.plan.workload import Workload, fullest_share, key_bytes
-from prefect_rlhf.planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
+from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.resharding import Heads, HeldModel, reallocation, redistribution
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate, ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.protocol.commit import MOST_UNWRITTEN
@@ -126,11 +126,7 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
             seconds, moved = _reallocation(node, model)
             seconds /= model.workload.sync_every
         case SaveNode():
-            held = max(model.parameter_bytes(node.role, node.placement))
-            state = OPTIMIZER_BYTES if plan.roles[node.role].trained else MASTER_BYTES
-            seconds = save_s(
-                held, node.placement.strategy.copies, model, model.classes_of(node.placement), state
-            )
+            seconds = save_s(node.role, node.placement, model, plan.roles[node.role].trained)
         case EvaluateNode(at_start=False):
             seconds = evaluation_s(node.role, node.placement, model)
         case OffloadNode():
@@ -141,18 +137,10 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
     return seconds + model.classes.dispatch_s, moved
 
 
-def save_s(
-    parameter_bytes: float, copies: int, model: CostModel, classes: Iterable[int], per_parameter: float
-) -> float:
-    """Seconds in which a device copies its part of a role's state to host memory.
-
-    parameter_bytes  bytes of its parameters
-    copies           devices that hold the same ones, over which the state is cut
-    classes          those of the placement's devices
-    per_parameter    bytes of the state per parameter
-    """
-    state_bytes = parameter_bytes / model.workload.itemsize * per_parameter / copies
-    return model.classes.host_copy_s(state_bytes, classes)
+def save_s(role: str, placement: Placement, model: CostModel, trained: bool) -> float:
+    """Seconds in which the fullest device copies its part of a role's state to host memory."""
+    state_bytes = max(model.state_bytes(role, placement, trained))
+    return model.classes.host_copy_s(state_bytes, model.classes_of(placement))
 
 
 def evaluation_s(role: str, placement: Placement, model: CostModel) -> float:
@@ -177,7 +165,8 @@ def _reallocation(node: ReallocateNode | SyncNode, model: CostModel) -> tuple[fl
 
 def _held(role: str, placement: Placement, model: CostModel) -> HeldModel:
     s = placement.strategy
-    return HeldModel(min(placement.devices), s.copies, s.tp, s.pp, model.layer_bytes(role, s.tp))
+    shares = model.moved_shares(role, s)
+    return HeldModel(min(placement.devices), s.copies, s.tp, s.pp, model.layer_bytes(role, s), shares)
 
 
 def _transfer(node: TransferNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
@@ -414,8 +403,8 @@ def remedy(part: str) -> str:
         return "More micro_batches, a larger dp or a smaller batch_size would lower it."
     if part.endswith("optimizer"):
         return (
-            "A larger tp, pp or dp (ZeRO shards gradients and optimizer) on more devices, or offload: true for its "
-            "train_step, would lower it."
+            "A larger tp, pp or dp (ZeRO shards gradients and optimizer) on more devices, sharded weights, or "
+            "offload: true for its train_step, would lower it."
         )
     if part.endswith("frozen parameters"):
         return "A larger tp or pp, or offload: true for its calls, would lower it."

@@ -32,6 +32,7 @@ class HeldModel(NamedTuple):
 
     first        the first device
     layer_bytes  bytes of one layer on a device; embedding and head count as if they were spread over the layers
+    shares       dp ranks of which each has an equal share of a layer: 1 where each has the whole slice
     """
 
     first: int
@@ -39,6 +40,7 @@ class HeldModel(NamedTuple):
     tp: int
     pp: int
     layer_bytes: float
+    shares: int = 1
 
 
 class Heads(NamedTuple):
@@ -78,20 +80,24 @@ def reallocation(
     width_a, width_b = source.dp * source.tp, destination.dp * destination.tp
     size_a, size_b = width_a * source.pp, width_b * destination.pp
     least, mean = kept_slices(source, destination)
-    smaller_bytes = min(source.layer_bytes, destination.layer_bytes)
-    busiest_s, total_s, total_bytes, far = 0.0, 0.0, 0.0, 0
+    # Shares that two devices have of a layer have as much in common as if their elements were drawn at random.
+    slice_a, slice_b = source.layer_bytes * source.shares, destination.layer_bytes * destination.shares
+    smaller_bytes = min(slice_a, slice_b) / (source.shares * destination.shares)
+    busiest_s, total_s, total_bytes, far = 0.0, 0.0, 0.0, 0.0
     device, end = destination.first, destination.first + size_b
     while device < end:
         stage, host = (device - destination.first) // width_b, device // per_host * per_host
         low, high = stage * layers // destination.pp, (stage + 1) * layers // destination.pp
         following = min(host + per_host, destination.first + (stage + 1) * width_b)
         # near: layers that the source has on this host; kept: layers that it has on these devices
-        near, kept = 0, 0
+        near, kept = 0.0, 0
         first, last = max(source.first, host), min(source.first + size_a, host + per_host) - 1
         if first <= last:
             begin = (first - source.first) // width_a * layers // source.pp
             after = ((last - source.first) // width_a + 1) * layers // source.pp
-            near = max(0, min(high, after) - max(low, begin))
+            near = 1.0 * max(0, min(high, after) - max(low, begin))
+            if source.shares > 1:  # on this host are the shares of these devices alone
+                near *= (last - first + 1) / size_a
         if source.first <= device < source.first + size_a:
             at = (device - source.first) // width_a
             kept = min(high, (at + 1) * layers // source.pp) - max(low, at * layers // source.pp)
@@ -113,7 +119,7 @@ def reallocation(
     if busiest_s <= 0.0:
         return 0.0, 0.0
     # Messages come from the stages and slices of the source that make up one of the destination.
-    n_messages = -(-source.pp // destination.pp) * -(-source.tp // destination.tp)
+    n_messages = -(-source.pp // destination.pp) * -(-source.tp // destination.tp) * source.shares
     latency_s = n_messages * (wires.between_s if far else wires.inside_s)
     return latency_s + max(busiest_s, total_s / size_a), total_bytes
 

@@ -58,16 +58,27 @@ class PlanChange(Frozen):
 def plan_digest(plan: ExecutionPlan) -> str:
     """SHA-256 of a plan, which identifies it in the log and in manifests.
 
-    A lead of 0, and segments that there are not, are left out: plans of runs from before there were such have the
-    digests of then.
+    A lead of 0, segments that there are not, and weights that are not sharded are left out: plans of runs from before
+    there were such have the digests of then.
     """
-    document = plan.model_dump(mode="json")
-    for node in document["nodes"]:
-        for part in (node, node.get("call")):
-            for name, nothing in (("lead", 0), ("segment_tokens", None)):
-                if isinstance(part, dict) and part.get(name, ...) == nothing:
-                    del part[name]
+    document = _without_nothing(plan.model_dump(mode="json"))
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+_NOTHING = {"lead": 0, "segment_tokens": None, "shard": "gradients"}
+
+
+def _without_nothing(document: Any) -> Any:
+    """A JSON document without the keys that say that there is nothing of something."""
+    if isinstance(document, list):
+        return [_without_nothing(item) for item in document]
+    if not isinstance(document, dict):
+        return document
+    return {
+        key: _without_nothing(value)
+        for key, value in document.items()
+        if key not in _NOTHING or value != _NOTHING[key]
+    }
 
 
 def log_change(folder: Path, iteration: int, plan: ExecutionPlan) -> PlanChange:

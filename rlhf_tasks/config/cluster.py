@@ -27,6 +27,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.topology import (
     MAX_DEVICES,
     ParallelStrategy,
     Placement,
+    Shard,
     check_count,
 )
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment
@@ -132,8 +133,8 @@ _NUMBERED = {
 """The words of a placement that end with a number: what this is, and from where to where it goes."""
 
 _EXAMPLE = (
-    "Write, for example, 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8 (devices or hosts; degrees of dp, tp "
-    "and pp, and of cp as c2; micro-batches)"
+    "Write, for example, 0-3 d2 t2 p1 m4 tokens sharded offload order0, or hosts 0,2 t8 (devices or hosts; degrees "
+    "of dp, tp and pp, and of cp as c2; micro-batches)"
 )
 
 
@@ -141,6 +142,7 @@ class ByHand(NamedTuple):
     """The placement of one call as a user writes it, `0-3 d2 t2 m4 offload`: devices or whole hosts by number, in
     rank order; then, in any order, what is not the default.
 
+    sharded                                 whether `shard` of the strategy is "parameters"
     micro_batches, balance, offload, order  as in `CallAssignment`
     """
 
@@ -152,6 +154,7 @@ class ByHand(NamedTuple):
     cp: int = 1
     micro_batches: int = 1
     balance: Literal["count", "tokens"] = "count"
+    sharded: bool = False
     offload: bool = False
     order: int | None = None
 
@@ -171,8 +174,8 @@ class ByHand(NamedTuple):
             key, number = match.groups() if match else ("", "")
             if word == "tokens":
                 name, value = "balance", "tokens"
-            elif word == "offload":
-                name, value = "offload", True
+            elif word in ("offload", "sharded"):
+                name, value = word, True
             elif key in _NUMBERED and number:
                 value = int(number)
                 name, least, most = _NUMBERED[key]
@@ -198,6 +201,7 @@ class ByHand(NamedTuple):
             cp=placement.strategy.cp,
             micro_batches=assignment.micro_batches,
             balance=assignment.balance,
+            sharded=placement.strategy.shard == "parameters",
             offload=assignment.offload,
             order=assignment.order,
         )
@@ -213,14 +217,16 @@ class ByHand(NamedTuple):
             ",".join(_ranges(self.numbers)),
             *degrees,
             "tokens" if self.balance == "tokens" else "",
+            "sharded" if self.sharded else "",
             "offload" if self.offload else "",
             order,
         ]
         return " ".join(filter(None, words))
 
     def assignment(self, devices_per_host: int) -> CallAssignment:
-        """Raises ValueError where dp * tp * pp * cp is not the number of devices."""
+        """Raises ValueError where dp * tp * pp * cp is not the number of devices, and for shares that cannot be."""
         devices = self.numbers
+        shard: Shard = "parameters" if self.sharded else "gradients"
         if self.of_hosts:
             check_count(len(devices), devices_per_host)
             devices = tuple(
@@ -229,7 +235,7 @@ class ByHand(NamedTuple):
                 for device in range(devices_per_host)
             )
         return CallAssignment(
-            placement=Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp, self.cp)),
+            placement=Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp, self.cp, shard)),
             micro_batches=self.micro_batches,
             balance=self.balance,
             offload=self.offload,

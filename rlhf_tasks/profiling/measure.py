@@ -32,6 +32,7 @@ from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
     Blank,
     ProcessGroups,
+    all_gather,
     all_reduce,
     exchange,
     join_world,
@@ -48,7 +49,6 @@ from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import initialise, load_config
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
 from prefect_rlhf.rlhf_tasks.parallel.train.gradients import reduce_scatter
-from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import all_gather
 from prefect_rlhf.rlhf_tasks.profiling.measurements import (
     LEAST_S,
     Exchange,

@@ -381,7 +381,8 @@ class RankRun:
             message = f"{node.name}: {node.role} has version {version}, the plan says {expected}"
             require(version == expected, message)
             flops_before = engine.flops
-            metrics = self._evaluated().metrics(engine, iteration, node.at_start)
+            with engine.whole_weights():  # a generation reads all of them for each token
+                metrics = self._evaluated().metrics(engine, iteration, node.at_start)
             flops = engine.flops - flops_before
         if node.at_start:
             return Outcome(flops=flops, details={BEFORE: metrics})

@@ -17,6 +17,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
+from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import initialise, load, load_config
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -72,6 +73,7 @@ class RoleEngines:
         )
         self._most_tokens = config.micro_batch_tokens if isinstance(config, TrainingConfig) else None
         self._frozen: dict[tuple[Role, Placement], dict[str, Tensor]] = {}
+        self._shares: dict[tuple[Role, Placement], Shares] = {}
         self._engines: dict[tuple[str, Placement], Engine] = {}
         self._absent: set[tuple[str, Placement]] = set()
         self._copier = copier(groups.device)
@@ -172,7 +174,7 @@ class RoleEngines:
         moved = reallocate(
             source,
             destination,
-            owner.stage.trained_slices() if owner is not None else None,
+            owner.stage.held_weights() if owner is not None else None,
             self._dtype,
             self._groups.view(node.name, [union_set(node.source, node.destination)]),
             self._plan.devices_per_host,
@@ -209,6 +211,8 @@ class RoleEngines:
             return HostCopy(
                 [master.weights], lambda tensors: master.use(*tensors), self._copier, changes=True
             )
+        if (shares := engine.stage.shares) is not None:
+            return HostCopy([shares.flat], lambda tensors: setattr(shares, "flat", *tensors), self._copier)
         return HostCopy.of_module(engine.stage, self._copier)
 
     def _install(self, role: str, placement: Placement, moved: Reallocated) -> None:
@@ -222,12 +226,12 @@ class RoleEngines:
                 stage, layout, groups, micro_batch_tokens=self._most_tokens, **self._drawn
             )
         engine = self._engines[key]
-        _replace(engine.stage, moved.slices)
+        engine.stage.hold_weights(moved.slices)
         engine.version, engine.state = moved.version, moved.state
         self._absent.discard(key)
 
     def _drop(self, role: str, placement: Placement) -> None:
-        _replace(self._engines[role, placement].stage, {})
+        self._engines[role, placement].stage.hold_weights({})
         self._absent.add((role, placement))
 
     def _view(self, role: str, placement: Placement) -> ProcessGroups:
@@ -250,8 +254,17 @@ class RoleEngines:
         away     its weights come and go, so they are its own
         changes  all its weights change, or its adapters where it has some
         """
-        frozen = self._frozen.setdefault((parts._replace(optimizer=None), layout.placement), {})
+        key = (parts._replace(optimizer=None), layout.placement)
         trained = layout.specs if changes else {}
+        if layout.placement.strategy.weight_shares > 1:
+            alone = away or not layout.whole.specs.keys() - trained.keys()
+            stage = self._stage(parts, layout, shares=None if alone else self._shares.get(key))
+            assert stage.shares is not None
+            _fill(stage, parts, self._seed, stage.shares.filled, self._bytes_filled)
+            if not alone:
+                self._shares[key] = stage.shares
+            return stage
+        frozen = self._frozen.setdefault(key, {})
         shared = {} if away else {name: given for name, given in frozen.items() if name not in trained}
         stage = self._stage(parts, layout, shared)
         _fill(stage, parts, self._seed, shared, self._bytes_filled)
@@ -259,8 +272,16 @@ class RoleEngines:
             frozen |= {name: mine for name, mine in stage.named_slices().items() if name not in trained}
         return stage
 
-    def _stage(self, parts: Role, layout: Layout, shared: Mapping[str, Tensor] | None = None) -> Stage:
+    def _stage(
+        self,
+        parts: Role,
+        layout: Layout,
+        shared: Mapping[str, Tensor] | None = None,
+        shares: Shares | None = None,
+    ) -> Stage:
         rank, placement = self._groups.rank, layout.placement
+        if shares is None and placement.strategy.weight_shares > 1:
+            shares = Shares(layout.whole, self._groups, self._dtype)
         return Stage(
             load_config(parts.folder),
             layout,
@@ -271,6 +292,7 @@ class RoleEngines:
             recompute=self._recompute,
             shared=shared,
             context=ContextRanks.of(layout, self._groups),
+            shares=shares,
         )
 
 
@@ -298,9 +320,3 @@ def _fill(stage: Stage, parts: Role, seed: int, shared: Collection[str], moved: 
             f"Model folder {parts.folder!r} has no {missing[0]}: it holds a language model, whose scores would "
             "be random. Name a reward model, such as one that `prefect-rlhf run reward_model` has made."
         )
-
-
-def _replace(stage: Stage, slices: dict[str, Tensor]) -> None:
-    """Set a copy's parameters, or its adapters, to these tensors. One without a tensor is emptied."""
-    for name, parameter in stage.trained_slices().items():
-        parameter.data = slices.get(name, parameter.data.new_empty(0))

@@ -1,6 +1,7 @@
 """Roles whose state follows from parameters' names, in any layout: what saving and moving state is tested with."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,9 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import StateLayout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
 
 ADAPTERS = Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
@@ -25,8 +28,8 @@ def model(**changes) -> ModelShape:
     )
 
 
-def place(devices, dp=1, tp=1, pp=1, cp=1) -> Placement:
-    return Placement(tuple(devices), ParallelStrategy(dp, tp, pp, cp))
+def place(devices, dp=1, tp=1, pp=1, cp=1, shard="gradients") -> Placement:
+    return Placement(tuple(devices), ParallelStrategy(dp, tp, pp, cp, shard))
 
 
 @dataclass
@@ -36,7 +39,8 @@ class Role:
     layout: Layout
     groups: ProcessGroups
     master: Optimizer
-    slices: dict[str, torch.nn.Parameter]
+    slices: Mapping[str, torch.Tensor]
+    shares: Shares | None = None
     version: int = 0
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -64,7 +68,9 @@ def build(layout: Layout, groups: ProcessGroups, dtype) -> Role:
         for name in layout.held(groups.rank)
     }
     settings = OptimizerSettings((0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
-    return Role(layout, groups, Optimizer(slices, layout, groups, settings), slices)
+    is_sharded = layout.placement.strategy.shard == "parameters" and layout.lora is None
+    shares = Shares(layout, groups, dtype) if is_sharded else None
+    return Role(layout, groups, Optimizer(slices, layout, groups, settings, shares=shares), slices, shares)
 
 
 def expected(shard: StateShard, whole, layout: Layout, rank: int) -> torch.Tensor:
@@ -87,8 +93,11 @@ def mismatches(role: Role, whole, rank: int) -> list[str]:
     for shard in role.master.shard_state():
         if not torch.equal(shard.tensor, expected(shard, whole, layout, rank)):
             wrong.append(f"{layout.placement}: {shard.kind} of {shard.name}")
-    for name, weight in role.slices.items():
-        if not torch.equal(weight, local(whole["master", name], layout, name, rank).to(weight.dtype)):
+    for name, weight in role.slices.items() if role.shares is None else role.shares.ranges().items():
+        mine = local(whole["master", name], layout, name, rank).to(weight.dtype)
+        if role.shares is not None:
+            mine = mine.flatten()[slice(*StateLayout(layout).range(name, rank))]
+        if not torch.equal(weight, mine):
             wrong.append(f"{layout.placement}: weights of {name}")
     return wrong
 
@@ -102,4 +111,6 @@ FOUR = [
     place([1]),
     place([0, 1, 2], pp=3),
     place([2, 0, 3, 1], tp=2, cp=2),
+    place([3, 0], dp=2, shard="parameters"),
+    place(range(4), dp=2, tp=2, shard="parameters"),
 ]

@@ -169,6 +169,39 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
 
 
 @pytest.mark.dist
+def test_sharded_weights_give_the_same_bits(ranks, tmp_path):
+    """As whole ones on the same ranks: of roles that train, frozen ones, copies, and where host memory keeps them."""
+
+    def losses(sharded: str) -> list[dict[str, float]]:
+        calls = {
+            "actor_generate": "0-3 d2 t2",
+            "ref_inference": f"2-3 d2 m2 {sharded}",
+            "reward_inference": f"0-1 d2 offload {sharded}",
+            "critic_inference": f"1,0 d2 {sharded}",
+            "actor_train": f"0-3 d2 t2 tokens {sharded}",
+            "critic_train": f"0-3 d4 m2 offload {sharded}",
+        }
+        return trajectory(ranks, tmp_path, 4, calls)
+
+    sharded = losses("sharded")
+    assert sharded == losses("")
+    assert not differences(trajectory(ranks, tmp_path, *PLANS["one rank"]), sharded)
+
+
+@pytest.mark.dist
+@pytest.mark.whole
+def test_sharded_weights_below_adapters_and_under_a_reference_that_follows(ranks, tmp_path):
+    calls = dict.fromkeys(PPO_CALLS, "0-1 d2 sharded") | {"actor_generate": "0-1 d2"}
+    for changes in (
+        {"lora": {"rank": 4, "alpha": 8.0}},
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+    ):
+        config = partial(ppo_config, **changes)
+        reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+        assert not differences(reference, trajectory(ranks, tmp_path, 2, calls, config)), changes
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize(
     "name",
     [

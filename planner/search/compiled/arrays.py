@@ -20,7 +20,6 @@ from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.order import OrderRule, levels, node_order, with_trailing
 from prefect_rlhf.planner.plan.steady_state import waits
 from prefect_rlhf.planner.plan.template import PlanTemplate, Slot, SlotKind, plan_template, with_transfers
-from prefect_rlhf.planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from prefect_rlhf.planner.pricing.options import Option
 from prefect_rlhf.planner.pricing.plans import evaluation_s, save_s, transfer_size
 from prefect_rlhf.planner.pricing.problem import NO_DEADLINE, Deadline, OptionsTakeTooLongError, Problem
@@ -39,7 +38,7 @@ CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, EVALUATE, ONLOAD, OFFLOAD, COPY
 OPTION_ROW = np.dtype(
     [
         *((name, "f8") for name in ("seconds", "save_s", "evaluate_s", "copy_s")),
-        *((name, "i8") for name in ("first", "size", "dp", "tp", "pp", "onloaded")),
+        *((name, "i8") for name in ("first", "size", "dp", "tp", "pp", "shares", "onloaded")),
         *((name, "i8") for name in ("where", "place", "strategy", "classes", "stage")),
         *((name, "f8") for name in ("resident", "frozen", "copy", "active", "host", "layer")),
         ("layers", "i8"),
@@ -52,6 +51,7 @@ seconds, save_s  seconds of the call (of all its parts together), and of the sav
 evaluate_s       seconds per iteration of the evaluation that follows a train_step, dispatch included; 0 without one
 copy_s           seconds of the copy of its parameters from host memory, or back
 first .. pp      mesh and strategy; dp: copies of the model, so cp times as many as the strategy's dp
+shares           devices over which what a role moves is cut (planner.pricing.resharding.HeldModel)
 onloaded         1 or 0, as in planner.pricing.options.Option
 where            row of Arrays.sides; options with equal numbers have every sample on the same rank
 place            number of the placement
@@ -236,7 +236,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
     }
     for call, of_call in zip(problem.graph.calls, options, strict=True):
         model = problem.model.models[call.role]
-        state_bytes = OPTIMIZER_BYTES if problem.graph.trainer(call.role) is not None else MASTER_BYTES
+        trained = problem.graph.trainer(call.role) is not None
         known: dict[tuple, tuple] = {}  # figures that options share if they differ only in their place
         for option in of_call:
             s, mesh = option.strategy, (option.first, option.size)
@@ -246,22 +246,23 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
                 by_stage = option.resident, option.frozen, option.copy, option.active, option.host
                 most = tuple(map(max, by_stage))
                 within = tuple(sorted({number for _, number in layout}))
-                layer = problem.model.layer_bytes(call.role, s.tp)
+                layer, placement = problem.model.layer_bytes(call.role, s), option.assignment.placement
                 known[alike] = (
-                    save_s(most[2], s.copies, problem.model, within, state_bytes) + dispatch_s,
-                    evaluation_s(call.role, option.assignment.placement, problem.model) + dispatch_s
+                    save_s(call.role, placement, problem.model, trained) + dispatch_s,
+                    evaluation_s(call.role, placement, problem.model) + dispatch_s
                     if call.role in problem.graph.evaluated
                     else 0.0,
                     classes.host_copy_s(most[2], within),
+                    problem.model.moved_shares(call.role, s),
                     strategies[s, layout],
                     *_dealt(call, s),
                     (wires[within], len(stages), *most, layer, -(-model.shape.layers // s.pp)),
                 )
                 stages += zip(*by_stage, strict=True)
-            saved_s, evaluated_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
+            saved_s, evaluated_s, copy_s, shares, strategy, last, distance, blocks, figures = known[alike]
             where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, s]
             seconds = option.seconds + call.chunks * dispatch_s
-            place = (*mesh, *degrees, option.onloaded, where, place, strategy)
+            place = (*mesh, *degrees, shares, option.onloaded, where, place, strategy)
             rows.append((seconds, saved_s, evaluated_s, copy_s, *place, *figures))
     slowest = np.array([classes.wires(within) for within in wires], np.float64)
     return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64), slowest

@@ -48,7 +48,7 @@ def _wires(arrays: Arrays, source: int, destination: int) -> Wires:
 @inner
 def _held(arrays: Arrays, row: int) -> HeldModel:
     option = arrays.options[row]
-    return HeldModel(option.first, option.dp, option.tp, option.pp, option.layer)
+    return HeldModel(option.first, option.dp, option.tp, option.pp, option.layer, option.shares)
 
 
 @inner

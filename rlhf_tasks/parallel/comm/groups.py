@@ -23,6 +23,9 @@ from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPriva
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
+# torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def join_world(store: Store, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
     """Join the world of one generation of ranks: NCCL for tensors on CUDA, gloo for tensors on the CPU.

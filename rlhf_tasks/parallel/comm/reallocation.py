@@ -1,10 +1,13 @@
 """Moves a role's parameters from one layout to another, slice by slice; no rank ever holds the whole model."""
 
+import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from itertools import chain, repeat
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +19,9 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
     broadcast_json,
     exchange,
 )
+from prefect_rlhf.rlhf_tasks.parallel.layout.shares import ShareTransfer, plan_shares
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import HeldLayout, Rectangle, rows_of
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import SliceTransfer, plan_reallocation
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
@@ -32,7 +37,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Reallocated(NamedTuple):
     """A rank's result of a reallocation.
 
-    slices          parameter name -> new tensor; None on a rank outside the destination
+    slices          parameter name -> new tensor; of sharded weights, as `Stage.held_weights` gives them; None on a
+                    rank outside the destination
     version, state  of the role, equal on every rank of both placements
     bytes_sent      by this rank
     digest          of the model's bits: equal on every rank, and for equal models in any layout
@@ -63,7 +69,8 @@ def reallocate(
 ) -> Reallocated:
     """Copy a model from one layout to another, bit by bit. Collective over both placements.
 
-    slices          parameter name -> this rank's slice in the source layout; None on a rank outside it
+    slices          parameter name -> this rank's slice in the source layout; of sharded weights the range of the
+                    flattened slice that it has; None on a rank outside the source
     dtype           of all parameters
     groups          must have the group of `union_set`
     version, state  the role's version and its JSON-able state; used only on the source's first device
@@ -72,21 +79,25 @@ def reallocate(
     """
     rank = groups.rank
     group = groups[union_set(source.placement, destination.placement)]
-    plan = plan_reallocation(source, destination, dtype.itemsize, devices_per_host)
-    ours = _SlicesHere(source, rank, slices or {})
-    held = destination.held(rank) if rank in destination.placement.devices else ()
-    shapes = {name: destination.slice_shape(name, rank) for name in held}
-    new = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, shape in shapes.items()}
-    fresh = _SlicesHere(destination, rank, new)
-    for name in ours.slices.keys() & new.keys():  # the rows that this rank holds in both layouts
-        rows = source.held(rank)[name].intersect(destination.held(rank)[name])
-        if rows.size:
-            fresh.rows(name, rows).copy_(ours.rows(name, rows))
+    ours = _WeightsHere(source, rank, slices or {})
+    new = _blank(destination, rank, dtype, groups.device)
+    fresh = _WeightsHere(destination, rank, new)
+    is_sharded = (
+        source.placement.strategy.weight_shares > 1 or destination.placement.strategy.weight_shares > 1
+    )
+    planned = plan_shares if is_sharded else plan_reallocation
+    plan: Sequence[Message] = planned(source, destination, dtype.itemsize, devices_per_host)
+    here = [message for message in plan if message.source == message.destination == rank]
+    for name, part in (
+        chain.from_iterable(map(_parts, here, repeat(source))) if is_sharded else _in_both(ours, fresh)
+    ):
+        fresh.part(name, part).copy_(ours.part(name, part))
+    plan = [message for message in plan if message.source != message.destination]
     sends = _rounds(source, ((t.destination, t) for t in plan if t.source == rank), dtype, round_bytes)
     receives = _rounds(source, ((t.source, t) for t in plan if t.destination == rank), dtype, round_bytes)
     for number in range(max([*sends, *receives], default=-1) + 1):
-        outgoing = {peer: [ours.rows(*part) for part in parts] for peer, parts in sends[number].items()}
-        into = {peer: [fresh.rows(*part) for part in parts] for peer, parts in receives[number].items()}
+        outgoing = {peer: [ours.part(*part) for part in parts] for peer, parts in sends[number].items()}
+        into = {peer: [fresh.part(*part) for part in parts] for peer, parts in receives[number].items()}
         blanks = {peer: [Blank(dtype, tuple(t.shape)) for t in views] for peer, views in into.items()}
         for peer, tensors in exchange(outgoing, blanks, group, groups.device).items():
             for view, tensor in zip(into[peer], tensors, strict=True):
@@ -99,52 +110,94 @@ def reallocate(
     return Reallocated(new or None, role["version"], role["state"], bytes_sent, model_digest)
 
 
-@dataclass(frozen=True, slots=True)
-class _SlicesHere:
-    """One rank's slices in one layout; none if the rank is not in the layout."""
+Message: TypeAlias = SliceTransfer | ShareTransfer
+
+
+@dataclass(frozen=True)
+class _WeightsHere:
+    """What one rank has of the weights in one layout; nothing if the rank is not in the layout."""
 
     layout: Layout
     rank: int
     slices: Mapping[str, Tensor]
 
-    def rows(self, name: str, rows: Interval) -> Tensor:
-        """A view of some rows of a parameter (global numbers)."""
-        at = rows.within(self.layout.held(self.rank)[name])
-        return self.slices[name].detach().narrow(self.layout.specs[name].dim, at.start, rows.size)
+    @cached_property
+    def extents(self) -> HeldLayout:
+        """Which part of each flattened slice is here."""
+        return HeldLayout(self.layout)
+
+    def part(self, name: str, part: Rectangle) -> Tensor:
+        """A view of a rectangle of a parameter."""
+        flat, start = self.slices[name].detach().view(-1), self.extents.range(name, self.rank).start
+        return self.extents.columns(name, self.rank).view(flat, start, part)
+
+
+def _blank(layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """New tensors for what a rank has of the weights in a layout."""
+    if rank not in layout.placement.devices:
+        return {}
+    extents, is_sharded = HeldLayout(layout), layout.placement.strategy.weight_shares > 1
+    shapes = {
+        name: (extents.range(name, rank).size,) if is_sharded else layout.slice_shape(name, rank)
+        for name in layout.held(rank)
+    }
+    # A rank has no share of a parameter that other ranks' shares of a bucket cover.
+    return {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, shape in shapes.items()
+        if shape != (0,)
+    }
+
+
+def _in_both(ours: _WeightsHere, fresh: _WeightsHere) -> Iterator[tuple[str, Rectangle]]:
+    """The rows that this rank holds in both layouts."""
+    for name in ours.slices.keys() & fresh.slices.keys():
+        rows = ours.layout.held(ours.rank)[name].intersect(fresh.layout.held(fresh.rank)[name])
+        if rows.size:
+            yield name, rows_of(ours.layout.specs[name], rows)
+
+
+def _parts(message: Message, layout: Layout) -> Iterator[tuple[str, Rectangle]]:
+    """The (parameter, rectangle) pairs of a message, in its order."""
+    if isinstance(message, ShareTransfer):
+        yield from message.parts
+        return
+    for names, rows in message.slices:
+        for spec in (layout.specs[name] for name in names):
+            yield spec.name, rows_of(spec, rows or Interval(0, spec.length))
 
 
 def _rounds(
-    layout: Layout, messages: Iterable[tuple[int, SliceTransfer]], dtype: torch.dtype, round_bytes: int
-) -> Mapping[int, dict[int, list[tuple[str, Interval]]]]:
-    """Round number -> peer -> the (parameter, rows) to send or receive.
+    layout: Layout, messages: Iterable[tuple[int, Message]], dtype: torch.dtype, round_bytes: int
+) -> Mapping[int, dict[int, list[tuple[str, Rectangle]]]]:
+    """Round number -> peer -> the (parameter, rectangle) to send or receive.
 
-    A slice belongs to the round that its first byte falls into. So both ends of a pair cut their message in the same
+    A part belongs to the round that its first byte falls into. So both ends of a pair cut their message in the same
     way, without regard to other ranks.
     """
-    rounds: dict[int, dict[int, list[tuple[str, Interval]]]] = defaultdict(dict)
+    rounds: dict[int, dict[int, list[tuple[str, Rectangle]]]] = defaultdict(dict)
     for peer, message in messages:
         offset = 0
-        for names, rows in message.slices:
-            for spec in (layout.specs[name] for name in names):
-                part = rows or Interval(0, spec.length)
-                rounds[offset // round_bytes].setdefault(peer, []).append((spec.name, part))
-                offset += part.size * spec.row_size * dtype.itemsize
+        for name, part in _parts(message, layout):
+            rounds[offset // round_bytes].setdefault(peer, []).append((name, part))
+            offset += part.size * dtype.itemsize
     return rounds
 
 
-def _verify(ours: _SlicesHere, fresh: _SlicesHere, groups: ProcessGroups) -> str:
+def _verify(ours: _WeightsHere, fresh: _WeightsHere, groups: ProcessGroups) -> str:
     """The digest of the source's first copy. Raises InvariantError if a copy of the destination has another digest.
 
-    The devices of a dp and cp rank hold a copy.
+    The devices of a dp and cp rank hold a copy; all together where weights are sharded.
     """
     source, destination = ours.layout.placement, fresh.layout.placement
     sums = torch.zeros(1 + destination.strategy.copies, dtype=torch.int64, device=groups.device)
-    if ours.slices and _copy(source, ours.rank) == 0:
+    copies = destination.strategy.copies // destination.strategy.weight_shares
+    if ours.slices and (_copy(source, ours.rank) == 0 or source.strategy.weight_shares > 1):
         sums[0] = digest(ours.slices, ours.layout, ours.rank)
     if fresh.slices:
-        sums[1 + _copy(destination, fresh.rank)] = digest(fresh.slices, fresh.layout, fresh.rank)
+        sums[1 + _copy(destination, fresh.rank) % copies] = digest(fresh.slices, fresh.layout, fresh.rank)
     sent, *received = all_reduce(sums, groups[union_set(source, destination)]).tolist()
-    wrong = [copy for copy, value in enumerate(received) if value != sent]
+    wrong = [copy for copy, value in enumerate(received[:copies]) if value != sent]
     if wrong:
         raise InvariantError(
             f"reallocation {source} -> {destination}: copies {wrong} hold other bits than the source "
@@ -162,21 +215,48 @@ def _copy(placement: Placement, device: int) -> int:
 def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:
     """This device's summand of the digest of its dp rank's model: one int64 scalar on the tensors' device.
 
-    slices  parameter name -> this device's slice
+    slices  parameter name -> this device's slice; of sharded weights what it has of the flattened slice
 
     A digest is a checksum of a model's parameters that does not depend on their layout. It is the sum of the summands
     of a replica's devices; each row counts on one device only (`Layout.primary`). The bit patterns of a row are
     summed, then weighted by the row's number and the parameter's name, so that swapped rows or parameters change the
     digest. Sums wrap around at 2**64.
     """
-    held, summands = layout.held(device), []
+    extents, summands = HeldLayout(layout), []
     for name, rows in layout.primary(device).items():
-        if rows.size:
-            spec, tensor = layout.specs[name], slices[name].detach()
-            mine = tensor.narrow(spec.dim, rows.start - held[name].start, rows.size)
-            bits = mine.view(_BITS[tensor.dtype.itemsize]).movedim(spec.dim, 0)
-            sums = bits.flatten(1).sum(1, dtype=torch.int64) if bits.ndim > 1 else bits.to(torch.int64)
-            numbers = torch.arange(rows.start, rows.stop, device=tensor.device)
-            summands.append((sums * (2 * numbers + 1)).sum() * (2 * zlib.crc32(name.encode()) + 1))
+        if not rows.size or name not in slices:
+            continue
+        spec, flat, columns = (
+            layout.specs[name],
+            slices[name].detach().view(-1),
+            extents.columns(name, device),
+        )
+        inner, counted = math.prod(spec.shape[spec.dim + 1 :]), rows_of(spec, rows)
+        start, factor = extents.range(name, device).start, 2 * zlib.crc32(name.encode()) + 1
+        for rectangle in extents.rectangles(name, device):
+            if (part := rectangle.intersect(counted)) is not None:
+                bits = columns.view(flat, start, part).view(_BITS[flat.dtype.itemsize])
+                summands.append(_sum_of_rows(bits, part.left, inner) * factor)
     tensors_on = next(iter(slices.values())).device
     return torch.stack(summands).sum() if summands else torch.zeros((), dtype=torch.int64, device=tensors_on)
+
+
+def _sum_of_rows(bits: Tensor, left: int, inner: int) -> Tensor:
+    """The sum of integers [rows of a matrix, columns], each times 2 n + 1 for its row's number n in the parameter.
+
+    left   number of the first column in the parameter's matrix
+    inner  columns of a row of the parameter
+    """
+    sums = bits.sum(0, dtype=torch.int64) if len(bits) > 1 else bits[0]
+    # The end of a row, whole rows, and the beginning of one: whole rows are summed without a wider copy.
+    head = min(-left % inner, len(sums))
+    n_rows = (len(sums) - head) // inner
+    pieces = sums[:head], sums[head : head + n_rows * inner], sums[head + n_rows * inner :]
+    first = (left + head) // inner
+    numbers = torch.arange(first, first + n_rows, device=sums.device)
+    of_whole = pieces[1].view(n_rows, inner).sum(1, dtype=torch.int64)
+    ends = [
+        piece.sum(dtype=torch.int64) * (2 * number + 1)
+        for piece, number in ((pieces[0], first - 1), (pieces[2], first + n_rows))
+    ]
+    return (of_whole * (2 * numbers + 1)).sum() + ends[0] + ends[1]

@@ -10,6 +10,10 @@ to these a cp rank is what a dp rank is; to samples it is what a tp rank is.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+Shard = Literal["gradients", "parameters"]
+"""What is cut over dp besides the optimizer's state: gradients (ZeRO stage 2), or the weights too (stage 3)."""
 
 MAX_DEVICES = 131_072
 """Most devices of a cluster: eight times the largest that planning is tested with. A larger number is a typing
@@ -27,18 +31,37 @@ def check_count(n_hosts: int, devices_per_host: int) -> None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ParallelStrategy:
-    """Degrees of data, tensor, pipeline and context parallelism, always in this order."""
+    """Degrees of data, tensor, pipeline and context parallelism, always in this order.
+
+    shard  with "parameters" each dp and cp rank holds an equal share of the weights, frozen ones too, and gathers
+           those of a layer when it needs them
+    """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    shard: Shard = "gradients"
 
     def __post_init__(self) -> None:
         for axis in ("dp", "tp", "pp", "cp"):
             degree = getattr(self, axis)
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise ValueError(f"{axis}={degree!r} is not a positive whole number.")
+        if self.shard == "parameters" and self.pp > 1:
+            raise ValueError(
+                f"sharded weights with pp={self.pp}: each stage would gather its layers anew for every micro-batch. "
+                "Choose pp=1 with a larger dp or tp, or leave out sharded."
+            )
+        if self.shard == "parameters" and self.copies == 1:
+            raise ValueError(
+                "sharded weights are cut over dp, and dp is 1. Choose a larger dp, or leave out sharded."
+            )
+
+    @property
+    def weight_shares(self) -> int:
+        """Number of dp and cp ranks over which the weights are cut; 1 where each holds whole slices."""
+        return self.copies if self.shard == "parameters" else 1
 
     @property
     def size(self) -> int:
@@ -52,7 +75,8 @@ class ParallelStrategy:
 
     def __str__(self) -> str:
         of_context = f" cp={self.cp}" if self.cp > 1 else ""
-        return f"dp={self.dp} tp={self.tp} pp={self.pp}{of_context}"
+        of_shares = " sharded" if self.weight_shares > 1 else ""
+        return f"dp={self.dp} tp={self.tp} pp={self.pp}{of_context}{of_shares}"
 
 
 @dataclass(frozen=True, slots=True, order=True)

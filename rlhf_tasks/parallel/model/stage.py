@@ -31,6 +31,7 @@ from prefect_rlhf.rlhf_tasks.parallel.model.delta_rule import GatedDeltaNet, Gat
 from prefect_rlhf.rlhf_tasks.parallel.model.norms import NormOverRanks, RMSNorm, norm_offset, own_norm
 from prefect_rlhf.rlhf_tasks.parallel.model.products import linear
 from prefect_rlhf.rlhf_tasks.parallel.model.recomputation import recomputing
+from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
     ColumnParallelLinear,
     Experts,
@@ -108,6 +109,7 @@ class Stage(nn.Module):
                    "selective" also the results of products and attention
     shared         tensors of another stage by name, which are this stage's too: both must never change them
     context        the ranks that divide the tokens of its samples; None where cp is 1
+    shares         where the weights are sharded: this rank's shares of all parameters but those that adapters train
 
     `layout` (attribute) is of the whole model, `trained` of what training changes: with adapters, of these.
 
@@ -132,6 +134,7 @@ class Stage(nn.Module):
         recompute: Recompute = "none",
         shared: Mapping[str, Tensor] | None = None,
         context: ContextRanks | None = None,
+        shares: Shares | None = None,
     ) -> None:
         super().__init__()
         check_model(config)
@@ -154,8 +157,9 @@ class Stage(nn.Module):
         with torch.device("meta"):
             # a copy, because from_config writes the name of the attention function into it
             skeleton = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=PACKED)
+        self.shares = shares
         self._build(skeleton)
-        self._allocate(shared or {})
+        self._allocate(shared or {} if shares is None else self._sharded())
         self.eval()
 
     def forward(
@@ -175,6 +179,9 @@ class Stage(nn.Module):
         With cp > 1 logits are of this rank's rows alone (`ContextRanks.own_rows`), and `rows` are those of the
         micro-batch; values are of all tokens.
         """
+        trains = torch.is_grad_enabled()
+        if self.shares is not None:
+            self.shares.enter_forward(0, trains)
         shared, positions = micro.shared, micro.position_ids
         if shared is not None:
             x, positions = x[shared.computed] if self.is_first else x, positions[shared.computed]
@@ -201,7 +208,13 @@ class Stage(nn.Module):
                 micro=micro,
                 cache=cache,
             )
+            if self.shares is not None:
+                self.shares.enter_forward(1 + int(number), trains)
             hidden = recomputing(self.recompute, step, hidden, rank_of_adapters)
+            if self.shares is not None and trains:
+                hidden.register_hook(partial(_enter_backward, self.shares, 1 + int(number)))
+        if self.shares is not None:
+            self.shares.enter_forward(1 + len(self.layers), trains)
         hidden = hidden[0, :tokens]
         if not self.is_last:
             return hidden
@@ -230,6 +243,34 @@ class Stage(nn.Module):
     def trained_slices(self) -> dict[str, nn.Parameter]:
         """The same for what training changes (`trained`): all of a model, or its adapters under peft's names."""
         return {name: p for name, p in self.named_parameters() if name in self.trained.specs}
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        """Name -> what this rank has of each trained parameter: its slice; of a sharded one a range, flattened."""
+        shares = self.shares if self.trained.lora is None else None
+        return self.trained_slices() if shares is None else shares.ranges()
+
+    def hold_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the trained parameters to these tensors, those of `held_weights`. Without one they are emptied."""
+        if self.shares is not None and self.trained.lora is None:
+            self.shares.hold(weights)
+            return
+        for name, parameter in self.trained_slices().items():
+            parameter.data = weights.get(name, parameter.data.new_empty(0))
+
+    def fill(self, name: str, values: Tensor) -> None:
+        """Set one parameter. values: of this rank's slice, or one number for all."""
+        if self.shares is not None and name in self._sharded():
+            self.shares.fill(name, values)
+        else:
+            with torch.no_grad():
+                self.get_parameter(name).copy_(values)
+
+    def _sharded(self) -> Mapping[str, Tensor]:
+        """The slices of parameters that are sharded."""
+        if self.shares is None:
+            return {}
+        adapted = self.trained.specs if self.trained.lora is not None else {}
+        return {name: values for name, values in self.shares.slices.items() if name not in adapted}
 
     def _angles(self, hidden: Tensor, positions: Tensor) -> Mapping[int, Any]:
         """Number of each layer -> its rotary angles. Some families have others for each type of layer, some none."""
@@ -461,7 +502,7 @@ class Stage(nn.Module):
                 real = shared.get(f"{prefix}.{name}")
                 if real is None:
                     real = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
-                setattr(module, name, nn.Parameter(real.detach()))
+                setattr(module, name, nn.Parameter(real.data))
         ours = {name: tuple(p.shape) for name, p in self.named_parameters()}
         theirs = {
             name: layout.slice_shape(name, self.holder)
@@ -471,3 +512,8 @@ class Stage(nn.Module):
         assert ours == theirs, (
             f"stage and layout differ in {sorted(set(ours.items()) ^ set(theirs.items()))[:4]}"
         )
+
+
+def _enter_backward(shares: Shares, part: int, _: Tensor) -> None:
+    """Called with the gradient of a layer's output, before the layer's backward pass."""
+    shares.enter_backward(part)

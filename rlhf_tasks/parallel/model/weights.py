@@ -82,15 +82,15 @@ def load(
     Returns the names of the model's parameters that were not in the folder.
     Raises ValueError for what `weight_files` refuses.
     """
-    parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
-    specs = [stage.layout.specs[name] for name in parameters]
+    held = stage.layout.held(stage.holder)
+    specs = [stage.layout.specs[name] for name in stage.named_slices()]
     files = weight_files(Path(folder), specs, needs_head=False)
     missing = [spec.name for spec in specs if not spec.stored.keys() <= files.keys()]
     with opened(files) as stored:
         for spec in specs:
             if spec.name not in missing and spec.name not in there:
                 values = stored_rows(stored, spec, held[spec.name])
-                _fill(parameters[spec.name], near_zero(values, spec, stage.dtype), moved)
+                _fill(stage, spec.name, near_zero(values, spec, stage.dtype), moved)
     _randomise(stage, missing, seed, moved)
     initialise_adapters(stage, seed)
     return tuple(missing)
@@ -260,8 +260,8 @@ def initialise(stage: Stage, seed: int, moved: ByteCount | None = None) -> None:
 
 def initialise_adapters(stage: Stage, seed: int) -> None:
     """Set a stage's adapters as peft does: A uniform in +-1 / sqrt(in), the same bits in every layout; B zero."""
-    adapters, held = stage.trained_slices(), stage.trained.held(stage.holder)
-    for name in adapters.keys() - stage.layout.specs.keys():
+    held = stage.trained.held(stage.holder)
+    for name in stage.trained_slices().keys() - stage.layout.specs.keys():
         spec, rows = stage.trained.specs[name], held[name]
         whole = torch.zeros(())
         if name.endswith("lora_A.weight"):
@@ -269,7 +269,7 @@ def initialise_adapters(stage: Stage, seed: int) -> None:
             bound = spec.shape[1] ** -0.5
             whole.uniform_(-bound, bound, generator=_generator(seed, name))
             whole = whole.narrow(spec.dim, rows.start, rows.size)
-        _fill(adapters[name], whole)
+        _fill(stage, name, whole)
 
 
 _CONSTANTS = {".dt_bias": 1.0, "bias": 0.0, ".linear_attn.norm.weight": 1.0}
@@ -279,19 +279,19 @@ MOST_DECAY = (0.01, 16.0)
 
 
 def _randomise(stage: Stage, names: Iterable[str], seed: int, moved: ByteCount | None) -> None:
-    parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
+    held = stage.layout.held(stage.holder)
     for name in names:
         spec, rows = stage.layout.specs[name], held[name]
         if name.endswith(".A_log"):
             whole = torch.empty(spec.shape).uniform_(*MOST_DECAY, generator=_generator(seed, name)).log()
-            _fill(parameters[name], whole[slice(*rows)], moved)
+            _fill(stage, name, whole[slice(*rows)], moved)
         elif name.endswith("bias") or (name.endswith(".weight") and len(spec.shape) == 1):
             ends = (end for end in _CONSTANTS if name.endswith(end))
             constant = _CONSTANTS.get(next(ends, ""), stage.neutral_norm)
-            _fill(parameters[name], torch.tensor(constant), moved)
+            _fill(stage, name, torch.tensor(constant), moved)
         else:
             whole = _drawn(spec, seed, stage.config)
-            _fill(parameters[name], whole.narrow(spec.dim, rows.start, rows.size), moved)
+            _fill(stage, name, whole.narrow(spec.dim, rows.start, rows.size), moved)
 
 
 def _drawn(spec: ParameterSpec, seed: int, config: PreTrainedConfig) -> Tensor:
@@ -314,11 +314,10 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stream_key(seed, f"initial {name}", 0))
 
 
-def _fill(parameter: Tensor, values: Tensor, moved: ByteCount | None = None) -> None:
-    with torch.no_grad():
-        parameter.copy_(values)
+def _fill(stage: Stage, name: str, values: Tensor, moved: ByteCount | None = None) -> None:
+    stage.fill(name, values)
     if moved is not None:
-        moved.add(parameter.nbytes)
+        moved.add(stage.get_parameter(name).nbytes)
 
 
 SHARD_BYTES = 5 * 1024**3  # the default of transformers for several years

@@ -6,7 +6,8 @@ different numbers of micro-batches. A replica without samples still takes part i
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, predicting, split
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_gather, all_reduce, group_size
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Copier
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import pass_flops
@@ -31,7 +32,6 @@ from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import (
     MasterWeights,
     Optimizer,
     OptimizerSettings,
-    all_gather,
 )
 from prefect_rlhf.rlhf_tasks.parallel.train.pipeline import Pipeline
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
@@ -102,18 +102,24 @@ class Engine:
         stage.requires_grad_(False)
         self.master: MasterWeights | None = None
         if blended:
-            self.master = MasterWeights(stage.trained_slices(), layout, groups)
+            self.master = MasterWeights(stage.trained_slices(), layout, groups, shares=stage.shares)
         if optimizer_settings is not None:
             trained = stage.trained_slices()
             for parameter in trained.values():
                 parameter.requires_grad_()
-            self.master = Optimizer(trained, layout, groups, optimizer_settings, copies)
+            self.master = Optimizer(trained, layout, groups, optimizer_settings, copies, stage.shares)
         self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype, stage.passed_on)
         tp_devices = self.placement.tp_group(groups.rank)
         sizes = tuple(layout.units("vocab", tp_rank).size for tp_rank in range(len(tp_devices)))
         places = tuple(sorted(tp_devices).index(device) for device in tp_devices)
         self.drawn = Vocabulary(sizes, self.coordinate.tp, groups[tp_devices], places, tokens)
         self._counted = self.drawn if counts_drawn else replace(self.drawn, tokens=None)
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside, the device has all of its slices, also of sharded weights. Collective over the dp group."""
+        with nullcontext() if self.stage.shares is None else self.stage.shares.whole():
+            yield
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -150,8 +156,14 @@ class Engine:
             y, micro = self._stage_output(x, micro, counted)
             return output(y, micro) if self.is_last_stage else y
 
+        shares = self.stage.shares
+        passes = len(micros) if shares is None else shares.most_passes(len(micros))
         with products(self.device, self.stage.dtype):
             rows = self.pipeline.forward(micros, run)
+        if shares is not None:
+            for _ in range(passes - len(micros)):
+                shares.pass_by(trains=False)
+            shares.leave()
         self.count(self._flops_of(batch, micros, counted))
         if not self.is_last_stage:
             return None

@@ -2,7 +2,8 @@
 
 Gradients are summed in the precision of the master weights. With dp > 1 no rank has all of them at once: as soon as a
 backward pass has filled a bucket of the flat buffer (state_layout.py), the bucket is reduce-scattered over dp beside
-the rest of the pass, and each rank adds its share to the sum (ZeRO stage 2, arXiv:1910.02054).
+the rest of the pass, and each rank adds its share to the sum (ZeRO stage 2, arXiv:1910.02054). Where weights are
+sharded, the buckets of later layers are sent when the pass comes to a layer: all ranks send and gather in one order.
 
 Rows that several ranks of a replica hold are summed over these ranks first, at the end. Until then each rank keeps
 their gradients unsplit.
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, stage_set, tied_set
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
-from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import Bucket, BufferRange, StateLayout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import Bucket, BufferRange, StateLayout, parts_of
+from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 
 # torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,11 +30,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class _Filling:
     """A bucket that every backward pass fills anew.
 
+    first    the first part of the model (model/shares.py) whose gradients it has
     values   the gradients so far, flat; None before the first one
     lacking  the slices whose gradients are not there yet
     """
 
     bucket: Bucket
+    first: int
     lacking: set[BufferRange]
     values: Tensor | None = None
 
@@ -54,12 +58,21 @@ class Gradients:
 
     slices  parameter name -> this rank's slice
     dtype   of the sums
+    shares  this rank's shares of the model's weights, where these are sharded
     """
 
     def __init__(
-        self, slices: Mapping[str, nn.Parameter], layout: Layout, groups: ProcessGroups, dtype: torch.dtype
+        self,
+        slices: Mapping[str, nn.Parameter],
+        layout: Layout,
+        groups: ProcessGroups,
+        dtype: torch.dtype,
+        shares: Shares | None = None,
     ) -> None:
         device = groups.rank
+        self._shares = shares
+        if shares is not None:
+            shares.returned = self._send_after
         self._group = groups[layout.placement.dp_group(device)]
         buckets = StateLayout(layout).buckets(device)
         (on,) = {parameter.device for parameter in slices.values()}
@@ -76,7 +89,9 @@ class Gradients:
                     total = summed_first[piece.name] = _part(whole, bucket, piece).view_as(parameter)
                     parameter.register_post_accumulate_grad_hook(_accumulate_into(total))
             else:
-                filling = _Filling(bucket, set(bucket.pieces))
+                specs = [layout.specs[piece.name] for piece in bucket.pieces]
+                first = min(part for spec in specs for part in parts_of(spec, layout.shape.layers))
+                filling = _Filling(bucket, first, set(bucket.pieces))
                 self._filled.append(filling)
                 for piece in bucket.pieces:
                     slices[piece.name].register_post_accumulate_grad_hook(self._move_into(filling, piece))
@@ -100,6 +115,8 @@ class Gradients:
         counts as 0."""
         assert self._passes_left > 0, "more backward passes than were begun"
         self._send_while(lambda _: True)
+        if self._shares is not None:
+            self._shares.leave()
         self._next = 0
         self._passes_left -= 1
 
@@ -109,6 +126,8 @@ class Gradients:
         It comes before other collectives, since one of them may use the dp group. Collective over the dp group.
         """
         while self._passes_left > 0:
+            if self._shares is not None:
+                self._shares.pass_by(trains=True)
             self.end_pass()
         self._arrive()
 
@@ -138,9 +157,14 @@ class Gradients:
             _part(self._opened(filling), filling.bucket, piece).view_as(parameter).copy_(parameter.grad)
             parameter.grad = None
             filling.lacking.discard(piece)
-            self._send_while(lambda following: not following.lacking)
+            if self._shares is None:
+                self._send_while(lambda following: not following.lacking)
 
         return hook
+
+    def _send_after(self, part: int) -> None:
+        """Send the buckets that have gradients only of parts after this one: a backward pass has filled them."""
+        self._send_while(lambda following: following.first > part)
 
     def _opened(self, filling: _Filling) -> Tensor:
         """The tensor in which a bucket's gradients are collected; the gap after them is 0."""

@@ -1,8 +1,9 @@
 """Weights that change during a run, with their state sharded over data parallelism (ZeRO, arXiv:1910.02054).
 
 A rank's parameters are stored one after the other in a flat buffer, which is cut into buckets (state_layout.py). Each
-dp rank updates its share of a bucket's master weights; an all-gather distributes the new weights. State is addressed
-by parameter name and range of elements, so a checkpoint can be restored into any other layout.
+dp rank updates its share of a bucket's master weights; an all-gather distributes the new weights. Where weights are
+sharded, passes gather them (model/shares.py). State is addressed by parameter name and range of elements, so a
+checkpoint can be restored into any other layout.
 
 `MasterWeights` change by a blend with other weights. An `Optimizer` changes them by AdamW, from its share of the
 gradient (gradients.py).
@@ -18,15 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_gather, all_reduce
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Arrival, Copier, host_zeros
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import CHUNK, Bucket, StateLayout
+from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 from prefect_rlhf.rlhf_tasks.parallel.train.gradients import Gradients
-from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import CHUNK, Bucket, StateLayout
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
-
-# torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 
@@ -77,13 +76,20 @@ class MasterWeights:
     All ranks of the placement build it and call its methods together.
 
     slices  parameter name -> this rank's slice, all of one dtype; their storage moves into the flat buffer
+    shares  where these parameters are sharded: this rank's shares of them
     step    the number of updates applied; skipped ones do not count
     """
 
     def __init__(
-        self, slices: Mapping[str, nn.Parameter], layout: Layout, groups: ProcessGroups, on_host: bool = False
+        self,
+        slices: Mapping[str, nn.Parameter],
+        layout: Layout,
+        groups: ProcessGroups,
+        on_host: bool = False,
+        shares: Shares | None = None,
     ) -> None:
         self.step = 0
+        self._shares = shares
         self._on_host = on_host
         device = groups.rank
         self._group = groups[layout.placement.dp_group(device)]
@@ -93,35 +99,42 @@ class MasterWeights:
         (dtype,) = {parameter.dtype for parameter in slices.values()}
         (on,) = {parameter.device for parameter in slices.values()}
         self._precise = torch.float64 if dtype == torch.float64 else torch.float32
-        self._weights = torch.zeros(self._buckets[-1].stop, dtype=dtype, device=on)
-        pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
-        for piece in pieces:
-            self._weights[piece.start : piece.stop] = slices[piece.name].detach().flatten()
         # parameter, its range in the flat buffer, its shape
         self._parameters = [
-            (slices[piece.name], slice(piece.start, piece.stop), slices[piece.name].shape) for piece in pieces
+            (slices[piece.name], slice(piece.start, piece.stop), slices[piece.name].shape)
+            for bucket in self._buckets
+            for piece in bucket.pieces
         ]
-        self.use(self._weights)
+        if shares is None:
+            flat = torch.zeros(self._buckets[-1].stop, dtype=dtype, device=on)
+            for parameter, at, _ in self._parameters:
+                flat[at] = parameter.detach().flatten()
+            self.use(flat)
         master = self._zeros()
+        ranges = shares.ranges() if shares is not None else {}
         for name, start, stop, at in self._kept:
-            master[at : at + stop - start] = slices[name].detach().flatten()[start:stop]
+            first = ranges[name] if shares is not None else slices[name].detach().flatten()[start:stop]
+            master[at : at + stop - start] = first
         self._state: dict[StateKind, Tensor] = {"master": master}
 
     @property
     def weights(self) -> Tensor:
-        """[elements] this rank's parameters, flat."""
-        return self._weights
+        """[elements] this rank's parameters, flat; where they are sharded, its shares of them."""
+        return self._flat if self._shares is None else self._shares.flat
 
     def use(self, weights: Tensor) -> None:
         """Let the parameters lie in another tensor like `weights`. In one without elements they are not there: until
         there is another one, only their state may be used."""
-        self._weights = weights
+        if self._shares is not None:
+            self._shares.flat = weights
+            return
+        self._flat = weights
         for parameter, at, shape in self._parameters:
             parameter.data = weights[at].view(shape) if weights.numel() else weights
 
     def _zeros(self) -> Tensor:
         """A new tensor of the state, flat: on the device, or in host memory."""
-        size, on = self._buckets[-1].share.stop, self._weights.device
+        size, on = self._buckets[-1].share.stop, self.weights.device
         if self._on_host:
             return host_zeros(size, self._precise, on)
         return torch.zeros(size, dtype=self._precise, device=on)
@@ -129,13 +142,14 @@ class MasterWeights:
     def blend(self, slices: Mapping[str, Tensor], share: float) -> None:
         """Set the master weights to share * slices + (1 - share) * master weights, and the weights to these.
 
-        slices  parameter name -> this rank's slice of other weights
+        slices  parameter name -> this rank's slice of other weights; what it has of that where they are sharded
         Collective over the dp group. No bit depends on the layout: each product and each sum is rounded by itself.
         """
         master = self._state["master"]
         master.mul_(1 - share)
         for name, start, stop, at in self._kept:
-            other = slices[name].detach().flatten()[start:stop]
+            other = slices[name].detach().flatten()
+            other = other[start:stop] if self._shares is None else other
             master[at : at + stop - start] += other.to(master.dtype) * share
         self.step += 1
         self._gather((bucket, self._share(bucket)) for bucket in self._buckets)
@@ -171,16 +185,20 @@ class MasterWeights:
 
     def _share(self, bucket: Bucket) -> Tensor:
         """This rank's share of a bucket's weights, from its master weights: on the device, in the weights' dtype."""
-        return self._state["master"][slice(*bucket.share)].to(self._weights.device, self._weights.dtype)
+        return self._state["master"][slice(*bucket.share)].to(self.weights.device, self.weights.dtype)
 
     def _gather(self, ready: Iterable[tuple[Bucket, Tensor]]) -> None:
         """All-gather the weights of buckets, each as soon as it is ready, from this rank's share and all dp ranks'.
 
-        Only one is on its way at a time, to save memory.
+        Only one is on its way at a time, to save memory. Sharded weights are not gathered here.
         """
+        if self._shares is not None:
+            for bucket, share in ready:
+                self.weights[slice(*bucket.share)] = share
+            return
         on_its_way: tuple[dist.Work, Tensor] | None = None
         for bucket, share in ready:
-            weights = self._weights[bucket.start : bucket.stop]
+            weights = self._flat[bucket.start : bucket.stop]
             if self._group is None:
                 weights.copy_(share)
             else:
@@ -198,6 +216,7 @@ class Optimizer(MasterWeights):
 
     copies  where the state is kept in host memory, what copies it to the device and back during a step; None: it is
             on the device. Either way every bit is the same
+    shares  where the model's weights are sharded: this rank's shares of them. Those below adapters stay as they are
     """
 
     def __init__(
@@ -207,12 +226,13 @@ class Optimizer(MasterWeights):
         groups: ProcessGroups,
         settings: OptimizerSettings,
         copies: Copier | None = None,
+        shares: Shares | None = None,
     ) -> None:
-        super().__init__(slices, layout, groups, on_host=copies is not None)
+        super().__init__(slices, layout, groups, copies is not None, None if layout.lora else shares)
         self.settings = settings
         self._copies = copies
         self._mesh = groups[layout.placement.devices]
-        self.gradients = Gradients(slices, layout, groups, self._precise)
+        self.gradients = Gradients(slices, layout, groups, self._precise, shares)
         self._state |= {"exp_avg": self._zeros(), "exp_avg_sq": self._zeros()}
         self._counted = self._primary_ranges(layout, groups.rank)
 
@@ -272,7 +292,7 @@ class Optimizer(MasterWeights):
         chunks = [list(_chunks(*bucket.share)) for bucket in self._buckets]
         pieces = _streamed(self._held, [chunk for own in chunks for chunk in own], gradient.device, copies)
         for bucket, own in zip(self._buckets, chunks, strict=True):
-            share = self._weights.new_empty(bucket.share.size)
+            share = self.weights.new_empty(bucket.share.size)
             for start, stop in own:
                 state = next(pieces)
                 self._update(bucket, gradient[start:stop], state, learning_rate)

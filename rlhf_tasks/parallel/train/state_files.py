@@ -16,8 +16,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
@@ -27,8 +25,8 @@ import torch
 from safetensors import safe_open
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import StateLayout, StateTransfer
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import StateShard
-from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
 from prefect_rlhf.rlhf_tasks.system.durable import CHUNK_BYTES, ByteCount
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 
@@ -178,73 +176,6 @@ class _ReadBack:
 
 def _numbers(data: bytes | bytearray | memoryview) -> "np.ndarray[Any, Any]":
     return np.frombuffer(data, dtype=np.uint8)
-
-
-class StatePart(NamedTuple):
-    """A rectangle of one parameter's state, and the device (id) that has stored it."""
-
-    source: int
-    part: Rectangle
-
-
-class StateTransfer:
-    """The parts of a role's state in one layout that devices of another layout need. Pure."""
-
-    def __init__(self, old: StateLayout, new: StateLayout) -> None:
-        ours, theirs = new.layout, old.layout
-        assert replace(theirs, placement=ours.placement) == ours, "two different models"
-        self.old = old
-        self.new = new
-
-    def taken(self, name: str, destination: int) -> Iterator[StatePart]:
-        """The parts of a parameter that a device takes.
-
-        Every element of the device's range comes once. It comes from the device itself if it has it, else from its
-        own dp group, else from other holders, where destinations begin with different ones to share the load. So
-        replicas keep their own bits.
-        """
-        if not self.new.range(name, destination).size:
-            return
-        into, target = self.new.rectangles(name, destination), self.new.columns(name, destination)
-        for group, columns in self._givers(name, destination, target.interval):
-            for giver in group:
-                for part in _common(self.old.rectangles(name, giver), into, columns):
-                    yield StatePart(giver, part)
-
-    def _givers(
-        self, name: str, destination: int, wanted: Interval
-    ) -> Iterator[tuple[Sequence[int], list[Interval]]]:
-        """Dp groups of the old layout, each with the columns that a destination gets from it; every column once."""
-        layout = self.old.layout
-        place, stages = layout.placement, layout.stages(layout.specs[name])
-        axes = place.strategy
-        at = [(t, p) for p in stages for t in range(axes.tp)]
-        groups = [tuple(place.device(d, t, p) for d in range(axes.dp)) for t, p in at]
-        first = destination % len(groups)
-        left = [wanted]
-        for group in sorted(groups[first:] + groups[:first], key=lambda group: destination not in group):
-            held = self.old.columns(name, group[0]).interval
-            common = [piece.intersect(held) for piece in left]
-            yield group, [columns for columns in common if columns.size]
-            left = [rest for piece in left for rest in _without(piece, held) if rest.size]
-
-
-def _without(piece: Interval, taken: Interval) -> tuple[Interval, Interval]:
-    """The parts of `piece` before and after `taken`; either may be empty."""
-    before = Interval(piece.start, min(piece.stop, taken.start))
-    after = Interval(max(piece.start, taken.stop), piece.stop)
-    return before, after
-
-
-def _common(
-    theirs: Iterable[Rectangle], wanted: Iterable[Rectangle], columns: Iterable[Interval]
-) -> Iterator[Rectangle]:
-    """Every non-empty intersection of one of their rectangles, a wanted one, and an interval of columns."""
-    for one, other, (left, right) in product(theirs, wanted, columns):
-        part = one.intersect(other)
-        part = part and part.intersect(part._replace(left=left, right=right))
-        if part is not None:
-            yield part
 
 
 def read_shards(

@@ -283,6 +283,15 @@ def test_refused_with_the_reason(make_graph, assign, change, message):
         build_plan(graph, places, Cluster(1, 2))
 
 
+def test_a_generation_with_sharded_weights_is_refused(make_graph, assign):
+    graph = make_graph()
+    sharded = assign([0, 1], dp=2).model_copy(
+        update={"placement": Placement((0, 1), ParallelStrategy(dp=2, shard="parameters"))}
+    )
+    with pytest.raises(PlanError, match="'actor_generate': a generation reads all weights for each token"):
+        build_plan(graph, {call.name: sharded for call in graph.calls}, Cluster(1, 2))
+
+
 @pytest.mark.parametrize(("n_seqs", "most"), [(64, 16), (66, 17), (65, 17)])
 def test_more_micro_batches_than_sequences_are_refused(make_graph, assign, n_seqs, most):
     """As many as the fullest dp rank of two has sequences of the fullest of two mini-batches."""

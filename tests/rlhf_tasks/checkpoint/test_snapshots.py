@@ -153,10 +153,11 @@ def commit_parts(folder, world: int) -> None:
         (model(tied=True), "lm", torch.bfloat16, [FOUR[2], *FOUR], None),
         (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float64, [FOUR[4], *FOUR], None),
         (model(), "lm", torch.float32, [FOUR[5], *FOUR], None),
+        (model(tied=True), "lm", torch.bfloat16, [FOUR[-1], *FOUR], None),
         (model(tied=True), "scalar", torch.bfloat16, [FOUR[2], *FOUR], ADAPTERS),
         (model(family="qwen3_moe", experts=3, experts_per_token=2), "lm", torch.bfloat16, FOUR, None),
     ],
-    ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank", "adapters", "experts"],
+    ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank", "sharded", "adapters", "experts"],
 )
 def test_a_role_is_restored_bit_by_bit_into_any_layout(ranks, tmp_path, shape, head, dtype, placements, lora):
     wrong = ranks.run(4, save_and_restore, str(tmp_path), shape, head, dtype, placements, lora)

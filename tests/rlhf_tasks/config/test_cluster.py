@@ -14,8 +14,11 @@ READ = {
     "0": ByHand((0,)),
     "hosts 0,2 t8": ByHand((0, 2), of_hosts=True, tp=8),
     "3,0-2 d2 t2": ByHand((3, 0, 1, 2), dp=2, tp=2),
-    "0-7 d2 t2 p2 m4 tokens offload order0": ByHand(tuple(range(8)), False, 2, 2, 2, 1, 4, "tokens", True, 0),
+    "0-7 d2 t2 p2 m4 tokens offload order0": ByHand(
+        tuple(range(8)), False, 2, 2, 2, 1, 4, "tokens", offload=True, order=0
+    ),
     "0-7 t2 p2 c2": ByHand(tuple(range(8)), tp=2, pp=2, cp=2),
+    "0-3 d4 sharded": ByHand((0, 1, 2, 3), dp=4, sharded=True),
 }
 
 
@@ -37,13 +40,26 @@ def test_whatever_is_printed_is_read_back():
         numbers = tuple(sorted(numbers)) if rng.random() < 0.5 else numbers
         dp, tp, pp, cp, micro_batches = (rng.randint(1, 9) for _ in range(5))
         balance, order = rng.choice(("count", "tokens")), rng.choice((None, 0, 7))
-        of_hosts, offload = rng.random() < 0.5, rng.random() < 0.5
-        placement = ByHand(numbers, of_hosts, dp, tp, pp, cp, micro_batches, balance, offload, order)
+        of_hosts, sharded, offload = (rng.random() < 0.5 for _ in range(3))
+        placement = ByHand(numbers, of_hosts, dp, tp, pp, cp, micro_batches, balance, sharded, offload, order)
         assert ByHand.parse(str(placement)) == placement
 
 
 def test_an_assignment_is_printed_as_it_is_written():
     assert str(ByHand.of(ByHand.parse("hosts 1-2 d2 t4 tokens").assignment(4))) == "4-11 d2 t4 tokens"
+    assert str(ByHand.of(ByHand.parse("0-3 sharded d2 t2").assignment(4))) == "0-3 d2 t2 sharded"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0-1 t2 sharded", "sharded weights are cut over dp, and dp is 1. Choose a larger dp"),
+        ("0-3 d2 p2 sharded", "sharded weights with pp=2: each stage would gather its layers anew"),
+    ],
+)
+def test_weights_that_cannot_be_sharded_are_refused(text: str, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        ByHand.parse(text).assignment(4)
 
 
 NO_PLACEMENT = [
@@ -78,7 +94,7 @@ def test_what_is_no_placement_is_refused_with_one_that_is(written: Any):
         make_config(ppo(plan={"actor_train": written}))
     sentence = str(caught.value)
     assert sentence.startswith("plan.actor_train: ")
-    assert "Write, for example, 0-3 d2 t2 p1 m4 tokens offload order0, or hosts 0,2 t8" in sentence
+    assert "Write, for example, 0-3 d2 t2 p1 m4 tokens sharded offload order0, or hosts 0,2 t8" in sentence
     assert "\n" not in sentence
     assert len(sentence) < 600
 

@@ -11,6 +11,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import digest, reallocat
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import StateLayout
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import reallocation_bound
 from tests.rlhf_tasks.roles_in_layouts import ADAPTERS, model, place
 from tests.tiny_models import held_slices
@@ -26,6 +27,11 @@ PLACEMENTS = [
     place(range(4), tp=4),
     place([3, 2, 1, 0], dp=2, pp=2),
     place([1, 0, 2, 3], tp=2, cp=2),
+]
+SHARDED = [
+    place([0, 1], dp=2, shard="parameters"),
+    place([2, 3, 0, 1], dp=2, tp=2, shard="parameters"),
+    place(range(4), dp=4, shard="parameters"),
 ]
 
 
@@ -46,7 +52,31 @@ def whole_model(
 
 
 def cut(whole: dict[str, torch.Tensor], lay: Layout, device: int) -> dict[str, torch.Tensor] | None:
-    return held_slices(lay, device, whole) if device in lay.placement.devices else None
+    """What a device holds: its slices, or its ranges of them."""
+    if device not in lay.placement.devices:
+        return None
+    slices = held_slices(lay, device, whole)
+    if lay.placement.strategy.shard == "gradients":
+        return slices
+    return {
+        name: slices[name].flatten()[start:stop] for name, start, stop, _ in StateLayout(lay).kept(device)
+    }
+
+
+def fewest_bytes(source: Layout, destination: Layout, whole: dict[str, torch.Tensor]) -> int:
+    """Of elements that the destination's devices lack, told apart by numbers in place of the weights."""
+    first, numbered = 0, {}
+    for name, values in whole.items():
+        numbered[name] = torch.arange(first, first + values.numel()).view(values.shape)
+        first += values.numel()
+
+    def has(lay: Layout, device: int) -> set[int]:
+        slices = cut(numbered, lay, device) or {}
+        return {int(number) for values in slices.values() for number in values.flatten()}
+
+    itemsize = next(iter(whole.values())).itemsize
+    places = destination.placement.devices
+    return itemsize * sum(len(has(destination, device) - has(source, device)) for device in places)
 
 
 def same_bits(ours, theirs) -> bool:
@@ -65,6 +95,12 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lor
     sets = {union_set(a, b) for a in placements for b in placements}
     groups = ProcessGroups(sets, 240.0, torch.device("cpu"))
     whole, wrong = whole_model(shape, head, dtype, lora), []
+
+    def fewest(a: Layout, b: Layout) -> int:
+        if "parameters" in (a.placement.strategy.shard, b.placement.strategy.shard):
+            return fewest_bytes(a, b, whole)
+        return reallocation_bound(a, b, dtype.itemsize)
+
     for a, b in permutations(layouts, 2):
         if rank not in union_set(a.placement, b.placement):
             continue
@@ -77,7 +113,7 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lor
         good = (
             same_bits(there.slices, cut(whole, b, rank))
             and same_bits(back.slices, cut(whole, a, rank))
-            and int(sent) == reallocation_bound(a, b, dtype.itemsize)
+            and int(sent) == fewest(a, b)
             and (back.version, back.state) == (5, {"kl": 0.1})
             and there.digest == back.digest
         )
@@ -105,6 +141,16 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lor
 )
 def test_a_to_b_to_a_is_bit_equal_and_moves_no_more_than_it_must(ranks, shape, head, dtype):
     assert ranks.run(4, there_and_back, shape, head, PLACEMENTS, dtype, 2**28) == [[]] * 4
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "shape", [model(), pytest.param(model(tied=True, qkv_bias=True), marks=pytest.mark.whole)]
+)
+def test_shares_of_weights_move_to_any_layout_and_back(ranks, shape):
+    some = [PLACEMENTS[i] for i in (0, 3, 5, 6)]
+
+    assert ranks.run(4, there_and_back, shape, "lm", [*SHARDED, *some], torch.bfloat16, 2**28) == [[]] * 4
 
 
 @pytest.mark.dist
@@ -171,6 +217,10 @@ def test_a_digest_depends_on_the_bits_and_not_on_the_layout(dtype):
     whole = whole_model(shape, "lm", dtype)
 
     digests = {total(whole, Layout(shape, "lm", p)) for p in PLACEMENTS}
+    for place_of_shares in SHARDED:
+        lay = Layout(shape, "lm", place_of_shares)
+        shares = [int(digest(cut(whole, lay, d), lay, d)) for d in place_of_shares.devices]
+        digests.add(sum(shares) % 2**64)
 
     assert len(digests) == 1
     name = "model.layers.1.mlp.down_proj.weight"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,12 +27,15 @@ from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.layout import state_layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape, Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import BUCKET
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import head_flops, pass_flops
 from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
+from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, Output
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
@@ -60,11 +64,14 @@ CONFIGS = {
     "gpt2": GPT2Config(**SIZES, n_inner=23),
     "gpt_oss": GptOssConfig(**SIZES, tie_word_embeddings=False, num_local_experts=3, num_experts_per_tok=2),
 }
-Degrees = Sequence[tuple[int, ...]]
+FEW = 700
+"""Elements of a bucket of sharded weights here: some end inside a layer, some reach into the next one."""
+SHARDED = "parameters"
+Degrees = Sequence[tuple[Any, ...]]
 EVERY: Degrees = [(dp, tp, pp) for dp, tp, pp in product((1, 2, 4), repeat=3) if dp * tp * pp <= 4]
 
 
-def some(*default: tuple[int, ...], whole: Degrees = (), slow: Degrees = ()) -> list[Any]:
+def some(*default: tuple[Any, ...], whole: Degrees = (), slow: Degrees = ()) -> list[Any]:
     """Strategies of the default suite, those that continuous integration runs too, and those of `make test-slow`.
 
     The first keep what is new under them: ends in several stages and heads that tp does not divide where weights are
@@ -156,6 +163,10 @@ def _engine(trial: Trial, rank: int) -> Engine:
     layout = trial.layout
     groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     dtype = next(iter(trial.weights.values())).dtype
+    shares = None
+    if trial.strategy.shard == "parameters":
+        with patch.object(state_layout, "BUCKET", FEW):
+            shares = Shares(layout.whole, groups, dtype)
     stage = Stage(
         trial.config,
         layout,
@@ -165,12 +176,13 @@ def _engine(trial: Trial, rank: int) -> Engine:
         dtype=dtype,
         recompute=trial.recompute,
         context=ContextRanks.of(layout, groups),
+        shares=shares,
     )
-    with torch.no_grad():
-        for part, slices in ((layout.whole, stage.named_slices()), (layout, stage.trained_slices())):
-            for name, mine in held_slices(part, rank, trial.weights).items():
-                slices[name].copy_(mine)
-    return Engine(stage, layout, groups, SETTINGS, micro_batch_tokens=trial.micro_batch_tokens)
+    for part in (layout.whole, layout):
+        for name, mine in held_slices(part, rank, trial.weights).items():
+            stage.fill(name, mine)
+    with patch.object(state_layout, "BUCKET", BUCKET if shares is None else FEW):
+        return Engine(stage, layout, groups, SETTINGS, micro_batch_tokens=trial.micro_batch_tokens)
 
 
 def _begun(trial: Trial, rank: int) -> tuple[Engine, SampleBatch]:
@@ -215,12 +227,13 @@ def _train(rank: int, world: int, trial: Trial, sharing: bool = True):
         for rate in RATES:
             metrics.append(_step(engine, batch, _loss(engine), trial.micro_batches, rate))
             gradients = gradients or _first_gradients(engine)
-    weights = {name: p.detach().clone() for name, p in engine.stage.trained_slices().items()}
-    changed = [
-        name
-        for name, mine in held_slices(trial.layout.whole, rank, trial.weights).items()
-        if name not in weights and not torch.equal(engine.stage.named_slices()[name], mine)
-    ]
+    with engine.whole_weights():
+        weights = {name: p.detach().clone() for name, p in engine.stage.trained_slices().items()}
+        changed = [
+            name
+            for name, mine in held_slices(trial.layout.whole, rank, trial.weights).items()
+            if name not in weights and not torch.equal(engine.stage.named_slices()[name], mine)
+        ]
     of_samples = None if rows is None else dict(zip(batch.ids, rows.split(), strict=True))
     return of_samples, flops, metrics, gradients, weights, changed
 
@@ -488,6 +501,35 @@ SPLIT_AND_WHOLE = some((1, 2, 2), whole=[(1, 1, 1)])
                 SPLIT_AND_WHOLE,
                 "scalar",
                 lora=replace(LORA, targets=targets),
+            )
+        ),
+        *way(
+            "sharded",
+            "llama",
+            some((4, 1, 1, 1, SHARDED), whole=[(2, 1, 1, 1, SHARDED), (2, 2, 1, 1, SHARDED)]),
+        ),
+        *way("sharded", "qwen3-tied", some((2, 2, 1, 1, SHARDED), whole=[(4, 1, 1, 1, SHARDED)])),
+        *way("sharded values", "qwen3-tied", some((2, 1, 1, 1, SHARDED)), "scalar", micro_batches=3),
+        *way("sharded experts", "mixtral", some((4, 1, 1, 1, SHARDED), whole=[(2, 2, 1, 1, SHARDED)])),
+        *way("sharded, packed", "gpt2", some((2, 1, 1, 1, SHARDED))),
+        *way(
+            "sharded, with different numbers of micro-batches",
+            "llama-tied",
+            some((2, 1, 1, 1, SHARDED)),
+            micro_batches=1,
+            micro_batch_tokens=9,
+        ),
+        *(
+            case
+            for recompute in ("none", "selective", "full")
+            for lora in (None, LORA)
+            if recompute != "none" or lora
+            for case in way(
+                f"sharded, {recompute} recomputation{' with adapters' if lora else ''}",
+                "qwen3-tied",
+                some((2, 1, 1, 1, SHARDED), whole=[(4, 1, 1, 1, SHARDED)]),
+                recompute=recompute,
+                lora=lora,
             )
         ),
         *(

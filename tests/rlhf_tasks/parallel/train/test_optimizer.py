@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Copier
+from prefect_rlhf.rlhf_tasks.parallel.layout import state_layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.train import optimizer as optimizer_module
-from prefect_rlhf.rlhf_tasks.parallel.train import state_layout
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
 from tests.rlhf_tasks.lazy_copies import LazyCopier
 from tests.tiny_models import held_slices

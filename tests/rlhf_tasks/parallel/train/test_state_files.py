@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import StateLayout
 from prefect_rlhf.rlhf_tasks.parallel.train.state_files import StateTransfer, read_shards, write_shards
-from prefect_rlhf.rlhf_tasks.parallel.train.state_layout import StateLayout
 from tests.rlhf_tasks.roles_in_layouts import (
     FOUR,
     build,

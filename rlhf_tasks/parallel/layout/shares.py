@@ -1,0 +1,87 @@
+"""Sharded weights: what a device gathers, and what moves from or to a layout that shards them. Pure Python."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import (
+    HeldLayout,
+    Rectangle,
+    StateLayout,
+    StateTransfer,
+    parts_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareTransfer:
+    """One message of a reallocation: rectangles of parameters, in this order. What a device has already is a message
+    to itself, which is not sent."""
+
+    source: int
+    destination: int
+    parts: tuple[tuple[str, Rectangle], ...]
+    size_bytes: int
+
+
+@lru_cache(maxsize=256)
+def plan_shares(
+    source: Layout, destination: Layout, itemsize: int, devices_per_host: int
+) -> tuple[ShareTransfer, ...]:
+    """The messages that bring a model from one layout to another, one message per pair of devices.
+
+    itemsize          bytes per element
+    devices_per_host  devices with the same id // devices_per_host share a host
+
+    A device gets each element that it lacks once, and none that it has: no reallocation moves fewer bytes.
+    """
+    transfer = StateTransfer(*(HeldLayout(layout, devices_per_host) for layout in (source, destination)))
+    messages: dict[tuple[int, int], list[tuple[str, Rectangle]]] = defaultdict(list)
+    for wanter in destination.placement.devices:
+        for name in destination.held(wanter):
+            for giver, part in transfer.taken(name, wanter):
+                messages[giver, wanter].append((name, part))
+    return tuple(
+        ShareTransfer(*pair, tuple(parts), itemsize * sum(part.size for _, part in parts))
+        for pair, parts in sorted(messages.items())
+    )
+
+
+class Gathering(NamedTuple):
+    """What a device of sharded weights gathers.
+
+    most     most elements that are whole at a time: those of a part of the model and of the part that comes next
+    total    elements of all parts, once each
+    buckets  messages of a pass over all parts
+    back     elements that a backward pass gathers: without embedding and head, and the layer that is still there
+    """
+
+    most: int
+    total: int
+    buckets: int
+    back: int
+
+
+@lru_cache(maxsize=1024)
+def gathering(layout: Layout) -> Gathering:
+    """What the fullest tp rank of a layout of one stage gathers."""
+
+    def of(tp_rank: int) -> Gathering:
+        buckets = StateLayout(layout).buckets(layout.placement.device(0, tp_rank, 0))
+        layers = layout.shape.layers
+        used = [
+            {part for piece in bucket.pieces for part in parts_of(layout.specs[piece.name], layers)}
+            for bucket in buckets
+        ]
+
+        def size(*parts: int) -> int:
+            return sum(bucket.size for bucket, users in zip(buckets, used, strict=True) if users & {*parts})
+
+        parts = range(layers + 2)
+        most = max(size(*pair) for pair in pairwise(parts))
+        return Gathering(most, size(*parts), len(buckets), size(*parts[1:layers]))
+
+    return max(map(of, range(layout.placement.strategy.tp)))
