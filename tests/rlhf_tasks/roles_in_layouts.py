@@ -112,5 +112,5 @@ FOUR = [
     place([0, 1, 2], pp=3),
     place([2, 0, 3, 1], tp=2, cp=2),
     place([3, 0], dp=2, shard="parameters"),
-    place(range(4), dp=2, tp=2, shard="parameters"),
+    place(range(4), dp=2, cp=2, shard="parameters"),
 ]

@@ -2,8 +2,8 @@
 
 A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
 The buffer is cut into buckets, and each dp and cp rank keeps the state of an equal share of every bucket: then a
-bucket's gradients can be reduced, and its weights gathered, without the others (ZeRO stage 2, arXiv:1910.02054). Where
-weights are sharded (stage 3), a rank holds the same share of them. All this follows from the layout.
+bucket's gradients can be reduced, and its weights gathered, without the others (ZeRO stage 2, arXiv:1910.02054).
+Where weights are sharded (stage 3), a rank holds the same share of them. All this follows from the layout.
 """
 
 import math
@@ -318,8 +318,7 @@ class StateTransfer:
         """Dp groups of the old layout, each with the columns that a destination gets from it; every column once."""
         layout = self.old.layout
         place, stages = layout.placement, layout.stages(layout.specs[name])
-        axes = place.strategy
-        at = [(t, p) for p in stages for t in range(axes.tp)]
+        at = [(t, p) for p in stages for t in range(place.strategy.tp)]
         groups = [place.dp_group(place.device(0, t, p)) for t, p in at]
         first = destination % len(groups)
         left = [wanted]
