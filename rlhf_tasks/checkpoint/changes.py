@@ -65,7 +65,7 @@ def plan_digest(plan: ExecutionPlan) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-_NOTHING = {"lead": 0, "segment_tokens": None, "shard": "gradients"}
+_NOTHING = {"lead": 0, "segment_tokens": None, "cp": 1, "shard": "gradients"}
 
 
 def _without_nothing(document: Any) -> Any:
