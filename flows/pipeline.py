@@ -39,6 +39,7 @@ from prefect_rlhf.flows.demo import (
     write_jsonl,
 )
 from prefect_rlhf.flows.run.orders import cancelled_by_signals
+from prefect_rlhf.flows.run.reporting import leave_report
 from prefect_rlhf.flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run
 from prefect_rlhf.flows.run.run_identity import CheckedStages, check_stages, prepare_stage, summary_of
 from prefect_rlhf.flows.run.runs import run_stage
@@ -131,6 +132,7 @@ async def carry_out_pipeline(config: PipelineConfig, checked: CheckedStages | No
     if models:
         summary["model"] = models[-1]
     replace_file(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    leave_report(folder)
     return summary
 
 

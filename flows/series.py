@@ -12,13 +12,14 @@ interrupted continues and comes to the same decision:
 
 import asyncio
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from prefect import Flow, flow
 from prefect.logging import get_run_logger
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 
 from prefect_rlhf.flows.cluster.forks import refuse_unguarded_script
 from prefect_rlhf.flows.cluster.server import prefect_server
@@ -49,8 +50,8 @@ def _run_name() -> str:
 async def rlhf_series(config: SeriesConfig) -> dict[str, Any]:
     """Fine-tune on the rows added since the last champion, and promote the model where it is better.
 
-    Returns the decision, which is also in decision.json of the run's folder: `promoted`, `kept` or `nothing new`,
-    with the reason and the figures.
+    Returns the decision, which is also in decision.json of the run's folder: `promoted`, `kept`, `waiting` (another
+    flow run asks a person) or `nothing new`, with the reason and the figures.
 
     Args:
         config: The series' configuration, as in a YAML file.
@@ -59,7 +60,7 @@ async def rlhf_series(config: SeriesConfig) -> dict[str, Any]:
     async with cancelled_by_signals(lambda: "between two stages"):
         folder = open_series(config)
         with taken(folder):
-            begun = await asyncio.to_thread(begin_run, config)
+            begun = await asyncio.to_thread(begin_run, config, flow_run.id)
             return await carry_out_series(config, begun)
 
 
@@ -80,9 +81,10 @@ async def carry_out_series(config: SeriesConfig, run: SeriesRun | None) -> dict[
     """
     folder = series_folder(config)
     if run is None:
-        champion = champions.champion_of(folder)
-        get_run_logger().info(NOTHING_NEW)
-        return {"decision": "nothing new", "reason": NOTHING_NEW, "champion": champion}
+        waiting = champions.waiting_for(folder)
+        decision, reason = ("waiting", waiting) if waiting else ("nothing new", NOTHING_NEW)
+        get_run_logger().info(reason)
+        return {"decision": decision, "reason": reason, "champion": champions.champion_of(folder)}
     for warning in run.warnings:
         get_run_logger().warning(warning)
     with ending_in_time(asyncio.current_task()), prefect_server(folder):
@@ -113,14 +115,27 @@ async def _decided(run: SeriesRun) -> dict[str, Any]:
         decision |= {"figures": {"rows": len(scores[CANDIDATE]), "candidate": mean}}
         promotes, reason = True, f"it is the first: mean score {mean:.4g} on {len(scores[CANDIDATE])} rows."
     if promotes and run.series.approval == "required":
-        answer = await approval.ask(
-            _question(run, reason, decision["figures"], samples), run.series.approval_timeout_s
-        )
+        question = _question(run, reason, decision["figures"], samples)
+        answer = await _answer(run, question, reason, decision)
         decision |= {"approval": answer.comment}
         promotes, reason = answer.promotes, f"{answer.comment}; {reason}"
+    return _decision(run, promotes, reason, decision)
+
+
+def _decision(run: SeriesRun, promotes: bool, reason: str, more: dict[str, Any]) -> dict[str, Any]:
     change = champions.PROMOTED if promotes else champions.KEPT
     champion = run.name if promotes else run.begun["champion"]
-    return {"decision": change, "reason": reason, "champion": champion, **decision}
+    return {"decision": change, "reason": reason, "champion": champion, **more}
+
+
+async def _answer(run: SeriesRun, question: str, reason: str, decision: dict[str, Any]) -> approval.Answer:
+    """What a person answers. If this process does not live to see that nobody does, the series' next run decides."""
+    timeout_s = run.series.approval_timeout_s
+    nobody = approval.unanswered(timeout_s)
+    kept = _decision(run, False, f"{nobody}; {reason}", {**decision, "approval": nobody})
+    suspended = None if deployment.id is None else flow_run.id
+    left_s = champions.ask_until(run.folder, run.name, timeout_s, kept, suspended)
+    return await approval.ask(question, ceil(left_s), f"{run.series.name}-{run.name}")
 
 
 def judged_samples(config: RunConfig) -> list[dict[str, Any]]:

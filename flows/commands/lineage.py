@@ -1,18 +1,20 @@
 """`prefect-rlhf lineage`: which rows taught a model, and which models saw a row."""
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from prefect_rlhf.flows.commands.options import check_writable
-from prefect_rlhf.flows.run.origins import Lesson, content_hash, lessons_of
+from prefect_rlhf.flows.run.origins import Lesson, content_hash, lessons_of, models_of, run_that_made
 from prefect_rlhf.flows.run.run_folder import existing_run_folder
 from prefect_rlhf.flows.view.terminal import tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
-from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
 
 SHOWN = 12  # digits of a hash
 FEWEST_DIGITS = 8
@@ -24,6 +26,8 @@ def lineage(
     out: Annotated[Path | None, Parameter("--out")] = None,
 ) -> None:
     """Which rows taught a run's model; with --row, which of several runs have learned from a row.
+
+    Both go on to the runs that have made the models which it began with.
 
     Parameters
     ----------
@@ -40,7 +44,7 @@ def lineage(
     elif row is None and len(runs) == 1:
         check_writable(out)
         (run,) = runs
-        _taught(_training(run)[0], out)
+        _taught(*_training(run), out)
     else:
         raise ConfigError("Name one run, or --row FILE:LINE|HASH and the runs to look through.")
 
@@ -53,10 +57,25 @@ def _training(run: Path) -> tuple[Path, TrainingConfig]:
     return folder, config
 
 
-def _taught(folder: Path, out: Path | None) -> None:
+def _taught(folder: Path, config: RunConfig, out: Path | None) -> None:
     lessons = list(lessons_of(folder))
     attempts = len(list((folder / "attempts").glob("*")))
     tell(f"{folder}: {attempts} attempts, {max(0, attempts - 1)} of them retries")
+    _tell_lessons(lessons)
+    for line, ancestor in _ancestors(folder, config):
+        tell(line)
+        if ancestor is not None:
+            with _only_told():
+                _tell_lessons(lessons_of(ancestor))
+    if out is not None:
+        with out.open("w", encoding="utf-8") as file:
+            for lesson in lessons:
+                for place, digest, times in _rows(lesson):
+                    file.write(json.dumps({"row": place, "hash": digest, "times": times}) + "\n")
+        tell(f"rows: {out}")
+
+
+def _tell_lessons(lessons: Iterable[Lesson]) -> None:
     for lesson in lessons:
         origin = lesson.origin
         tell(
@@ -66,12 +85,6 @@ def _taught(folder: Path, out: Path | None) -> None:
         for kind in ("models", "rewards"):
             for name, digest in origin[kind].items():
                 tell(f"  {kind.removesuffix('s')} {name}: sha256 {digest[:SHOWN]}")
-    if out is not None:
-        with out.open("w", encoding="utf-8") as file:
-            for lesson in lessons:
-                for place, digest, times in _rows(lesson):
-                    file.write(json.dumps({"row": place, "hash": digest, "times": times}) + "\n")
-        tell(f"rows: {out}")
 
 
 def _rows(lesson: Lesson) -> Iterator[tuple[str, str, int]]:
@@ -93,14 +106,45 @@ def _seen(row: str, runs: tuple[Path, ...]) -> None:
         raise ConfigError(f"--row {row}: neither FILE:LINE nor at least {FEWEST_DIGITS} digits of a hash.")
     for run in runs:
         folder, config = _training(run)
-        times = dict[str, int]()
-        for lesson in lessons_of(folder):
-            for place, content, often in _rows(lesson):
-                if content.startswith(digest):
-                    times[f"{place} ({content[:SHOWN]})"] = (
-                        times.get(f"{place} ({content[:SHOWN]})", 0) + often
-                    )
-        said = ", ".join(f"{often} times from {place}" for place, often in times.items())
-        before = Path(str(config.models.actor)).parent
-        began = f"; it began with the model of {before}" if (before / "origins.jsonl").exists() else ""
-        tell(f"{folder}: {'learned ' + said if said else 'has not learned from it'}{began}")
+        tell(f"{folder}: {_learned(folder, digest)}")
+        for line, ancestor in _ancestors(folder, config):
+            tell(f"  {line}")
+            if ancestor is not None:
+                with _only_told():
+                    tell(f"  {ancestor}: {_learned(ancestor, digest)}")
+
+
+@contextmanager
+def _only_told() -> Iterator[None]:
+    """What is not known of a run that was not asked about is told, and no reason to end."""
+    try:
+        yield
+    except ConfigError as error:
+        tell(f"  {error}")
+
+
+def _learned(folder: Path, digest: str) -> str:
+    times = Counter[str]()
+    for lesson in lessons_of(folder):
+        for place, content, often in _rows(lesson):
+            if content.startswith(digest):
+                times[f"{place} ({content[:SHOWN]})"] += often
+    said = ", ".join(f"{often} times from {place}" for place, often in times.items())
+    return f"learned {said}" if said else "has not learned from it"
+
+
+def _ancestors(folder: Path, config: RunConfig) -> Iterator[tuple[str, Path | None]]:
+    """A sentence for each model of a run that another run has made, and for those of that one, with its folder; None
+    where it is gone."""
+    known, waiting = {folder}, [(folder, config)]
+    while waiting:
+        run, its = waiting.pop(0)
+        for role, model in models_of(its).items():
+            where = f"{run}: its {role} began as"
+            made = run_that_made(model)
+            if made is None and not model.exists():
+                yield f"{where} {model}, which is gone: what has taught it is not known", None
+            if made is not None and made not in known:
+                known.add(made)
+                waiting.append(_training(made))
+                yield f"{where} the model of {made}", made

@@ -24,7 +24,7 @@ def report(
     Parameters
     ----------
     run
-        The run's folder; the run may be in progress.
+        The run's folder; the run may be in progress. Or a pipeline's: one page of all its stages.
     html
         The page's file; default: report.html in the run's folder.
     trace

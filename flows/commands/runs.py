@@ -17,6 +17,7 @@ from prefect_rlhf.flows.cluster.forks import begin_to_load_for
 from prefect_rlhf.flows.commands.options import show_warnings, whole_seed
 from prefect_rlhf.flows.demo import DATA, refuse_without_task
 from prefect_rlhf.flows.pushes import PushError, check_push, push_model
+from prefect_rlhf.flows.recurring import champions
 from prefect_rlhf.flows.recurring.beginning import NOTHING_NEW, begin_run, open_series
 from prefect_rlhf.flows.rewards import refuse_blocks_without_server
 from prefect_rlhf.flows.run import run_identity
@@ -48,7 +49,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     stages_of,
 )
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm as registered
-from prefect_rlhf.rlhf_tasks.algorithms.series import SERIES, SeriesConfig, load_series
+from prefect_rlhf.rlhf_tasks.algorithms.series import SERIES, SeriesConfig, load_series, series_folder
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export
 from prefect_rlhf.rlhf_tasks.config.files import faults_of
 from prefect_rlhf.rlhf_tasks.config.models import HubPush
@@ -191,7 +192,7 @@ def _run_series(settings: SeriesConfig, file: Path) -> None:
         with phase("new rows, data and models"):
             begun = begin_run(settings)
         if begun is None:
-            tell(NOTHING_NEW)
+            tell(champions.waiting_for(series_folder(settings)) or NOTHING_NEW)
             return
         show_warnings(begun.warnings)
         with phase("Prefect"):

@@ -7,9 +7,9 @@ from uuid import UUID, uuid4
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import FlowPauseTimeout
-from prefect.flow_runs import apause_flow_run
+from prefect.flow_runs import apause_flow_run, asuspend_flow_run
 from prefect.input import RunInput
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Running
 from pydantic import Field, ValidationError
 
@@ -35,23 +35,37 @@ class Answer(NamedTuple):
     comment: str
 
 
-async def ask(what: str, timeout_s: int) -> Answer:
+async def ask(what: str, timeout_s: int, name: str) -> Answer:
     """Pause the flow run until a person has answered the form. Without an answer in time the champion is kept.
 
+    A flow run of a deployment is suspended: Prefect gives a paused one's slot of the concurrency limit away, and ends
+    its process when the slot's lease cannot be renewed. So the process ends here (`prefect.exceptions.Pause`), and
+    the one that Prefect starts after the answer gets it by asking again.
+
     what  markdown above the form
+    name  of what is asked, in this flow run
     """
     form = Approval.with_initial_data(description=what)
     try:
-        # A key of its own for each process: Prefect takes one that it has seen for a pause that is over.
-        answer = await apause_flow_run(form, timeout=timeout_s, poll_interval=LOOK_EVERY_S, key=uuid4().hex)
+        if deployment.id is not None:
+            answer = await asuspend_flow_run(form, timeout=timeout_s, key=name)
+        else:  # a key of its own for each process: Prefect takes one that it has seen for a pause that is over
+            answer = await apause_flow_run(
+                form, timeout=timeout_s, poll_interval=LOOK_EVERY_S, key=uuid4().hex
+            )
     except FlowPauseTimeout:
         async with get_client() as client:  # Prefect calls a pause that is over a failure
             await client.set_flow_run_state(UUID(flow_run.id), Running(), force=True)
-        return Answer(False, f"nobody has answered within {timeout_s} s")
+        return Answer(False, unanswered(timeout_s))
     except ValidationError:  # resumed without the form
         return Answer(False, "the flow run was resumed without an answer")
     chosen = f"{answer.decision}: {answer.comment}" if answer.comment else answer.decision
     return Answer(answer.decision == "promote", chosen)
+
+
+def unanswered(timeout_s: int) -> str:
+    """Why there is no answer."""
+    return f"nobody has answered within {timeout_s} s"
 
 
 def question(

@@ -74,14 +74,18 @@ def check_series(config: SeriesConfig) -> list[str]:
     return checked.warnings
 
 
-def begin_run(config: SeriesConfig) -> SeriesRun | None:
-    """Begin the next run of a series, or continue the one that was interrupted; None where no row is new.
+def begin_run(config: SeriesConfig, asking: str | None = None) -> SeriesRun | None:
+    """Begin the next run of a series, or continue the one that was interrupted; None where no row is new, and
+    where another flow run waits for a person's word about the last one.
 
+    asking  the flow run's id: one that asked a person about its model begins anew to get the answer
     The caller has taken the series' folder. Raises ConfigError before anything starts: for a champion that is gone,
     too few held-out rows, and all that is wrong with data, models and rewards.
     """
     folder = series_folder(config)
     champions.settle(folder)
+    if champions.waiting_for(folder, asking) is not None:
+        return None
     runs, champion = champions.runs_of(folder), champions.champion_of(folder)
     if runs and champions.decision_of(folder, runs[-1]) is None:
         name = runs[-1]

@@ -10,6 +10,7 @@ it, again at the next command if the process was killed between the two.
 
 import json
 import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import read_json, reading
 
 LOG = "champions.jsonl"
 ALIAS = Path("models", "champion")
-DECISION, BEGUN = "decision.json", "run.json"
+DECISION, BEGUN, ASKED = "decision.json", "run.json", "asked.json"
 PROMOTED, KEPT, ROLLED_BACK = "promoted", "kept", "rolled back"
 
 
@@ -88,6 +89,41 @@ def decide(series: Path, run: str, decision: dict[str, Any]) -> None:
     """Record a run's decision and carry it out. Raises OSError."""
     replace_file(series / run / DECISION, json.dumps(decision, indent=2) + "\n")
     settle(series)
+
+
+def ask_until(
+    series: Path, run: str, timeout_s: float, unanswered: dict[str, Any], asking: str | None
+) -> float:
+    """Write down that a person is asked about a run, unless it is written already. Returns the seconds that are left.
+
+    unanswered  the decision where there is no answer in time, whether or not a process is there to see it
+    asking      the flow run that is suspended until the answer, without a process; None: its process waits
+    """
+    path = series / run / ASKED
+    if not path.exists():
+        asked = {"until": time.time() + timeout_s, "flow_run": asking, "unanswered": unanswered}
+        replace_file(path, json.dumps(asked, indent=2) + "\n")
+    return max(1.0, read_json(path)["until"] - time.time())
+
+
+def waiting_for(series: Path, asking: str | None = None) -> str | None:
+    """A sentence where another flow run, which has no process, waits for a person's word about the last run. If the
+    time for it is over, the run is decided instead.
+
+    asking  the present flow run
+    """
+    for run in runs_of(series)[-1:]:
+        path = series / run / ASKED
+        if decision_of(series, run) is not None or not path.exists():
+            return None
+        asked = read_json(path)
+        if asked["flow_run"] == asking and asking is not None:
+            return None
+        if asked["until"] < time.time():
+            decide(series, run, asked["unanswered"])
+        elif asked["flow_run"] is not None:
+            return f"run {run} waits for a person's word, in the flow run {asked['flow_run']}"
+    return None
 
 
 def settle(series: Path) -> None:

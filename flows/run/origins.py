@@ -23,6 +23,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder, steps_of
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
 from prefect_rlhf.rlhf_tasks.data.dataset import row_file, row_hash
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
 from prefect_rlhf.rlhf_tasks.system.durable import append_lines
@@ -118,6 +119,21 @@ def lessons_of(folder: Path) -> Iterator[Lesson]:
         order = line["order"]
         first, last = line["sample"] // order["group_size"], -(-end // order["group_size"])
         yield Lesson(line, end, rows, rows.times(first, last, order["seed"], order["weights"]))
+
+
+def models_of(config: RunConfig) -> dict[str, Path]:
+    """Role -> folder, of the models that a run has begun with; without those on a Hub."""
+    stated = {role: getattr(config.models, role) for role in type(config.models).model_fields}
+    texts = {role: text for role, text in stated.items() if isinstance(text, str)}
+    return {
+        role: Path(text) for role, text in texts.items() if hub_model(text) is None or Path(text).exists()
+    }
+
+
+def run_that_made(model: Path) -> Path | None:
+    """The folder of the run that has exported a model's folder; None of any other model."""
+    run = model.resolve().parent
+    return run if (run / ORIGINS).is_file() and model.exists() else None
 
 
 def content_hash(where: str) -> str | None:

@@ -9,6 +9,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 import yaml
 
 from prefect_rlhf.flows.run.downloads import REVISIONS
+from prefect_rlhf.flows.run.origins import lessons_of
 from prefect_rlhf.flows.run.records import Comparison, is_number, json_lines, metrics_rows
-from prefect_rlhf.flows.run.run_folder import SUMMARY, existing_run_folder
+from prefect_rlhf.flows.run.run_folder import CONFIG, FORMAT, SUMMARY, existing_run_folder
 from prefect_rlhf.flows.run.summary import model_name, rows_by_plan, versions
 from prefect_rlhf.flows.view.clocks import Span, predecessors_of, spans_of, work_s
 from prefect_rlhf.flows.view.pictures.bars import Measured
@@ -27,6 +29,7 @@ from prefect_rlhf.flows.view.pictures.curves import Curve
 from prefect_rlhf.flows.view.report.comparison import MOST_RUNS, comparison_page
 from prefect_rlhf.flows.view.report.contents import Contents, Samples
 from prefect_rlhf.flows.view.report.page import run_page
+from prefect_rlhf.flows.view.report.pipeline import pipeline_page
 from prefect_rlhf.flows.view.report.trace import trace_events
 from prefect_rlhf.flows.view.words import plain_text
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
@@ -48,6 +51,11 @@ TIMELINE_ITERATIONS = 3  # more would be too fine to read
 SAMPLES_READ = 64  # of an iteration, among which those of equal prompts are looked for
 SAMPLES_SHOWN = 6
 MOST_COMMITS = 12
+ROWS_SHOWN, ROWS_READ = (
+    12,
+    200_000,
+)  # of the rows that a run has learned from, where there are not more than these
+ROWS_TITLE = "Rows that it learned from most often (prefect-rlhf lineage --out FILE has all)"
 _SAMPLE_FILE = re.compile(r"(\d{1,18})-.*\.jsonl")  # begins with the iteration
 
 Row = Mapping[str, Any]
@@ -56,14 +64,25 @@ logger = logging.getLogger(__name__)
 
 
 def write_report(folder: Path, ended: str | None = None, to: Path | None = None) -> Path:
-    """Write the report of a run. Returns the file's path. Raises ConfigError for a folder that is no run's.
+    """Write the report of a run, or of a pipeline with all its stages. Returns the file's path. Raises ConfigError
+    for a folder that is neither's.
 
     ended  how the run has ended, in words; default: as its folder shows
     to     the file; default: `report.html` in the run folder
     """
     file = to or folder / REPORT
-    replace_file(file, run_page(contents_of(folder, ended)))
+    stages = _stages(folder)
+    page = pipeline_page(folder.resolve().name, stages) if stages else run_page(contents_of(folder, ended))
+    replace_file(file, page)
     return file
+
+
+def _stages(folder: Path) -> list[Contents]:
+    """The runs in a pipeline's folder, in the order in which they began; none of a run's own folder."""
+    if (folder / CONFIG).exists() or not folder.is_dir():
+        return []
+    runs = [path.parent for path in folder.glob(f"*/{CONFIG}") if (path.parent / FORMAT).is_file()]
+    return [contents_of(run) for run in sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime)]
 
 
 def write_comparison(compared: Comparison, to: Path) -> Path:
@@ -298,6 +317,7 @@ def _is_talk(value: Any) -> bool:
 def _lineage(folder: Path, config: RunConfig, rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     return {
         "Data": _data(folder, config),
+        **_taught(folder),
         "From the Hugging Face Hub": _pins(folder),
         "Models at the start": _models(folder),
         "Commits that are kept": _commits(folder),
@@ -315,6 +335,34 @@ def _data(folder: Path, config: RunConfig) -> list[dict[str, Any]]:
             name = config.data.name if what == "rows" else "evaluation"
             rows.append({"what": what, "from": str(name), "SHA-256 of their content": digest[:64]})
     return rows
+
+
+def _taught(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Which rows have taught the model, as far as that is known: of each stretch, and row by row. A run that trains
+    nothing has neither."""
+    stretches, rows = list[dict[str, Any]](), list[dict[str, Any]]()
+    with suppress(ConfigError, OSError):
+        for lesson in lessons_of(folder):
+            seen = lesson.times > 0
+            stretches.append(
+                {
+                    "from iteration": lesson.origin["step"] + 1,
+                    "samples": f"{lesson.origin['sample']} to {lesson.end - 1}",
+                    "rows": f"{int(seen.sum())} of {len(lesson.rows)}",
+                    "reward code": ", ".join(
+                        f"{name} {code[:16]}" for name, code in lesson.origin["rewards"].items()
+                    ),
+                }
+            )
+            often = set(lesson.times.argsort(kind="stable")[::-1][:ROWS_SHOWN].tolist())
+            named = enumerate(lesson.rows.identities() if len(seen) <= ROWS_READ else ())
+            rows += [
+                {"row": place, "hash": digest[:16], "times": int(lesson.times[index])}
+                for index, (place, digest) in named
+                if index in often and seen[index]
+            ]
+    rows.sort(key=lambda row: -row["times"])
+    return {"What taught it": stretches, ROWS_TITLE: rows[:ROWS_SHOWN]}
 
 
 def _models(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ WAITING, OVERHEAD = "waiting", "overhead"  # what a rank's time goes to beside t
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One node's time on one rank, in seconds of that rank's clock.
+    """One node's time on one rank, in seconds of a host's clock.
 
     kind        the node's kind; for a call the call kind (generate, inference, train_step)
     generation  (attempt, generation) in which it ran; nothing runs between two of them
@@ -30,7 +30,7 @@ class Span:
 
 
 def spans_of(plan: ExecutionPlan, lineage: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """The spans in rows of a run's lineage, sorted by their start."""
+    """The spans in rows of a run's lineage, sorted by their start, in seconds of the first host's clock."""
     kinds = {node.name: node.call.kind if node.kind == "call" else node.kind for node in plan.nodes}
     spans = [
         Span(
@@ -45,7 +45,57 @@ def spans_of(plan: ExecutionPlan, lineage: Iterable[Mapping[str, Any]]) -> list[
         for row in lineage
         for rank, (started_s, ended_s) in row["clocks"].items()
     ]
-    return sorted(spans, key=lambda span: (span.started_s, span.rank))
+    return sorted(aligned(plan, spans), key=lambda span: (span.started_s, span.rank))
+
+
+def aligned(plan: ExecutionPlan, spans: Sequence[Span]) -> list[Span]:
+    """The spans in seconds of the first host's clock: the others' clocks may be ahead of it or behind.
+
+    A call begins after the nodes before it have ended, on all their ranks (a move may begin before: its receivers
+    wait in it). So with nodes of host A before calls of host B and the other way around, the difference of their
+    clocks is bounded from both sides. Where the bounds allow that they agree, they do; else the difference is the
+    middle, as of a request and its answer (F. Cristian, Probabilistic clock synchronization, 1989).
+    """
+    ahead_s = _ahead_s(_bounds_s(plan, spans), sorted({span.rank // plan.devices_per_host for span in spans}))
+    return [
+        replace(span, started_s=span.started_s - by_s, ended_s=span.ended_s - by_s) if by_s else span
+        for span in spans
+        for by_s in (ahead_s[span.rank // plan.devices_per_host],)
+    ]
+
+
+def _bounds_s(plan: ExecutionPlan, spans: Sequence[Span]) -> dict[tuple[int, int], float]:
+    """(host, other host) -> the most by which the other's clock is ahead, as nodes before the other's calls show."""
+    calls = {node.name for node in plan.nodes if node.kind == "call"}
+    begun, ended = dict[tuple[Key, int], Span](), dict[tuple[Key, int], Span]()
+    for span in spans:
+        key = ((span.iteration, span.node), span.rank // plan.devices_per_host)
+        begun[key] = min(begun.get(key, span), span, key=lambda each: each.started_s)
+        ended[key] = max(ended.get(key, span), span, key=lambda each: each.ended_s)
+    hosts = {host for _, host in begun}
+    before = predecessors_of(plan, {span.iteration for span in spans}) if len(hosts) > 1 else {}
+    most: dict[tuple[int, int], float] = {}
+    for (key, there), later in ((key, span) for key, span in begun.items() if span.node in calls):
+        for earlier, here in ((node, host) for node in before.get(key, ()) for host in hosts - {there}):
+            first = ended.get((earlier, here))
+            if first is not None and first.generation == later.generation:
+                apart_s = later.started_s - first.ended_s
+                most[here, there] = min(most.get((here, there), apart_s), apart_s)
+    return most
+
+
+def _ahead_s(most: Mapping[tuple[int, int], float], hosts: Sequence[int]) -> dict[int, float]:
+    """Host -> how far its clock is ahead of the first host's; 0 where nothing tells. Close bounds are used first."""
+    pairs = sorted(
+        (most[here, there] + most[there, here], here, there) for here, there in most if (there, here) in most
+    )
+    ahead_s = {hosts[0]: 0.0} if hosts else {}
+    while reached := next(((a, b) for _, a, b in pairs if a in ahead_s and b not in ahead_s), None):
+        here, there = reached
+        least_s, most_s = -most[there, here], most[here, there]
+        agree = least_s <= 0.0 <= most_s
+        ahead_s[there] = ahead_s[here] + (0.0 if agree else (least_s + most_s) / 2)
+    return dict.fromkeys(hosts, 0.0) | ahead_s
 
 
 def generation_of(row: Mapping[str, Any]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import FlowRun, State
 
-from prefect_rlhf.flows.cluster.server import own_server
+from prefect_rlhf.flows.cluster.server import PrefectServer, own_server
 
 ROOT = Path(__file__).parents[2]
 PREFECT_FILE = ROOT / "deployments" / "prefect.yaml"
@@ -27,11 +27,11 @@ AUTOMATIONS = PREFECT_FILE.with_name("automations.yaml")
 class Deployed:
     """The project's deployments, and a worker that carries their flow runs out."""
 
-    def __init__(self, folder: Path, server_environment: Mapping[str, str]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, server: PrefectServer) -> None:
+        self.folder, self.server = folder, server
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")},
-            **server_environment,
+            **server.environment,
             "PREFECT_HOME": str(folder / "client"),
             "PYTHONPATH": str(ROOT),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -165,7 +165,7 @@ def wait_for(reached: Callable[[], Any], seconds: float = 400.0) -> Any:
 def deployed(folder: Path) -> Iterator[Deployed]:
     """Server, work pool, deployments and automations."""
     with own_server(folder) as server:
-        place = Deployed(folder, server.environment)
+        place = Deployed(folder, server)
         place.prefect("work-pool", "create", "rlhf-local", "--type", "process")
         place.prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(ROOT)))
         place.prefect("automation", "create", "--from-file", str(AUTOMATIONS.relative_to(ROOT)))

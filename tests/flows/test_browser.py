@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from prefect_rlhf.flows.view import artifacts
 from prefect_rlhf.flows.view.clocks import spans_of
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from tests.browser import PATIENCE_MS, chromium, logged_in
 from tests.tiny_reward import length_reward
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ SIZES = """() => {
 HOSTILE = (
     "![x](http://picture.invalid/x.png) <img src=http://picture.invalid/y.png> **b** `c` | pipe\n\n# head"
 )
-PATIENCE_MS = 180_000  # for a page on a busy machine
 
 
 @flow(name="shown", persist_result=False)
@@ -110,33 +109,16 @@ def addresses(prefect, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def browser(addresses) -> "Iterator[Browser]":
-    """Debian's chromium. Started last: its library keeps an event loop running in this thread."""
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium")
-    assert program, "these tests need a browser: apt-get install chromium"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
 def pages(browser, prefect) -> "Iterator[dict[str, Page]]":
     """A page for each version of the UI, logged in by the form, with what the terminal prints."""
-    logged_in = {}
-    login = prefect.ui_line.rpartition("login: ")[2]
-    for ui in ("v1", "v2"):
-        page = browser.new_context(viewport={"width": 1440, "height": 900}).new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        page.goto(prefect.ui_url)
-        page.locator("input[type=password]").fill(login)
-        page.get_by_role("button", name="Login").click()
-        page.wait_for_url(re.compile("dashboard"))
-        page.evaluate("version => localStorage.setItem('prefect-ui-version', version)", ui)
-        logged_in[ui] = page
-    yield logged_in
-    for page in logged_in.values():
+    opened = {ui: logged_in(browser, prefect, ui) for ui in ("v1", "v2")}
+    yield opened
+    for page in opened.values():
         page.context.close()
 
 

@@ -13,7 +13,7 @@ from tests.flows.marked_command import MarkedCommand
 from tests.flows.run.test_training import read_runs
 from tests.tiny_runs import TWO_RANKS, ppo_config
 
-ITERATIONS = 20
+ITERATIONS = 8
 SLOW = """
 import time
 
@@ -26,7 +26,7 @@ def slow(completions, **columns):
 @pytest.mark.whole
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_the_bars_of_twenty_ppo_iterations_have_the_ranks_lengths(prefect, tmp_path, monkeypatch):
+def test_the_bars_of_overlapping_ppo_iterations_have_the_ranks_lengths(prefect, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(SLOW)
     config = ppo_config(

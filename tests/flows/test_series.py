@@ -15,47 +15,12 @@ from prefect_rlhf.flows.series import judged_samples, rlhf_series
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
 from prefect_rlhf.rlhf_tasks.algorithms.series import make_series
-from tests.tiny_runs import write_model, write_prompts
-
-REWARD = "def letters(completions):\n    return [float(c.count('a')) for c in completions]\n"
-
-
-def write_rows(path: Path, letter: str, numbers: range) -> None:
-    """Append rows whose completion is one letter."""
-    rows = [{"prompt": f"{i:x} says ", "completion": letter * 4} for i in numbers]
-    with path.open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+from tests.tiny_series import series_document, write_rows
 
 
 @pytest.fixture
 def document(tmp_path):
-    """A series whose reward counts the letter a."""
-    write_model(tmp_path / "base")
-    write_prompts(tmp_path / "prompts.jsonl", 32)
-    (tmp_path / "judge.py").write_text(REWARD)
-    write_rows(tmp_path / "rows.jsonl", "b", range(16))
-    return {
-        "type": "series",
-        "name": "weekly",
-        "output_dir": str(tmp_path / "runs"),
-        "cluster": {"devices_per_host": 1},
-        "margin": 0.5,
-        "training": {
-            "type": "sft",
-            "models": {"actor": str(tmp_path / "base")},
-            "data": {"train": str(tmp_path / "rows.jsonl")},
-            "batch_size": 8,
-            "total_iterations": 6,
-            "optimizer": {"learning_rate": 1e-2},
-        },
-        "evaluation": {
-            "type": "evaluate",
-            "data": {"train": str(tmp_path / "prompts.jsonl")},
-            "sampling": {"max_completion_length": 4},
-            "rewards": [{"function": f"{tmp_path / 'judge.py'}:letters"}],
-            "batch_size": 16,
-        },
-    }
+    return series_document(tmp_path)
 
 
 def test_the_rows_that_are_judged_are_those_that_are_answered(document, tmp_path):

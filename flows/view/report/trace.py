@@ -4,7 +4,7 @@ The format is that of "Trace Event Format" (Google, 2016): complete events (`X`)
 that name processes and threads, and flow events (`s`, `t`, `f`) whose arrows go from slice to slice.
 
 A host is a process, a rank three threads of it: its calls, what it moves and saves, and its waits. Times are those of
-the ranks' clocks, which the ranks of a host share, from the first node on.
+the first host's clock, to which the others' are aligned (flows/view/clocks.py), from the first node on.
 """
 
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """A person's word about a better model: answered in a browser, too late, or not at all."""
 
 import asyncio
-import re
-import shutil
 import threading
 from contextvars import copy_context
 
@@ -11,13 +9,13 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 
 from prefect_rlhf.flows.recurring import approval
+from tests.flows.recurring.form import answered, flow_run_page
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning"),
 ]
-PATIENCE_MS = 120_000
 
 SAMPLES = [
     {"id": i, "prompt": f"question {i}", "completion": "new *words*", "score": float(i)} for i in range(12)
@@ -31,7 +29,7 @@ async def asks(timeout_s: int) -> dict:
     what = approval.question(
         "Promote run 0002?", {"rows learned": 32}, [{"figure": "low", "value": 0.5}], pairs
     )
-    return (await approval.ask(what, timeout_s))._asdict()
+    return (await approval.ask(what, timeout_s, "0002"))._asdict()
 
 
 def test_the_samples_are_those_where_the_scores_differ_most():
@@ -64,8 +62,6 @@ async def paused() -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("decision", ["promote", "reject"])
 def test_the_form_is_answered_in_a_browser(prefect, decision):
-    from playwright.sync_api import sync_playwright
-
     answers, found, context = [], [], copy_context()
     flow_thread = threading.Thread(
         target=lambda: context.run(lambda: answers.append(asyncio.run(asks(200)))), daemon=True
@@ -77,27 +73,8 @@ def test_the_form_is_answered_in_a_browser(prefect, decision):
     )
     look.start()
     look.join(100)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_context(viewport={"width": 1440, "height": 900}).new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        page.goto(prefect.ui_url)
-        page.locator("input[type=password]").fill(prefect.ui_line.rpartition("login: ")[2])
-        page.get_by_role("button", name="Login").click()
-        page.wait_for_url(re.compile("dashboard"))
-        page.evaluate("localStorage.setItem('prefect-ui-version', 'v1')")
-        page.goto(f"{prefect.ui_url}/runs/flow-run/{found[0]}")
-        page.get_by_role("button", name="Resume").first.click()
-        page.get_by_text("Promote run 0002?").first.wait_for()
-        text = page.inner_text("body")
+    with flow_run_page(prefect, found[0]) as page:
+        text = answered(page, "Promote run 0002?", decision)
         assert text.count("new *words*") == 10, "samples stand side by side, their text as it is"
-        page.locator(
-            "xpath=(//*[normalize-space(text())='Decision']/following::button[@role='combobox' or "
-            "contains(@class,'p-select')])[1] | //*[contains(@class,'p-select')]"
-        ).last.click()
-        page.get_by_text(decision, exact=True).last.click()
-        page.locator("textarea").last.fill("looks right")
-        page.get_by_role("button", name="Submit").last.click()
         flow_thread.join(60)
-        browser.close()
     assert answers == [{"promotes": decision == "promote", "comment": f"{decision}: looks right"}]

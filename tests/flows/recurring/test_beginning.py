@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,10 @@ def unreadable(path):
     path.symlink_to("/proc/self/mem")
 
 
-def begin(document):
+def begin(document, asking=None):
     config = make_series(document)
     with taken(open_series(config)):
-        return begin_run(config)
+        return begin_run(config, asking)
 
 
 def end(run, decision, document):
@@ -100,6 +101,42 @@ def test_a_run_takes_the_rows_that_no_champion_has_learned_from(document, tmp_pa
     third = begin(document)
     assert rows_of(third) == ["10>", "8>", "9>"], "a run that was not promoted has taught no champion"
     assert any("3 rows that champions have learned from are no longer in" in told for told in third.warnings)
+
+
+def ask(run, timeout_s, asking):
+    kept = {"decision": champions.KEPT, "reason": "nobody has answered", "champion": run.begun["champion"]}
+    return champions.ask_until(run.folder, run.name, timeout_s, kept, asking)
+
+
+def test_while_a_suspended_flow_run_waits_for_a_person_no_other_goes_on(document, monkeypatch):
+    first = begin(document)
+    assert 99 < ask(first, 100, "flow-run-1") <= 100
+    assert begin(document) is None
+    waits = "run 0001 waits for a person's word, in the flow run flow-run-1"
+    assert champions.waiting_for(first.folder) == waits
+    again = begin(document, "flow-run-1")
+    assert again[:4] == first[:4], "the one that asks begins again when there is an answer"
+    later = time.time() + 60
+    monkeypatch.setattr(champions.time, "time", lambda: later)
+    assert 39 < ask(again, 100, "flow-run-1") < 41, "the time began with the first question"
+
+
+def test_without_an_answer_in_time_the_next_run_keeps_the_champion_and_takes_the_rows(document, monkeypatch):
+    first = begin(document)
+    ask(first, 100, "flow-run-1")
+    later = time.time() + 101
+    monkeypatch.setattr(champions.time, "time", lambda: later)
+    assert begin(document, "flow-run-1")[:4] == first[:4], "an answer of the last moment counts"
+    assert begin(document) is None, "its rows were tried"
+    assert champions.decision_of(first.folder, "0001")["reason"] == "nobody has answered"
+    write(Path(document["training"]["data"]["train"]) / "b.jsonl", range(8, 12))
+    assert begin(document).name == "0002"
+
+
+def test_a_process_that_was_killed_while_it_asked_asks_anew(document):
+    first = begin(document)
+    ask(first, 100, None)
+    assert begin(document)[:4] == first[:4]
 
 
 def test_with_a_limit_what_is_beyond_it_is_seen_and_not_used(document, tmp_path):

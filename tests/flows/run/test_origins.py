@@ -1,12 +1,15 @@
 """Which rows taught a model, and which models saw a row: by what a run has written, with no list in each commit."""
 
 import json
+import re
+import shutil
 from collections import Counter
 
 import pytest
 
 from prefect_rlhf.flows.run.origins import lessons_of
 from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.flows.run.reporting import write_report
 from prefect_rlhf.flows.run.run_folder import new_run_folder
 from prefect_rlhf.flows.run.run_identity import accept_changes, keep_identity
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
@@ -52,6 +55,41 @@ def test_the_rows_are_those_that_the_samples_mean(run, call, tmp_path):
     assert [row["row"] for row in rows] == [f"{tmp_path / 'prompts.jsonl'}:{line}" for line in range(1, 6)]
     assert sum(row["times"] for row in rows) == 16
     assert len({row["hash"] for row in rows}) == 5
+
+
+def test_a_row_is_looked_for_in_the_runs_whose_models_a_run_began_with(run, call, document, tmp_path):
+    shutil.copytree(tmp_path / "model", run / "model")
+    write(tmp_path / "others.jsonl", "xyz")
+    later = {**document, "name": "later", "models": {"actor": str(run / "model")}}
+    prepared = prepare(make_config({**later, "data": {"train": str(tmp_path / "others.jsonl")}}))
+    folder = new_run_folder(prepared.config)
+    keep_identity(folder, prepared)
+    prepared.keep_rows(folder)
+    snapshots = snapshots_of(folder, prepared)
+    snapshots.latest()
+    for step in range(2):
+        commit(snapshots, prepared, folder, step)
+    (lesson,) = lessons_of(run)
+    row = f"{tmp_path / 'prompts.jsonl'}:1"
+    status, out, err = call("lineage", "--row", row, str(folder))
+    assert status == 0, err
+    assert f"{folder}: has not learned from it\n" in out
+    assert f"{folder}: its actor began as the model of {run}\n" in out
+    assert f"{run}: learned {lesson.times[0]} times from {row}" in out
+    status, out, _ = call("lineage", str(folder))
+    assert f"its actor began as the model of {run}\n" in out
+    assert "samples 0 to 15 of 5 of 5 rows" in out, "and what has taught that one"
+    shutil.rmtree(run)
+    status, out, _ = call("lineage", "--row", "0" * 32, str(folder))
+    assert f"its actor began as {run / 'model'}, which is gone: what has taught it is not known" in out
+
+
+def test_the_report_says_which_rows_have_taught_the_model(run, tmp_path):
+    text = re.sub("<[^>]*>", "|", write_report(run).read_text())
+    (lesson,) = lessons_of(run)
+    assert "What taught it" in text
+    assert "5 of 5" in text
+    assert f"{tmp_path / 'prompts.jsonl'}:{lesson.times.argmax() + 1}|" in text
 
 
 def test_what_was_replaced_is_remembered_with_what_it_taught(run, call, tmp_path):

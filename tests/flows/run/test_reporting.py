@@ -1,6 +1,7 @@
 """The report of a run has what its folder has, and nothing of it becomes markup."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -69,6 +70,23 @@ def test_the_page_of_a_run_has_all_its_parts(tmp_path):
     labels = [values.get("aria-label") for tag, values in page.tags if tag == "svg"]
     assert all(labels), "a picture has words for who does not see it"
     assert len(labels) > 10
+
+
+def test_a_pipeline_has_a_page_of_its_stages(tmp_path):
+    first, second = (recorded_run(tmp_path / place) for place in "ab")
+    stages = tmp_path / "pipeline"
+    stages.mkdir()
+    first.rename(stages / "sft")
+    second.rename(stages / "then <i>")
+    os.utime(stages / "sft" / "config.json", (1, 1))
+    assert run_command(["report", str(stages)]) == 0
+    page = Tags((stages / "report.html").read_text())
+    links = {values["href"] for tag, values in page.tags if tag == "a"}
+    assert links == {"#stages", "#stage-1", "#stage-2"}
+    assert page.text.index("sft") < page.text.index("then <i>")
+    for words in ("A pipeline: sft, then <i>.", "12 of 12", "It has finished.", "More is in sft/report.html"):
+        assert words in page.text
+    assert ("i", {}) not in page.tags
 
 
 def test_a_report_can_be_sent_it_names_no_other_address_and_runs_only_its_own_script(tmp_path):

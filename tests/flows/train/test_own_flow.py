@@ -2,18 +2,16 @@
 
 import asyncio
 import json
-import re
-import shutil
 from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.sorting import FlowRunSort
 
+from tests.browser import chromium, logged_in
 from tests.flows.train.scripts import CONFIG, environment, files_in, run_script
 
 pytestmark = [pytest.mark.whole, pytest.mark.cluster, pytest.mark.timeout(900)]
-PATIENCE_MS = 180_000  # for a page on a busy machine
 
 OWN = f"""
 import asyncio
@@ -82,18 +80,8 @@ async def finished() -> list[tuple[str, str, str]]:
 
 def look(prefect, places: dict[str, str]) -> None:
     """Look at the pages of a flow and of its subflow."""
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium")
-    assert program, "these tests need a browser: apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = browser.new_context(viewport={"width": 1440, "height": 900}).new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        page.goto(prefect.ui_url)
-        page.locator("input[type=password]").fill(prefect.ui_line.rpartition("login: ")[2])
-        page.get_by_role("button", name="Login").click()
-        page.wait_for_url(re.compile("dashboard"))
+    with chromium() as browser:
+        page = logged_in(browser, prefect)
         page.goto(prefect.ui_url + places["weekly"])
         page.get_by_text("Completed").first.wait_for()
         page.get_by_role("tab", name="Subflow Runs").or_(page.get_by_text("Subflow Runs")).first.click()
@@ -101,4 +89,3 @@ def look(prefect, places: dict[str, str]) -> None:
         page.goto(prefect.ui_url + places["grpo/one"])
         page.get_by_text("Completed").first.wait_for()
         page.get_by_text("1 iterations, which took the ranks", exact=False).first.wait_for()
-        browser.close()

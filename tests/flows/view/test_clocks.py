@@ -8,10 +8,15 @@ from prefect_rlhf.flows.view.clocks import (
     Span,
     idle_while_ready_s,
     overlapping_s,
+    predecessors_of,
     running_s,
+    spans_of,
     without_waits,
     work_s,
 )
+from prefect_rlhf.flows.view.pictures.colours import CALL_KINDS
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from tests.flows.reported_run import RECORDED
 
 
 def span(rank, iteration, node, started_s, ended_s, generation=(1, 0)):
@@ -51,6 +56,41 @@ def test_time_between_generations_and_attempts_is_downtime(generation):
     after = {(0, "b"): [(0, "a")], (1, "a"): [(0, "b")], (1, "b"): [(1, "a")]}
     assert idle_while_ready_s(spans, after) == {0: pytest.approx(0.75)}
     assert running_s(spans) == pytest.approx(4.0)
+
+
+@pytest.fixture
+def two_hosts():
+    """A recorded plan of two ranks, each on a host of its own, and its lineage."""
+    plan = ExecutionPlan.model_validate(RECORDED["plan"])
+    return plan.model_copy(update={"devices_per_host": 1}), RECORDED["lineage"]
+
+
+def behind(lineage, seconds):
+    """The lineage as the second rank's clock would have it if it were behind."""
+    return [
+        {**row, "clocks": {r: [s - seconds * (r == "1") for s in span] for r, span in row["clocks"].items()}}
+        for row in lineage
+    ]
+
+
+def test_clocks_that_may_agree_are_left_as_they_are(two_hosts):
+    plan, lineage = two_hosts
+    assert spans_of(plan, lineage) == spans_of(plan.model_copy(update={"devices_per_host": 2}), lineage)
+
+
+@pytest.mark.parametrize("seconds", [-86_400.0, 3.0, 3600.0])
+def test_the_clock_of_another_host_is_aligned_by_what_came_before_what(two_hosts, seconds):
+    plan, lineage = two_hosts
+    true = {(span.rank, span.iteration, span.node): span for span in spans_of(plan, lineage)}
+    moved = spans_of(plan, behind(lineage, seconds))
+    off_s = [span.started_s - true[span.rank, span.iteration, span.node].started_s for span in moved]
+    assert max(map(abs, off_s)) < 0.05, "half of the shortest way there and back"
+    ends = {(span.iteration, span.node, span.rank): span.ended_s for span in moved}
+    before = predecessors_of(plan, {span.iteration for span in moved})
+    for span in (span for span in moved if span.kind in CALL_KINDS):
+        for iteration, node in before[span.iteration, span.node]:
+            for rank in (0, 1):
+                assert ends.get((iteration, node, rank), span.started_s) <= span.started_s + 1e-9
 
 
 def test_the_time_of_a_rank_is_work_waiting_and_overhead():

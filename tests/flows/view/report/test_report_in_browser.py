@@ -2,7 +2,6 @@
 light and in the dark."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from prefect_rlhf.flows.run.reporting import write_report
+from tests.browser import chromium
 from tests.flows.reported_run import RECORDED, recorded_run, write_samples
 
 if TYPE_CHECKING:
@@ -21,14 +21,8 @@ LONG = "onelongword" * 40
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium")
-    assert program, "these tests need a browser: apt-get install chromium"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
