@@ -87,11 +87,11 @@ def test_a_schedule_trains_on_what_was_added_and_a_person_decides(tmp_path: Path
             assert second.id != first.id
             answer(place, second, "0002", "reject")
             second.wait("Completed")
+        assert all(run.auto_scheduled for run in flow_runs())
     decided = json.loads((series / "0002" / "decision.json").read_text())
     assert (decided["decision"], decided["rows"], decided["champion"]) == ("kept", 32, "0001")
     assert decided["approval"] == "reject: looks right"
     assert len(changes_of(series)) == 1
-    assert all(run.auto_scheduled for run in flow_runs())
 
 
 def said_by(run: FlowRun) -> str:

@@ -115,3 +115,43 @@ def test_a_model_is_promoted_where_it_is_better_and_the_champion_is_kept_where_i
     assert os.readlink(alias) == "../0001/train/model"
     with pytest.raises(ConfigError, match="no earlier champion to roll back to: 0001 is the only champion"):
         champions.roll_back(series)
+
+
+def preferences(path: Path, numbers: range) -> None:
+    """Append pairs in which the letter a is chosen."""
+    rows = [{"prompt": f"{i:x} says ", "chosen": "aaaa", "rejected": "bbbb"} for i in numbers]
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("prefect")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["dpo", "ppo", "sft with adapters"])
+def test_any_training_recurs_and_goes_on_from_what_it_left(document, tmp_path, kind):
+    training = document["training"]
+    training["total_iterations"] = 2
+    add = write_rows
+    if kind == "dpo":
+        (tmp_path / "rows.jsonl").unlink()
+        preferences(tmp_path / "rows.jsonl", range(16))
+        training["type"] = "dpo"
+        add = lambda path, letter, numbers: preferences(path, numbers)  # noqa: E731
+    elif kind == "ppo":
+        sampled = {"sampling": {"max_completion_length": 4}, "rewards": document["evaluation"]["rewards"]}
+        training |= {"type": "ppo", **sampled}
+    else:
+        training["lora"] = {"rank": 4}
+    document["margin"] = 0
+    first = run(document)
+    assert (first["decision"], first["rows"]) == ("promoted", 16)
+    add(tmp_path / "rows.jsonl", "a", range(16, 24))
+    second = run(document)
+    assert second["compared_with"] == "0001"
+    assert second["rows"] == 8
+    folder = tmp_path / "runs" / "weekly" / "0002" / "train"
+    begun = json.loads((folder / "config.json").read_text())
+    assert begun["models"]["actor"] == str(tmp_path / "runs" / "weekly" / "0001" / "train" / "model")
+    assert json.loads((folder / "summary.json").read_text())["iterations"] == 2
