@@ -21,7 +21,7 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 302,
+    "files": 303,
     "hundreds of lines": 666,
     "lines of the longest file": 664,
     "modules of the fullest folder": 15,

@@ -27,7 +27,7 @@ def lineage(
 ) -> None:
     """Which rows taught a run's model; with --row, which of several runs have learned from a row.
 
-    Both go on to the runs that have made the models which it began with.
+    Both continue with the runs that have made the models which it began with.
 
     Parameters
     ----------

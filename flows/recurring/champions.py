@@ -101,8 +101,8 @@ def ask_until(
     """
     path = series / run / ASKED
     if not path.exists():
-        asked = {"until": time.time() + timeout_s, "flow_run": asking, "unanswered": unanswered}
-        replace_file(path, json.dumps(asked, indent=2) + "\n")
+        question = {"until": time.time() + timeout_s, "flow_run": asking, "unanswered": unanswered}
+        replace_file(path, json.dumps(question, indent=2) + "\n")
     return max(1.0, read_json(path)["until"] - time.time())
 
 
@@ -116,13 +116,13 @@ def waiting_for(series: Path, asking: str | None = None) -> str | None:
         path = series / run / ASKED
         if decision_of(series, run) is not None or not path.exists():
             return None
-        asked = read_json(path)
-        if asked["flow_run"] == asking and asking is not None:
+        question = read_json(path)
+        if question["flow_run"] == asking and asking is not None:
             return None
-        if asked["until"] < time.time():
-            decide(series, run, asked["unanswered"])
-        elif asked["flow_run"] is not None:
-            return f"run {run} waits for a person's word, in the flow run {asked['flow_run']}"
+        if question["until"] < time.time():
+            decide(series, run, question["unanswered"])
+        elif question["flow_run"] is not None:
+            return f"run {run} waits for a person's word, in the flow run {question['flow_run']}"
     return None
 
 
