@@ -94,7 +94,7 @@ lock:  ## needs uv; torch stays out: its CPU and CUDA builds differ in hash and 
 	rm .lock-override
 
 docs: $(STAMP)  ## the site in site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:  ## remove what make has made
 	rm -rf $(VENV) build dist site *.egg-info

@@ -1,5 +1,5 @@
-"""Writes the table of what differs from TRL into docs/algorithms.md: of every field that has TRL's name, its default
-and its meaning.
+"""Prints what differs from TRL: of every field that has TRL's name, its default and its meaning. The site has it as a
+page (docs/site.py).
 
     python -m bench.trl_names [--python PATH ...]
 
@@ -8,7 +8,6 @@ anew. PPO's are those of the last release that had it.
 """
 
 import json
-import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,12 +21,7 @@ from prefect_rlhf.rlhf_tasks.config.models import LoraConfig, OptimizerConfig
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 
 ROOT = Path(__file__).parents[1]
-KEPT, DOCS, READER = (
-    ROOT / "bench/trl_defaults.json",
-    ROOT / "docs/algorithms.md",
-    ROOT / "bench/trl_side.py",
-)
-BEGIN, END = "<!-- python -m bench.trl_names: begin -->\n", "<!-- end -->"
+KEPT, READER = ROOT / "bench/trl_defaults.json", ROOT / "bench/trl_side.py"
 LAST_WITH_PPO = "1.12.0"
 SECTIONS = {"optimizer": OptimizerConfig, "sampling": SamplingConfig, "lora": LoraConfig}
 RENAMED = {
@@ -162,16 +156,6 @@ def _written(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value).replace('"', "")
 
 
-def with_table(text: str, defaults: Mapping[str, Any]) -> str:
-    """The documentation with the table between its marks."""
-    return re.sub(
-        f"({re.escape(BEGIN)}).*?({END})",
-        lambda marks: f"{marks[1]}{table(defaults)}{marks[2]}",
-        text,
-        flags=re.DOTALL,
-    )
-
-
 def read(python: str) -> dict[str, Any]:
     """{"version", "fields"} of the TRL that a Python has."""
     ran = subprocess.run([python, str(READER)], capture_output=True, text=True, check=True)
@@ -194,7 +178,7 @@ def main() -> None:
         + "\n}}\n",
         encoding="utf-8",
     )
-    DOCS.write_text(with_table(DOCS.read_text(encoding="utf-8"), kept), encoding="utf-8")
+    print(table(kept))
 
 
 if __name__ == "__main__":

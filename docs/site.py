@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import prefect_rlhf
+from bench.trl_names import kept_defaults, table
 from prefect_rlhf.flows.cli import app
 from prefect_rlhf.flows.run import run_folder
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
@@ -29,6 +30,7 @@ MADE_OF = {
     "rlhf_tasks/user_code/builtin_rewards.py": "reference/rewards.md",
     "rlhf_tasks/user_code/builtin_environments.py": "reference/rewards.md#environments",
     "flows/run/run_folder.py": "reference/run-folder.md",
+    "bench/trl_names.py": "reference/trl.md",
 }
 """File -> the page that is made of it, to which links to the file lead."""
 GIVEN = {"completions", "prompts", "completion_ids", "columns", "self"}
@@ -44,6 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/python.md": _python(),
         "reference/rewards.md": _rewards(),
         "reference/run-folder.md": _run_folder(),
+        "reference/trl.md": f"# Names that TRL has, too\n\n{table(kept_defaults())}",
         "adr/index.md": _decisions(),
     }
     for path, content in pages.items():
