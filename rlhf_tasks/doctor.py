@@ -18,7 +18,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -34,6 +39,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
 from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import reallocate, union_set
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
+from prefect_rlhf.rlhf_tasks.parallel.layout.below_images import own_name
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ParameterSpec
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -164,7 +170,9 @@ def _plain_model(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
     as_floats: dict[str, Any] = {}
     if read_json(base_of(folder) / "config.json").get("quantization_config"):  # MXFP4: others are refused
         as_floats = {"quantization_config": Mxfp4Config(dequantize=True)}
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    described = AutoConfig.from_pretrained(base_of(folder), local_files_only=True, trust_remote_code=False)
+    alone = type(described) in MODEL_FOR_CAUSAL_LM_MAPPING
+    model: Any = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_pretrained(
         base_of(folder),
         dtype=dtype,
         attn_implementation="eager",  # the plain formula, which every family has
@@ -196,7 +204,9 @@ def _logits_and_gradients(model: Any, sequences: Sequence[Tensor]) -> tuple[list
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     buffers = dict(model.named_buffers())  # those that files have too are constants
     gradients |= {name: torch.zeros_like(buffers[name]) for name in model.state_dict() if name in buffers}
-    gradients = {name: g.contiguous() for name, g in revert_weight_conversion(model, gradients).items()}
+    in_files: dict[str, Tensor] = revert_weight_conversion(model, gradients)
+    # Of a model of images or sound, the language model's by their own names.
+    gradients = {own_name(name) or name: gradient.contiguous() for name, gradient in in_files.items()}
     return [each.detach() for each in logits], gradients
 
 

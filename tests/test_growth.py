@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 303,
-    "hundreds of lines": 666,
+    "files": 304,
+    "hundreds of lines": 668,
     "lines of the longest file": 664,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 127,
     "configuration paths of GRPO": 122,
-    "hundreds of words in docs": 311,
+    "hundreds of words in docs": 313,
     "files that name a kind of plan node": 16,
 }
 

@@ -27,6 +27,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -36,6 +37,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -78,7 +80,9 @@ CONFIGS = {
     "gpt2": GPT2Config,
     "gpt_oss": GptOssConfig,
     "lfm2": Lfm2Config,
+    "lfm2_moe": Lfm2MoeConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
     "qwen3_next": Qwen3NextConfig,
 }
 SIZES = {
@@ -182,6 +186,27 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 14,
         "shared_expert_intermediate_size": 10,
+    },
+    "qwen3_5_moe_text": {
+        "rms_norm_eps": 0.1,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 6,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "shared_expert_intermediate_size": 10,
+    },
+    # layer 0 has no experts
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "routed_scaling_factor": 1.5,
     },
     "lfm2": {"intermediate_size": 54, "block_multiple_of": 4, "full_attn_idxs": [1, 3]},  # 36 columns
 }

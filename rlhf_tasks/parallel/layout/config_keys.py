@@ -43,17 +43,18 @@ dozen objects here."""
 class ConfigKeys:
     """Checked access to config keys, by Llama's names. A key that is null counts as absent.
 
-    keys  as in `Family`
+    keys, omitted  as in `Family`
     """
 
     config: Mapping[str, Any]
     source: str
     keys: Mapping[str, tuple[str, ...]]
+    omitted: Mapping[str, int]
 
     def count(self, key: str, default: int | None = None) -> int:
         names = self.keys.get(key, (key,))
         name = next((name for name in names if self.config.get(name) is not None), "")
-        value = self.config.get(name, default)
+        value = self.config.get(name, self.omitted.get(key) if default is None else default)
         name = name or (names or (key,))[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
@@ -155,7 +156,9 @@ class ConfigKeys:
 
     def _number(self, key: str, default: int) -> int:
         """A whole number from 0."""
-        return 0 if self.config.get(key) == 0 else self.count(key, default)
+        names = self.keys.get(key, (key,))
+        zero = any(type(self.config.get(name)) is int and self.config[name] == 0 for name in names)
+        return 0 if zero else self.count(key, default)
 
     def head_norms(self, known: HeadNorms | Where | None) -> HeadNorms | None:
         if isinstance(known, Where):

@@ -39,6 +39,9 @@ _GROUPED = Mixture(
     first_dense=1,
     grouped=True,
 )
+_GATED_EXPERT = SharedExperts(
+    "shared_expert", columns="shared_expert_intermediate_size", gate="shared_expert_gate"
+)
 _AMONG = ("mlp_only_layers", "decoder_sparse_step")
 _GLM = Family("GLM-4", qkv_bias=Unless("attention_bias"), head_dim=128, kv_heads=2, packed=("gate_up",))
 
@@ -99,6 +102,30 @@ _QWEN3_5 = Family(
     gated_attention=True,
 )
 
+_LFM2 = Family(
+    "LFM2",
+    qk_norm="each head",
+    kv_heads=8,
+    tied=True,
+    norms=("operator_norm", "ffn_norm"),
+    columns=_lfm2_columns,
+    kinds=Kinds({"full_attention": "attention", "conv": "convolution"}, _lfm2_kinds),
+    names=Names(
+        mlp="feed_forward",
+        q_norm="q_layernorm",
+        k_norm="k_layernorm",
+        out="out_proj",
+        gate="w1",
+        up="w3",
+        down="w2",
+    ),
+    keys={
+        "tie_word_embeddings": ("tie_embedding", "tie_word_embeddings"),
+        "intermediate_size": ("block_ff_dim", "intermediate_size"),
+    },
+    files={"model.norm.": "model.embedding_norm."},
+)
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": Family("Mistral", kv_heads=8),
@@ -113,7 +140,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
-    "gemma3_text": replace(_GEMMA2, title="Gemma 3 (text)", qk_norm="each head"),
+    "gemma3_text": replace(
+        _GEMMA2,
+        title="Gemma 3 (text)",
+        qk_norm="each head",
+        omitted={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+    ),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, title="OLMo 3"),
     "glm": _GLM,
@@ -148,9 +184,7 @@ FAMILIES: Mapping[str, Family] = {
             "moe_intermediate_size",
             count=60,
             per_token=4,
-            shared=SharedExperts(
-                "shared_expert", columns="shared_expert_intermediate_size", gate="shared_expert_gate"
-            ),
+            shared=_GATED_EXPERT,
             among=_AMONG,
         ),
     ),
@@ -245,44 +279,38 @@ FAMILIES: Mapping[str, Family] = {
         transposed=True,
         refused=("add_cross_attention",),
     ),
-    "lfm2": Family(
-        "LFM2",
-        qk_norm="each head",
-        kv_heads=8,
-        tied=True,
-        norms=("operator_norm", "ffn_norm"),
-        columns=_lfm2_columns,
-        kinds=Kinds({"full_attention": "attention", "conv": "convolution"}, _lfm2_kinds),
-        names=Names(
-            mlp="feed_forward",
-            q_norm="q_layernorm",
-            k_norm="k_layernorm",
-            out="out_proj",
-            gate="w1",
-            up="w3",
-            down="w2",
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        title="LFM2-MoE",
+        columns=None,
+        files={**_LFM2.files, "model.rotary_emb.": "model.pos_emb."},
+        keys={**_LFM2.keys, "first_k_dense_replace": ("num_dense_layers",)},
+        mixture=Mixture(
+            "moe_intermediate_size",
+            count=32,
+            per_token=4,
+            block="feed_forward",
+            projections=("w1", "w3", "w2"),
+            first_dense=2,
+            grouped=True,
+            correction="expert_bias",
+            least_sum=1e-6,
         ),
-        keys={
-            "tie_word_embeddings": ("tie_embedding", "tie_word_embeddings"),
-            "intermediate_size": ("block_ff_dim", "intermediate_size"),
-        },
-        files={"model.norm.": "model.embedding_norm."},
     ),
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        title="Qwen3.5-MoE (text)",
+        kv_heads=2,
+        mixture=Mixture("moe_intermediate_size", count=256, per_token=8, shared=_GATED_EXPERT),
+    ),
     "qwen3_next": replace(
         _QWEN3_5,
         title="Qwen3-Next",
         kv_heads=2,
         sorted_by_heads=True,
-        mixture=Mixture(
-            "moe_intermediate_size",
-            count=512,
-            per_token=10,
-            shared=SharedExperts(
-                "shared_expert", columns="shared_expert_intermediate_size", gate="shared_expert_gate"
-            ),
-            among=_AMONG,
-        ),
+        mixture=Mixture("moe_intermediate_size", count=512, per_token=10, shared=_GATED_EXPERT, among=_AMONG),
     ),
 }
 """The tested families: tests compare their logits, values and gradients with those of transformers."""

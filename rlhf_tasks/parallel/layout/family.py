@@ -74,6 +74,8 @@ class Mixture:
     shared           the experts that every token passes; None: there are none
     first_dense      default number of the first layers that have one MLP in place of experts (first_k_dense_replace);
                      None: there is no such key
+    correction       the name in files of the further numbers of experts
+    least_sum        added to what weights are divided by (both: of grouped ones)
     among            config keys that name further layers without experts, as Qwen's do
     groups           default numbers of groups, and of those that a token chooses experts of
     grouped          scores are sigmoids; a token chooses groups of experts first, and a further number of each expert
@@ -94,6 +96,8 @@ class Mixture:
     among: tuple[str, ...] = ()
     grouped: bool = False
     groups: tuple[int, int] = (1, 1)
+    correction: str = "gate.e_score_correction_bias"
+    least_sum: float = 1e-20
 
 
 LayerKind = Literal["attention", "delta", "convolution"]
@@ -185,6 +189,7 @@ class Family:
     transposed                    files hold the weights of linear modules as [in, out]
     embedding_factor              config key of a factor on the embeddings of tokens; None: there is none
     logits_factor, logits_divisor likewise of logits
+    omitted                       values of further keys that published configs leave out
     refused                       config keys that must be false: of what is unknown here
     needed                        config keys that may be absent, but not null
     """
@@ -217,5 +222,6 @@ class Family:
     embedding_factor: str | None = None
     logits_factor: str | None = None
     logits_divisor: str | None = None
+    omitted: Mapping[str, int] = field(default_factory=dict[str, int])
     refused: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()

@@ -89,7 +89,7 @@ def layer_parameters(shape: ModelShape, layer: int, family: Family) -> list[Para
     if mixture is None:
         columns = mlp(names.mlp, shape.dense_columns if shape.experts else shape.intermediate)
     else:
-        columns = _mixture(shape, mixture, layer)
+        columns = _mixture(shape, mixture, layer, names.mlp)
         if mixture.shared is not None and shape.shared_columns:
             columns += mlp(f"{names.mlp}.{mixture.shared.block}", shape.shared_columns)
     attends = [
@@ -182,13 +182,13 @@ def _delta(shape: ModelShape, spec: _Spec, linear: _Linear) -> list[ParameterSpe
     ]
 
 
-def _mixture(shape: ModelShape, mixture: Mixture, layer: int) -> list[ParameterSpec]:
-    """A layer's router and its experts, each of which is split as an MLP is.
+def _mixture(shape: ModelShape, mixture: Mixture, layer: int, name: str) -> list[ParameterSpec]:
+    """A layer's router and its experts, each of which is split as an MLP is, in the module `name`.
 
     Each tp rank computes a part of every expert's output, so it has a part of the gradients of the router and of what
     is added to the outputs.
     """
-    prefix, stored = (f"model.layers.{layer}.{block}" for block in ("mlp", mixture.block))
+    prefix, stored = (f"model.layers.{layer}.{block}" for block in (name, mixture.block))
     experts, columns, hidden = shape.experts, shape.intermediate, shape.hidden
 
     def whole(name: str, dims: tuple[int, ...], theirs: str) -> ParameterSpec:
@@ -204,7 +204,7 @@ def _mixture(shape: ModelShape, mixture: Mixture, layer: int) -> list[ParameterS
     if mixture.biased:
         router.append(whole("gate.bias", (experts,), f"{mixture.router}.bias"))
     if mixture.grouped:
-        router.append(whole(f"gate.{CORRECTION}", (experts,), f"{mixture.router}.{CORRECTION}"))
+        router.append(whole(f"gate.{CORRECTION}", (experts,), mixture.correction))
     if mixture.shared is not None and mixture.shared.gate is not None:
         gate = f"{mixture.shared.gate}.weight"
         router.append(whole(gate, (1, hidden), gate))

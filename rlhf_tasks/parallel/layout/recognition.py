@@ -46,13 +46,6 @@ def family_of(
     Raises ConfigError, with the reason, when the engine cannot split such a model or would compute something else.
     """
     kind = config.get("model_type")
-    if isinstance(config.get("text_config"), Mapping):
-        raise ConfigError(
-            f"Model {source!r} ({shown(kind)}): its language model lies below a model of images or sound "
-            "(text_config), whose folder is not read. Save the language model alone by transformers, and copy the "
-            f"tokenizer's files to it: AutoModelForCausalLM.from_pretrained({source!r})"
-            ".save_pretrained(NEW_FOLDER, save_original_format=False)."
-        )
     _refuse_unsplittable(config, kind, source)
     _check_arithmetic(config, source)
     if isinstance(kind, str) and kind in FAMILIES:
@@ -105,6 +98,10 @@ def _check_router(config: Mapping[str, Any], source: str) -> None:
             raise ConfigError(
                 f"Model {source!r}: {key}={shown(value)} in its config is not a number of at least 0."
             )
+    if config.get("use_expert_bias") is False:
+        raise ConfigError(
+            f"Model {source!r}: use_expert_bias is false in its config, which is unknown here. {_KNOWN}"
+        )
     normalised = config.get("norm_topk_prob")
     if normalised is not None and not isinstance(normalised, bool):
         raise ConfigError(

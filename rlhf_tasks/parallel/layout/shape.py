@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
+from prefect_rlhf.rlhf_tasks.parallel.layout.below_images import language_config
 from prefect_rlhf.rlhf_tasks.parallel.layout.config_keys import ConfigKeys
 from prefect_rlhf.rlhf_tasks.parallel.layout.family import (
     LAYER_NORMS,
@@ -205,14 +206,16 @@ class ModelShape:
         source: str = "inline config",
         weights: Mapping[str, tuple[int, ...]] | None = None,
     ) -> "ModelShape":
-        """Read a Hugging Face config that is already a mapping; `source` names it in errors (ConfigError).
+        """Read a Hugging Face config that is already a mapping; `source` names it in errors (ConfigError). Of a model
+        of images or sound, it is that of the language model below.
 
         weights  as in `family_of`
         """
         if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]: users write it
             raise ConfigError(f"Model {source!r}: the config is not a JSON object.")
+        config = language_config(config)
         family = family_of(config, source, weights)
-        read = ConfigKeys(config, source, family.keys)
+        read = ConfigKeys(config, source, family.keys, family.omitted)
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
         mixture = family.mixture
         experts, per_token = (0, 0) if mixture is None else read.experts(mixture)

@@ -15,6 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from prefect_rlhf.rlhf_tasks.parallel.layout.below_images import (
+    is_below_images,
+    language_config,
+    names_in_files,
+    own_name,
+)
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, ParameterSpec
 from prefect_rlhf.rlhf_tasks.system.reading import (
@@ -169,6 +175,7 @@ BESIDE_WEIGHTS = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
 )
 """Files of a folder that belong to the model but do not change in training."""
 
@@ -215,12 +222,22 @@ class InFile(NamedTuple):
     """A tensor of a file, and its name there; with what an adapter adds to it, where the folder is an adapter's.
 
     scales  of a tensor in MXFP4, whose blocks these are: the file and the name of its scales
+    expert  of a tensor that is a part of one for all experts of a layer: which
     """
 
     file: Path
     name: str
     added: LowRank | None = None
     scales: tuple[Path, str] | None = None
+    expert: "OfExpert | None" = None
+
+
+class OfExpert(NamedTuple):
+    """The rows `first` to `first + rows` of an expert's matrix, in a tensor [experts, rows of one, columns]."""
+
+    number: int
+    first: int
+    rows: int
 
 
 BLOCK = 32
@@ -247,7 +264,8 @@ def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: boo
     wanted = {name: shape for spec in specs for name, shape in spec.stored.items()}
     files = _files_of(folder)
     theirs = {name: _name_in_files(name, files) for name in wanted}
-    missing = [name for name in wanted if theirs[name] not in files]
+    together, of_all = _experts_together(specs, files)
+    missing = [name for name in wanted if theirs[name] not in files and name not in together]
     if needs_head and NEW_HEAD in missing:
         raise ConfigError(
             f"Model folder {str(folder)!r} has no {NEW_HEAD}: it is a language model, which gives no scores. Name a "
@@ -260,8 +278,10 @@ def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: boo
         )
     places = {name: InFile(files[there], there) for name, there in theirs.items() if there in files}
     quantised, plain = (defaultdict[Path, dict[str, tuple[int, ...]]](dict) for _ in range(2))
+    for file, shapes in of_all.items():
+        plain[file] |= shapes
     for name, its in places.items():
-        if its.name != f"{name}{_BLOCKS}":
+        if not its.name.endswith(_BLOCKS):
             plain[its.file][its.name] = wanted[name]
             continue
         (*_, into, out), scales = wanted[name], f"{name}{_SCALES}"
@@ -275,13 +295,39 @@ def weight_files(folder: Path, specs: Collection[ParameterSpec], needs_head: boo
         _check_shapes(file, shapes)
     for file, shapes in quantised.items():
         _check_shapes(file, shapes, dtypes=("U8",))
-    return places
+    return places | together
 
 
 def _name_in_files(name: str, files: Collection[str]) -> str:
     """What a tensor is called in a folder: its blocks in MXFP4 stand for it."""
-    names = (name, f"{name}{_BLOCKS}", name.partition(".")[2])
+    names = [form for each in names_in_files(name) for form in (each, f"{each}{_BLOCKS}")]
+    names.append(name.partition(".")[2])
     return next((each for each in names if each in files), name)
+
+
+_TOGETHER = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_PairOfMaps = tuple[dict[str, InFile], dict[Path, dict[str, tuple[int, ...]]]]
+
+
+def _experts_together(specs: Collection[ParameterSpec], files: Mapping[str, Path]) -> _PairOfMaps:
+    """Tensors of experts in files that have one for all experts of a layer, as published Qwen3.5-MoE: where each is,
+    and the shapes of those tensors by file. Gate and up stand in one, the gate's rows of an expert first."""
+    places: dict[str, InFile] = {}
+    shapes = defaultdict[Path, dict[str, tuple[int, ...]]](dict)
+    for spec in specs:
+        block, _, part = (spec.stacked or "").partition(".{}.")
+        if part not in _TOGETHER or _name_in_files(str(spec.stacked).format(0), files) in files:
+            continue
+        whole = _name_in_files(f"{block}.{'down' if part == _TOGETHER[2] else 'gate_up'}_proj", files)
+        if whole not in files:
+            continue
+        count, rows, columns = spec.shape
+        parts = 1 if part == _TOGETHER[2] else 2
+        first = rows if part == _TOGETHER[1] else 0
+        shapes[files[whole]][whole] = (count, parts * rows, columns)
+        for number, name in enumerate(spec.stored):
+            places[name] = InFile(files[whole], whole, expert=OfExpert(number, first, rows))
+    return places, shapes
 
 
 def _through_adapter(
@@ -296,7 +342,11 @@ def _through_adapter(
     held = weight_files(adapter.base, specs, needs_head and own_head not in header)
     for spec in specs:
         for name, shape in spec.stored.items():
-            a, b = (f"{WRAPPED}{name.removesuffix('.weight')}.lora_{half}.weight" for half in "AB")
+            halves = [
+                [f"{WRAPPED}{each.removesuffix('.weight')}.lora_{half}.weight" for half in "AB"]
+                for each in names_in_files(name)
+            ]
+            a, b = next((each for each in halves if not header.keys().isdisjoint(each)), halves[0])
             if name == NEW_HEAD and own_head in header:
                 held[name], shapes[own_head] = InFile(file, own_head), shape
             elif a in header or b in header:
@@ -360,11 +410,13 @@ def check_weights(folder: Path, specs: Collection[ParameterSpec], needs_head: bo
         return
     names = {its.name for its in held.values()} | {its.scales[1] for its in held.values() if its.scales}
     idle = _idle_layers(folder, specs)
+    below = is_below_images(_config_of(folder))
     extra = [
         name
         for name, file in _files_of(folder).items()
         if name not in names
-        and not _IDLE.fullmatch(name)
+        and not (below and own_name(name) is None)
+        and not _IDLE.fullmatch(own_name(name) or name)
         and not name.startswith(idle)
         and 0 not in _header(file).get(name, {}).get("shape", ())  # it has no elements
     ]
@@ -375,14 +427,19 @@ def check_weights(folder: Path, specs: Collection[ParameterSpec], needs_head: bo
         )
 
 
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    """A folder's config.json; nothing where there is none."""
+    return read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+
+
 def _idle_layers(folder: Path, specs: Collection[ParameterSpec]) -> tuple[str, ...]:
     """How the names begin of layers after the last one that predict further tokens (num_nextn_predict_layers). They
     take no part in a model's logits, and transformers reads none of them."""
     layers = max((spec.layer for spec in specs if spec.layer is not None), default=-1) + 1
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = language_config(_config_of(folder))
     further = config.get("num_nextn_predict_layers")
     count = further if type(further) is int and 0 <= further <= layers else 0
-    return tuple(f"model.layers.{layers + i}." for i in range(count))
+    return tuple(name for i in range(count) for name in names_in_files(f"model.layers.{layers + i}."))
 
 
 def beside_weights(folder: Path) -> list[Path]:
@@ -447,9 +504,14 @@ def read_shape(folder: str | Path) -> ModelShape:
             f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
         )
     config = read_json(path)
-    tested = config.get("model_type") in list(FAMILIES)
-    weights = tensor_shapes(whole) if not tested and has_weights(whole) else None
-    return ModelShape.from_config(config, str(folder), weights)
+    below, language = is_below_images(config), language_config(config)
+    tested = language.get("model_type") in list(FAMILIES)
+    weights = None
+    if has_weights(whole) and (below or not tested):
+        weights = {own_name(name) or name: shape for name, shape in tensor_shapes(whole).items()}
+        if below:  # of which transformers ties the embeddings of those without a head in their files
+            language = {**language, "tie_word_embeddings": "lm_head.weight" not in weights}
+    return ModelShape.from_config(language, str(folder), None if tested else weights)
 
 
 def has_weights(folder: Path) -> bool:
@@ -467,6 +529,18 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     headers = {file: _header(file) for file in set(files.values())}
     return {
         name: tuple(headers[file][name]["shape"]) for name, file in files.items() if name in headers[file]
+    }
+
+
+def other_tensors(folder: Path) -> dict[str, InFile]:
+    """Where the tensors of a folder are that do not belong to its language model, but to one of images or sound above
+    it. None, where it holds a language model alone, or no weights."""
+    if not is_below_images(_config_of(folder)) or not has_weights(folder):
+        return {}
+    return {
+        name: InFile(file, name)
+        for name, file in _files_of(folder).items()
+        if own_name(name) is None and not _IDLE.fullmatch(name)
     }
 
 

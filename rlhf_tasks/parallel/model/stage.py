@@ -321,7 +321,9 @@ class Stage(nn.Module):
         self.model.layers = nn.ModuleDict({str(i): layers[i] for i in self.layers})
         for i, layer in self.model.layers.items():
             if self.layout.shape.has_experts(int(i)):
-                layer.mlp = self._mixture_of_experts(layer.mlp, f"model.layers.{i}.mlp")
+                name = self._family.names.mlp
+                theirs = layer.get_submodule(name)
+                setattr(layer, name, self._mixture_of_experts(theirs, f"model.layers.{i}.{name}"))
             kind = self.layout.shape.kind_of(int(i))
             if kind == "convolution":
                 channels = self.layout.units("channel", self.coordinate.tp).size
@@ -362,7 +364,8 @@ class Stage(nn.Module):
         normalised: bool = getattr(config, "norm_topk_prob", True)
         sizes = (shape.experts, shape.hidden, shape.experts_per_token)
         if mixture.grouped:
-            grouping = Grouping(config.n_group, config.topk_group, config.routed_scaling_factor)
+            groups, chosen = (getattr(config, key, 1) for key in ("n_group", "topk_group"))
+            grouping = Grouping(groups, chosen, config.routed_scaling_factor, mixture.least_sum)
             router = GroupedRouter(*sizes, normalised, meta, grouping)
         else:
             router = Router(*sizes, normalised, meta, mixture.biased)
@@ -370,7 +373,7 @@ class Stage(nn.Module):
         inner = (
             clamped(config.swiglu_alpha, config.swiglu_limit)
             if mixture.clamped
-            else gated(ACT2FN[config.hidden_act])
+            else gated(ACT2FN[getattr(config, "hidden_act", "silu")])
         )
         experts = Experts(
             shape.experts,

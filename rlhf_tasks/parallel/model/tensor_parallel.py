@@ -216,19 +216,18 @@ class Router(nn.Module):
         return chosen, weights / weights.sum(-1, keepdim=True) if self.normalised else weights
 
 
-LEAST_SUM = 1e-20  # added to what a router with groups divides by
-
-
 class Grouping(NamedTuple):
     """How a router with groups chooses: the best groups of neighbouring experts, then the best experts of these.
 
     chosen  groups that a token may choose experts of
     factor  of the weights
+    least   added to the sum by which weights are divided
     """
 
     groups: int
     chosen: int
     factor: float
+    least: float
 
 
 class GroupedRouter(Router):
@@ -257,13 +256,13 @@ class GroupedRouter(Router):
         chosen = self._chosen(scores.detach() + self.e_score_correction_bias.detach())
         weights = scores.gather(1, chosen)
         if self.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.grouping.least)
         return chosen, weights * self.grouping.factor
 
     def _chosen(self, merits: Tensor) -> Tensor:
         """merits [T, experts] -> numbers of the chosen experts [T, per_token]. The merit of a group is the sum of its
         two best."""
-        groups, chosen, _ = self.grouping
+        groups, chosen, *_ = self.grouping
         if chosen < groups:
             of_groups = merits.unflatten(-1, (groups, -1))
             best = of_groups.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices

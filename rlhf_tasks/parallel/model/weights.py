@@ -3,6 +3,7 @@ with the same whole model in every layout. Writes such folders, which `from_pret
 adapters, folders for peft."""
 
 import json
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,12 +18,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from prefect_rlhf.rlhf_tasks.parallel.layout.below_images import PREFIXES, is_below_images, name_below
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, FileTensor, Head, ParameterSpec
@@ -37,9 +39,13 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     WRAPPED,
     InFile,
     LowRank,
+    OfExpert,
     base_of,
     beside_weights,
     config_digest,
+    has_weights,
+    other_tensors,
+    tensor_shapes,
     weight_files,
 )
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
@@ -52,7 +58,8 @@ CACHED = 1 << 16  # numbers of a sum that stay in a core's cache
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
     """The model's config from its folder, or from that of an adapter's base. Never uses the network, and never runs
-    code from the folder. It says nothing of how files are quantised, since weights are floats here.
+    code from the folder. It says nothing of how files are quantised, since weights are floats here. Of a model of
+    images or sound, it is that of the language model below.
 
     Raises ValueError naming the folder when it has no config.json.
     """
@@ -61,9 +68,15 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
         raise ValueError(
             f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
         )
-    config = AutoConfig.from_pretrained(whole, local_files_only=True, trust_remote_code=False)
+    config = _whole_config(whole)
+    config = config.text_config if is_below_images(read_json(whole / "config.json")) else config
     vars(config).pop("quantization_config", None)
     return config
+
+
+def _whole_config(folder: Path) -> Any:
+    """The config of all that a folder holds."""
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load(
@@ -117,12 +130,29 @@ def opened(files: Mapping[str, InFile]) -> Iterator[ReadTensor]:
             weight = tensors(place.file).get_slice(place.name)
             if place.scales is not None:
                 weight = _Dequantised(weight, tensors(place.scales[0]).get_slice(place.scales[1]))
+            if place.expert is not None:
+                weight = _OneOfAll(weight, place.expert)
             if place.added is None:
                 return weight
             a, b = (tensors(place.added.file).get_tensor(half) for half in (place.added.a, place.added.b))
             return _Merged(weight, a, b, place.added)
 
         yield tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _OneOfAll:
+    """An expert's weight [rows, columns], of a slice of safetensors that holds those of all experts of a layer."""
+
+    of_all: Any
+    place: OfExpert
+
+    def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor:
+        rows, *columns = wanted
+        number, first, count = self.place
+        begin, stop, _ = rows.indices(count)
+        part: Tensor = self.of_all[(slice(number, number + 1), slice(first + begin, first + stop), *columns)]
+        return part[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +356,9 @@ SHARD_BYTES = 5 * 1024**3  # the default of transformers for several years
 class FolderWriter:
     """Writes a Hugging Face folder parameter by parameter. `close` renames it into place, so it is never incomplete.
 
+    Of a model of images or sound, the language model is written under the names that it has in `source`, and all
+    other tensors are copied from there; with a scalar head it is written alone.
+
     folder       must not exist yet
     source       the folder that the model came from: its config, tokenizer and generation config are copied
     layout       of what is written: of adapters, it becomes a folder for peft, which names `source`
@@ -351,14 +384,20 @@ class FolderWriter:
         self._unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
-        self._prefix = ""
+        self._prefix, self._below = "", ""
+        self._others: dict[str, InFile] = {}
+        self._shard_bytes = shard_bytes
         if layout.lora is None:
-            self._file_of = _files(layout, dtype.itemsize, shard_bytes)
-            _write_config(self._unfinished, source, layout.head, dtype)
+            if layout.head == "lm":
+                self._others = other_tensors(base_of(source))
+                self._below = _prefix_in(base_of(source)) if self._others else ""
+            alone = SINGLE if not self._others else ""
+            self._file_of = _files(layout, dtype.itemsize, shard_bytes, alone)
+            _write_config(self._unfinished, source, layout.head, dtype, whole=bool(self._others))
         else:
             self._file_of = dict.fromkeys(layout.specs, ADAPTER)
-            self._prefix = WRAPPED
-            _write_adapter_config(self._unfinished, source, layout)
+            self._prefix, self._below = WRAPPED, _prefix_for_peft(base_of(source))
+            _write_adapter_config(self._unfinished, source, layout, self._below)
         self._specs = layout.specs
         self._waiting: dict[str, Tensor] = {}
         self._written: set[str] = set()
@@ -382,9 +421,10 @@ class FolderWriter:
                 spec = self._specs[waiting]
                 pieces = [tensor] if spec.stacked is None else tensor.unbind()
                 for stored, piece in zip(spec.stored, pieces, strict=True):
-                    parts[f"{self._prefix}{stored}"].append(piece)
+                    name = self._named(stored)
+                    parts[name].append(piece)
                     if spec.packed is not None:
-                        places[f"{self._prefix}{stored}"] = spec.packed
+                        places[name] = spec.packed
             tensors = {stored: _joined(of, places.get(stored)) for stored, of in parts.items()}
             save_file(tensors, self._unfinished / file, metadata={"format": "pt"})
             self._written |= self._waiting.keys()
@@ -395,10 +435,13 @@ class FolderWriter:
         missing = self._file_of.keys() - self._written
         assert not missing, f"{len(missing)} parameters were not added, such as {min(missing)}"
         if not set(self._file_of.values()) <= {SINGLE, ADAPTER}:
-            total = sum((self._unfinished / file).stat().st_size for file in set(self._file_of.values()))
             files = {
-                stored: file for name, file in self._file_of.items() for stored in self._specs[name].stored
+                self._named(stored): file
+                for name, file in self._file_of.items()
+                for stored in self._specs[name].stored
             }
+            files |= self._copy_others()
+            total = sum((self._unfinished / file).stat().st_size for file in set(files.values()))
             index = {"metadata": {"total_size": total}, "weight_map": files}
             (self._unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         # As the umask says; copied files have their source's mode.
@@ -409,6 +452,47 @@ class FolderWriter:
         sync(self._unfinished)
         self._unfinished.rename(self.folder)
         sync(self.folder.parent)
+
+    def _named(self, stored: str) -> str:
+        """The name of a tensor in the files that are written."""
+        return self._prefix + (name_below(stored, self._below) if self._below else stored)
+
+    def _copy_others(self) -> dict[str, str]:
+        """Copy the tensors that are not the language model's, file by file. Returns name -> file."""
+        files, waiting, size = dict[str, str](), dict[str, Tensor](), 0
+        with opened(self._others) as stored:
+            for name in self._others:
+                tensor: Tensor = stored(name)[...]
+                if waiting and size + tensor.nbytes > self._shard_bytes:
+                    files |= self._others_written(waiting, len(set(files.values())))
+                    waiting, size = {}, 0
+                waiting[name] = tensor.contiguous()
+                size += tensor.nbytes
+        return files | self._others_written(waiting, len(set(files.values()))) if waiting else files
+
+    def _others_written(self, tensors: dict[str, Tensor], number: int) -> dict[str, str]:
+        file = f"model-other-parts-{number + 1:05d}.safetensors"
+        save_file(tensors, self._unfinished / file, metadata={"format": "pt"})
+        return dict.fromkeys(tensors, file)
+
+
+def _prefix_in(folder: Path) -> str:
+    """How the names of the language model's tensors begin in the files of a whole model."""
+    names = tensor_shapes(folder)
+    return next((p for p in PREFIXES if any(name.startswith(p) for name in names)), "")
+
+
+def _prefix_for_peft(base: Path) -> str:
+    """The same in the model that AutoModelForCausalLM makes of a folder, or else AutoModelForImageTextToText: peft
+    names the adapters of its modules. Empty for a language model alone."""
+    if not is_below_images(read_json(base / "config.json")):
+        return ""
+    config = _whole_config(base)
+    theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if theirs is not None and theirs.config_class is type(config.text_config):
+        return ""
+    in_files = _prefix_in(base) if has_weights(base) else ""
+    return in_files if in_files == "model.text_model." else PREFIXES[0]
 
 
 def _joined(parts: list[Tensor], place: FileTensor | None) -> Tensor:
@@ -424,8 +508,11 @@ def _joined(parts: list[Tensor], place: FileTensor | None) -> Tensor:
     return whole.mT.contiguous() if place.transposed else whole
 
 
-def _files(layout: Layout, itemsize: int, shard_bytes: int) -> dict[str, str]:
-    """Parameter name -> file name, in order. A file exceeds `shard_bytes` only if one parameter alone does."""
+def _files(layout: Layout, itemsize: int, shard_bytes: int, alone: str) -> dict[str, str]:
+    """Parameter name -> file name, in order. A file exceeds `shard_bytes` only if one parameter alone does.
+
+    alone  the name of the only file; empty: it is numbered like others
+    """
     shards: list[list[str]] = [[]]
     filled = 0
     for _, together in groupby(layout.parameters, lambda spec: tuple(spec.stored)):
@@ -436,14 +523,15 @@ def _files(layout: Layout, itemsize: int, shard_bytes: int) -> dict[str, str]:
             filled = 0
         shards[-1] += names
         filled += size
-    if len(shards) == 1:
-        return dict.fromkeys(shards[0], SINGLE)
+    if len(shards) == 1 and alone:
+        return dict.fromkeys(shards[0], alone)
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     return {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
 
 
-def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) -> None:
-    config = load_config(source)
+def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype, whole: bool) -> None:
+    """whole  of all that `source` holds, also where that is more than a language model"""
+    config = _whole_config(base_of(source)) if whole else load_config(source)
     config.dtype = dtype
     family = config.model_type
     if head == "scalar":
@@ -451,7 +539,7 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
         # transformers has no such class of some families.
         named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family].replace("ForCausalLM", "ForSequenceClassification")
         config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(family, named)]
-    else:
+    elif not whole:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(folder)
     of_base = base_of(source) / VERDICT
@@ -462,10 +550,16 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
             (folder / VERDICT).write_text(json.dumps(verdict, indent=2), encoding="utf-8")
 
 
-def _write_adapter_config(folder: Path, source: Path, layout: Layout) -> None:
-    """peft's description of adapters; `source` is the model that they belong to."""
+def _write_adapter_config(folder: Path, source: Path, layout: Layout, below: str) -> None:
+    """peft's description of adapters; `source` is the model that they belong to.
+
+    below  how the names of the language model's modules begin there; empty: it is all there is
+    """
     head, lora = layout.head, layout.lora
     assert lora is not None
+    targets: Any = list(lora.targets)
+    if below:  # what sees or hears has modules of these names too
+        targets = rf"{re.escape(below)}.*\.({'|'.join(lora.targets)})"
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
@@ -473,7 +567,7 @@ def _write_adapter_config(folder: Path, source: Path, layout: Layout) -> None:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),
+        "target_modules": targets,
         "modules_to_save": None if head == "lm" else ["score"],
         "bias": "none",
         "fan_in_fan_out": FAMILIES.get(layout.shape.family, Family()).transposed,

@@ -329,7 +329,7 @@ def test_finished_sequences_leave_the_batch():
 MANY = tuple(1 + (7 * i) % 11 for i in range(40))  # lengths of prompts
 
 
-STATES = ("lfm2", "qwen3_5_text")
+STATES = ("lfm2", "qwen3_5_text", "qwen3_next")
 """Families whose layers keep states beside keys and values."""
 
 
@@ -476,9 +476,12 @@ OTHERS: list[Model] = [
     ("qwen3_moe", {"norm_topk_prob": True}),
     ("gpt2", {}),
     ("lfm2", {}),
+    ("lfm2_moe", {}),
     ("qwen3_5_text", {}),
+    ("qwen3_5_moe_text", {}),
+    ("qwen3_next", {}),
 ]
-BY_STAGES = ("qwen2", "qwen3_moe")
+BY_STAGES = ("qwen2", "qwen3_moe", "lfm2_moe")
 """Families that are split by layers (both ends of the first have the embeddings); others by heads."""
 BY_DEFAULT = ("qwen2", "mixtral", "gpt2", "lfm2", "qwen3_5_text")
 """Families that the default suite splits; continuous integration splits all. `make test-slow` has both ways."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
@@ -87,14 +87,3 @@ def test_a_mixture_without_shared_experts_may_have_empty_tensors_of_them(tmp_pat
     shape = read_shape(tmp_path)
     assert shape.shared_columns == 0
     check_weights(tmp_path, parameters(shape, "lm"), needs_head=False)
-
-
-def test_below_a_model_of_images_is_a_language_model_that_transformers_saves_alone(tmp_path):
-    both, alone = tmp_path / "both", tmp_path / "alone"
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24}
-    config = Qwen3_5Config(text_config=tiny_config("qwen3_5_text").to_dict(), vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(both)
-    with pytest.raises(ConfigError, match=r"from_pretrained.*NEW_FOLDER, save_original_format=False\)\.$"):
-        read_shape(both)
-    AutoModelForCausalLM.from_pretrained(both).save_pretrained(alone, save_original_format=False)
-    check_weights(alone, parameters(read_shape(alone), "lm"), needs_head=False)

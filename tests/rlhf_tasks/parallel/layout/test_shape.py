@@ -86,6 +86,24 @@ CASES = [
             "shared_expert_intermediate_size": 9,
         },
     ),
+    (
+        "qwen3_5_moe_text",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 14,
+            "shared_expert_intermediate_size": 9,
+        },
+    ),
+    (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 5,
+            "moe_intermediate_size": 14,
+            "num_dense_layers": 1,
+        },
+    ),
     ("lfm2", {"conv_bias": True, "layer_types": ["full_attention", "conv", "conv"], "conv_L_cache": 4}),
     ("lfm2", {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8}),
     ("qwen3_5_text", {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "attention_bias": True}),
@@ -263,10 +281,12 @@ def test_glm_4_7_flash_has_a_first_layer_without_experts_whatever_another_key_sa
         ({**LATENT, "rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
         ({"model_type": "cohere", "logit_scale": None}, "logit_scale is null in its config"),
         ({"model_type": "cohere2", "sliding_window": None}, "sliding_window is null in its config"),
+        ({"model_type": "lfm2_moe", "use_expert_bias": False}, "use_expert_bias is false"),
         (
-            {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}},
-            r"language model lies below a model of images or sound \(text_config\)",
+            {"model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text"}},
+            "has model_type 'qwen2_5_vl_text', which is not a decoder of a tested family",
         ),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "hidden_size=None"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear"),
         (

@@ -35,6 +35,8 @@ FURTHER = (
     "cohere2",
     "stablelm",
     "lfm2",
+    "lfm2_moe",
+    "qwen3_5_moe_text",
     "olmo3",
     "starcoder2",
     "gptj",
@@ -56,8 +58,15 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "gpt_oss": {"num_local_experts": 4},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+    },
     "mixtral": {"num_local_experts": 4},
     "opt": {"ffn_dim": 40, "word_embed_proj_dim": 24},
+    "qwen3_5_moe_text": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
 }
 

@@ -488,6 +488,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {**UNEVEN, "hidden_size": 45, "conv_bias": True}),
     ("qwen3_next", {}),
     ("qwen3_5_text", {**UNEVEN, "linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+    ("qwen3_5_moe_text", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+    ("lfm2_moe", {**UNEVEN, "hidden_size": 45}),
     ("deepseek_v3", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 9}),
     ("glm4_moe_lite", {}),
 ]
