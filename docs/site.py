@@ -85,7 +85,8 @@ def _decisions() -> str:
 def _commands() -> str:
     """The commands' help."""
     text = app.generate_docs(output_format="markdown")
-    return re.sub(r"## Table of Contents\n.*?(?=\*\*Commands)", "", text, flags=re.DOTALL)
+    text = re.sub(r"## Table of Contents\n.*?(?=\*\*Commands)", "", text, flags=re.DOTALL)
+    return text.replace("# prefect-rlhf\n", "# Commands\n", 1)
 
 
 def _python() -> str:
@@ -145,7 +146,8 @@ def _signature(thing: Any) -> str:
     if len(text) > 60:
         inside = ",\n    ".join(map(str, parameters))
         text = f"(\n    {inside},\n){text[text.rindex(')') + 1 :]}"
-    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text).replace("'", "")
+    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])|(?<=\)) -> None$", "", text)
+    return re.sub(r"'([^']+)'", r"\1", text)
 
 
 def _prose(thing: Any) -> str:
@@ -242,7 +244,7 @@ def _kind(field: dict[str, Any], definitions: dict[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {_kind(field['items'], definitions)}" if field.get("items") else "list"
     bounds = [
-        f"{sign} {field[key]:g}"
+        f"{sign} {_number(field[key])}"
         for key, sign in (
             ("exclusiveMinimum", ">"),
             ("minimum", "≥"),
@@ -255,6 +257,11 @@ def _kind(field: dict[str, Any], definitions: dict[str, Any]) -> str:
         field.get("type", ""), field.get("type", "any")
     )
     return f"{kind} ({', '.join(bounds)})" if bounds else kind
+
+
+def _number(value: float) -> str:
+    """With separators where it is a count; powers as such."""
+    return f"{value:,}" if isinstance(value, int) and value < 1e12 else f"{value:g}"
 
 
 def _value(value: Any) -> str:
