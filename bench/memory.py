@@ -1,6 +1,6 @@
 """Peak memory of a training step on each rank, beside what the planner has room for, on CPU ranks.
 
-    python -m bench.memory [--strategies 1,1,1 2,1,1 ...] [--layers 7] [--hidden 512] [--micro-batches 2]
+    python -m bench.memory [--strategies 1,1,1 2,1,1 2,1,1,sharded ...] [--layers 7] [--hidden 512] [--micro-batches 2]
         [--recompute selective] [--smollm2]
 
 Each strategy has ranks of its own, with one thread each: they build a Llama that trains (float32, vocabulary of 4096;
@@ -26,6 +26,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_s
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import initialise
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -66,9 +67,9 @@ def measure(
     coordinate, tp_group = placement.coordinate(rank), groups[placement.tp_group(rank)]
 
     def train() -> None:
-        stage = Stage(
-            config, layout, coordinate, tp_group, device=CPU, dtype=torch.float32, recompute=recompute
-        )
+        shares = Shares(layout, groups, torch.float32) if strategy.shard == "parameters" else None
+        how = {"device": CPU, "dtype": torch.float32, "recompute": recompute, "shares": shares}
+        stage = Stage(config, layout, coordinate, tp_group, **how)
         initialise(stage, seed=0)
         sequences = random_tokens([TOKENS] * (SEQUENCES // strategy.dp), 4096)
         step = training(Engine(stage, layout, groups, OPTIMIZER), sequences, micro_batches)
@@ -97,7 +98,9 @@ def planned_bytes(
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--strategies", nargs="+", default=["1,1,1", "2,1,1", "4,1,1", "2,2,1", "2,1,2"])
+    parser.add_argument(
+        "--strategies", nargs="+", default=["1,1,1", "2,1,1", "2,1,1,sharded", "4,1,1", "2,2,1", "2,1,2"]
+    )
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument(
@@ -110,13 +113,15 @@ def main() -> None:
     shape = SMOLLM2 if arguments.smollm2 else sizes(hidden, arguments.layers, 8, 8, hidden * 11 // 4, 4096)
     config = LlamaConfig(**shape)
     how = (arguments.micro_batches, arguments.recompute)
-    print(f"{'(dp,tp,pp)':<12}{'fullest rank, MB':>18}{'planned, MB':>13}{'ratio':>7}")
+    print(f"{'(dp,tp,pp)':<14}{'fullest rank, MB':>18}{'planned, MB':>13}{'ratio':>7}")
     for text in arguments.strategies:
-        strategy = ParallelStrategy(*map(int, text.split(",")))
+        degrees = map(int, text.removesuffix(",sharded").split(","))
+        shard = "parameters" if text.endswith(",sharded") else "gradients"
+        strategy = ParallelStrategy(*degrees, shard=shard)
         peaks = on_ranks(strategy.size, measure, config, strategy, *how)
         planned = max(planned_bytes(config, strategy, *how))
         print(
-            f"({text})     {max(peaks) / 1e6:18.0f}{planned / 1e6:13.0f}{max(peaks) / planned:7.2f}",
+            f"({text:<13}) {max(peaks) / 1e6:18.0f}{planned / 1e6:13.0f}{max(peaks) / planned:7.2f}",
             flush=True,
         )
 

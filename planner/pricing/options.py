@@ -13,6 +13,8 @@ The search proves optimality within this class of options:
 - Parts of a call: all have its option.
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
   mixture of experts has one.
+- Sharded weights: of a call that is no generation, under strategies with one stage and several copies of the weights
+  where no option fits that has all of its memory resident. Their gathering only costs time where memory suffices.
 - Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses; for a
   train_step both the optimizer's state and the parameters are resident, or the one is in host memory, and the others
   between their uses if another call may run meanwhile on these devices.
@@ -26,6 +28,8 @@ Left out are:
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -260,6 +264,7 @@ def call_options(
         if among is None
         else sorted({DeviceMesh.of(cluster, placement.devices) for placement in among})
     )
+    wanted = {placement.strategy for placement in among or ()}
     priced: dict[tuple[Any, ...], list[Pair]] = {}
     shortfalls: list[tuple[float, Option]] = []
     found = list[Pair]()
@@ -268,9 +273,10 @@ def call_options(
         if like not in priced:
             fitting: list[Pair] = []
             for strategy in strategies(problem, call, mesh.size):
-                if among is not None and strategy not in {placement.strategy for placement in among}:
-                    continue
-                if not problem.model.routes_alike(call.role, Placement(mesh.devices, strategy)):
+                asked_for = {strategy, *_sharded(call, strategy)} & wanted if wanted else {strategy}
+                if not asked_for or not problem.model.routes_alike(
+                    call.role, Placement(mesh.devices, strategy)
+                ):
                     continue
                 if deadline.is_past():
                     raise OptionsTakeTooLongError(
@@ -278,28 +284,55 @@ def call_options(
                         "time limit. Raise it, or choose fewer devices for a host or a smaller planning.max_tp."
                     )
                 rooms = _rooms(strategy, mesh.first, classes)
-                counts, fits = micro_batch_counts(call, strategy, few), list[Pair]()
-                # Of a generation the fewest micro-batches with which it fits: more would only take longer.
-                for tried in [[count] for count in counts] if call.kind == "generate" else [counts]:
-                    alike = _prices(problem, call, strategy, mesh.first, tried)
-                    lacking = _lacking(alike, rooms)
-                    shortfalls += zip(lacking, alike, strict=True)
-                    pairs = [Pair(option, None) for option in alike]
-                    if offload:
-                        away = _offloaded(problem, call, alike)
-                        lacking_away = _lacking(away, rooms)
-                        shortfalls += zip(lacking_away, away, strict=True)
-                        pairs = list(map(Pair, alike, away))
-                        lacking = list(map(min, lacking, lacking_away))
-                    fits = [pair for lack, pair in zip(lacking, pairs, strict=True) if lack <= 0]
-                    if fits:
-                        break
-                fitting += (_fitting(pair, rooms) for pair in _pareto(fits))
+                price = partial(_fitting_pairs, problem, call, mesh.first, rooms, shortfalls, few, offload)
+                pairs = price(strategy) if strategy in asked_for else []
+                for sharded in _sharded(call, strategy):
+                    if sharded in asked_for or not (wanted or any(not p.resident.offload for p in pairs)):
+                        pairs += price(sharded)
+                fitting += pairs
             priced[like] = fitting
         found += [pair.at(mesh.first) for pair in priced[like]]
     if not found:
         raise ProblemError(_none_fits(problem, call, shortfalls))
     return tuple(found)
+
+
+def _sharded(call: ModelFunctionCall, strategy: ParallelStrategy) -> list[ParallelStrategy]:
+    """The same strategy with sharded weights, if a call may have these."""
+    if call.kind == "generate" or strategy.pp > 1 or strategy.copies == 1:
+        return []
+    return [replace(strategy, shard="parameters")]
+
+
+def _fitting_pairs(
+    problem: Problem,
+    call: ModelFunctionCall,
+    first: int,
+    rooms: Sequence[tuple[int, int]],
+    shortfalls: list[tuple[float, Option]],
+    few: bool,
+    offload: bool,
+    strategy: ParallelStrategy,
+) -> list[Pair]:
+    """The options under a strategy on the mesh that begins at device `first` that fit; none is better than another in
+    all. Adds to the shortfalls what each option lacks. rooms: as `_rooms` gives them"""
+    counts, fits = micro_batch_counts(call, strategy, few), list[Pair]()
+    # Of a generation the fewest micro-batches with which it fits: more would only take longer.
+    for tried in [[count] for count in counts] if call.kind == "generate" else [counts]:
+        alike = _prices(problem, call, strategy, first, tried)
+        lacking = _lacking(alike, rooms)
+        shortfalls += zip(lacking, alike, strict=True)
+        pairs = [Pair(option, None) for option in alike]
+        if offload:
+            away = _offloaded(problem, call, alike)
+            lacking_away = _lacking(away, rooms)
+            shortfalls += zip(lacking_away, away, strict=True)
+            pairs = list(map(Pair, alike, away))
+            lacking = list(map(min, lacking, lacking_away))
+        fits = [pair for lack, pair in zip(lacking, pairs, strict=True) if lack <= 0]
+        if fits:
+            break
+    return [_fitting(pair, rooms) for pair in _pareto(fits)]
 
 
 def _prices(

@@ -26,6 +26,16 @@ MOST_CHOICES = 300_000  # a second or so of enumeration
 ROUNDING = 1e-9  # relative
 
 
+def scarce_problem(number: int) -> Problem:
+    """The same problem with so little memory that weights are sharded in some options of many."""
+    whole = random_problem(number)
+    model = whole.model
+    memory_bytes = int((0.33e9, 0.42e9, 0.5e9)[number % 3])
+    device = model.classes.profiles[0].model_copy(update={"memory_bytes": memory_bytes})
+    cost = CostModel(model.cluster, device, model.models, model.workload)
+    return Problem(whole.graph, cost, whole.max_tp)
+
+
 def random_problem(number: int) -> Problem:
     """Problem `number`, the same everywhere.
 

@@ -67,7 +67,7 @@ class Gathering(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def gathering(layout: Layout) -> Gathering:
-    """What the fullest tp rank of a layout of one stage gathers."""
+    """What the first or the last tp rank of a layout of one stage gathers, whichever has more."""
 
     def of(tp_rank: int) -> Gathering:
         buckets = StateLayout(layout).buckets(layout.placement.device(0, tp_rank, 0))
@@ -84,4 +84,4 @@ def gathering(layout: Layout) -> Gathering:
         most = max(size(*pair) for pair in pairwise(parts))
         return Gathering(most, size(*parts), len(buckets), size(*parts[1:layers]))
 
-    return max(map(of, range(layout.placement.strategy.tp)))
+    return max(map(of, {0, layout.placement.strategy.tp - 1}))

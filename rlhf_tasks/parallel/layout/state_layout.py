@@ -352,14 +352,16 @@ def _cut(
 ) -> Iterator[list[str]]:
     """Parameters in runs. Each ends as soon as it has BUCKET elements, or half as many where a layer ends."""
     run: list[str] = []
+    elements = 0
     for name in names:
         ends_layer = bool(run) and specs[run[-1]].layer != specs[name].layer
-        if ends_layer and 2 * sum(sizes[name] for name in run) >= BUCKET:
+        if ends_layer and 2 * elements >= BUCKET:
             yield run
-            run = []
+            run, elements = [], 0
         run.append(name)
-        if sum(sizes[name] for name in run) >= BUCKET:
+        elements += sizes[name]
+        if elements >= BUCKET:
             yield run
-            run = []
+            run, elements = [], 0
     if run:
         yield run

@@ -161,3 +161,30 @@ def test_a_problem_without_a_model_or_with_a_bad_limit(problem, make_graph, ppo_
     del model.models["ref"]
     with pytest.raises(ProblemError, match="No model is given for ref"):
         Problem(make_graph(), model)
+
+
+def sharded_and_whole(problem: Problem, name: str) -> tuple[set[tuple], set[tuple]]:
+    """(mesh size, strategy without shards) of a call's options with sharded weights, and of the others."""
+    options = [pair.resident for pair in call_options(problem, problem.graph.call(name))]
+    degrees = [(option.size, replace(option.strategy, shard="gradients")) for option in options]
+    is_sharded = [option.strategy.shard == "parameters" for option in options]
+    return (
+        {at for at, yes in zip(degrees, is_sharded, strict=True) if yes},
+        {at for at, yes in zip(degrees, is_sharded, strict=True) if not yes},
+    )
+
+
+@pytest.mark.parametrize("call", ["ref_inference", "actor_train"])
+def test_weights_are_sharded_only_where_whole_ones_do_not_fit(problem, call):
+    ample, _ = sharded_and_whole(problem(), call)
+    scarce = problem(memory_bytes=int(30e9 if call == "actor_train" else 12e9))
+    sharded, whole = sharded_and_whole(scarce, call)
+    assert not ample
+    assert sharded
+    assert not sharded & whole
+    assert all(strategy.pp == 1 and strategy.dp > 1 for _, strategy in sharded)
+
+
+def test_no_generation_has_sharded_weights(problem):
+    sharded, _ = sharded_and_whole(problem(memory_bytes=int(12e9)), "actor_generate")
+    assert not sharded

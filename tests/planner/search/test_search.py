@@ -24,7 +24,7 @@ from prefect_rlhf.planner.search.search import MODES, find_plan, priced_choice
 from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
 from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 from tests.planner.ahead import drawn_ahead_by
-from tests.planner.random_problems import enumerated, excess, random_problem
+from tests.planner.random_problems import enumerated, excess, random_problem, scarce_problem
 from tests.planner.sampled import ALL_FOR_TENSORS
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
@@ -242,6 +242,20 @@ def test_a_plan_that_no_change_of_two_calls_leads_to_is_found_and_proved(far_fro
 )
 def test_no_mode_and_no_choice_of_random_problems_is_better_than_the_search(numbers):
     assert not [number for number in numbers if excess(random_problem(number), 3.0)]
+
+
+SCARCE = (83, 104, 106, 115, 32, 34, 42, 44, 47, 50, 53, 59, 71, 72, 75, 91, 95, 98, 101, 103, 109)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [SCARCE[:4], pytest.param(SCARCE, marks=[pytest.mark.slow, pytest.mark.timeout(3600)], id="all")],
+)
+def test_where_memory_asks_for_sharded_weights_no_choice_is_better_than_the_search(numbers):
+    problems = [scarce_problem(number) for number in numbers]
+    for problem in problems:
+        assert any(o.strategy.shard == "parameters" for own in Tables(problem).options for o in own)
+        assert not excess(problem, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, in_parts
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.planner.ahead import drawn_ahead_by
+from tests.planner.random_problems import scarce_problem
 from tests.planner.replay import replay
 from tests.planner.sampled import ALL_FOR_TENSORS
 
@@ -272,8 +273,28 @@ def lacking(price: PlanPrice, classes: DeviceClasses) -> float:
 def test_a_choice_costs_what_its_plan_costs(name, data):
     """Under the order that was found best, which is the best of all orders."""
     found = tables_of(name)
+    assert_costs_what_its_plan_costs(found, draw_choice(data, found))
+
+
+@pytest.mark.parametrize("number", [79, 83, 85])
+@given(st.data())
+@settings(max_examples=6)
+def test_so_does_a_choice_with_sharded_weights(number, data):
+    """Of every call that has such options: of roles that train, their copies, and frozen ones."""
+    found = Tables(scarce_problem(number))
+    choice = [
+        data.draw(
+            st.sampled_from(
+                [i for i, o in enumerate(own) if o.strategy.shard == "parameters"] or range(len(own))
+            )
+        )
+        for own in found.options
+    ]
+    assert_costs_what_its_plan_costs(found, choice)
+
+
+def assert_costs_what_its_plan_costs(found: Tables, choice: list[int]) -> None:
     classes = found.problem.model.classes
-    choice = draw_choice(data, found)
     value = found.evaluate(choice)
     prices = [price_plan(found.plan_in(choice, n), found.problem.model) for n in range(len(found.orders))]
     times = [(lacking(price, classes), price.iteration_time_s) for price in prices]
