@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 304,
-    "hundreds of lines": 669,
+    "hundreds of lines": 671,
     "lines of the longest file": 664,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 127,
