@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -31,24 +32,13 @@ AT_ONCE = 32  # prompts of a file whose answers are drawn together
 MOST_NEW_TOKENS = 1 << 20
 
 
-def chat(
-    model: Path,
-    /,
-    *,
-    system: Annotated[str | None, Parameter("--system")] = None,
-    temperature: float = 0.7,
-    top_p: float = 1.0,
-    max_new_tokens: str = "512",
-    seed: str = "0",
-) -> None:
-    """Talk to a trained model in the terminal, until Ctrl-D or Ctrl-C.
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Drawing:
+    """How answers are drawn.
 
     Parameters
     ----------
-    model
-        A run's folder, a model's (also of an adapter), or a model on the Hub, ORG/NAME.
-    system
-        The system's message, which the conversation begins with.
     temperature
         Divides the logits; 0 takes the likeliest tokens.
     top_p
@@ -58,7 +48,57 @@ def chat(
     seed
         Of what is drawn: the same seed and words give the same answers.
     """
-    drawn = _drawn(temperature, top_p, max_new_tokens, seed)
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: str = "256"
+    seed: str = "0"
+
+    def checked(self) -> "Drawn":
+        """The same for the model. Raises ConfigError for an option that is out of range."""
+        check_range("--temperature", self.temperature, -1e-9, 1e3, "a temperature is a number from 0 to 1000")
+        check_range("--top-p", self.top_p, 0.0, 1.0, "a share of the probability is above 0 and at most 1")
+        tokens = whole(
+            "--max-new-tokens",
+            self.max_new_tokens,
+            1,
+            f"a number of tokens is a whole number from 1 to {MOST_NEW_TOKENS:,}",
+            most=MOST_NEW_TOKENS,
+        )
+        number = whole_seed(self.seed)
+        from prefect_rlhf.rlhf_tasks.answering import Drawn  # torch takes seconds to import
+
+        return Drawn(tokens, self.temperature, self.top_p, number)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Talking(Drawing):
+    """The same, with the defaults of a conversation."""
+
+    temperature: float = 0.7
+    max_new_tokens: str = "512"
+
+
+def chat(
+    model: Path,
+    /,
+    *,
+    system: Annotated[str | None, Parameter("--system")] = None,
+    drawing: Talking = Talking(),
+) -> None:
+    """Talk to a trained model in the terminal, until Ctrl-D or Ctrl-C.
+
+    Parameters
+    ----------
+    model
+        A run's folder, a model's (also of an adapter), or a model on the Hub, ORG/NAME.
+    system
+        The system's message, which the conversation begins with.
+    drawing
+        How answers are drawn.
+    """
+    drawn = drawing.checked()
     with _answering(model) as answering:
         _refuse_without_template(answering, model)
         begin = [] if system is None else [{"role": "system", "content": system}]
@@ -127,10 +167,7 @@ def generate(
     prompt: Annotated[str | None, Parameter("--prompt")] = None,
     file: Annotated[str | None, Parameter("--file")] = None,
     out: Annotated[Path | None, Parameter("--out")] = None,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    max_new_tokens: str = "256",
-    seed: str = "0",
+    drawing: Drawing = Drawing(),
 ) -> None:
     """Complete a text, or each row of a file, with a trained model.
 
@@ -145,16 +182,10 @@ def generate(
         on the Hub, ORG/NAME[:SUBSET][:SPLIT].
     out
         A file for the rows with their `completion`, as JSONL; default: they are printed.
-    temperature
-        Divides the logits; 0 takes the likeliest tokens.
-    top_p
-        Probability mass that is drawn from.
-    max_new_tokens
-        Most tokens of a completion.
-    seed
-        Of what is drawn.
+    drawing
+        How answers are drawn.
     """
-    drawn = _drawn(temperature, top_p, max_new_tokens, seed)
+    drawn = drawing.checked()
     if (prompt is None) == (file is None):
         raise ConfigError("Give either --prompt TEXT or --file ROWS.")
     if prompt == "":
@@ -226,23 +257,6 @@ def _answered(
     answers = answering.answers([example.prompt_ids for example in examples], first, drawn)
     for example, answer in zip(examples, answers, strict=True):
         yield {**json.loads(example.columns), "completion": answer}
-
-
-def _drawn(temperature: float, top_p: float, max_new_tokens: str, seed: str) -> "Drawn":
-    """How answers are drawn. Raises ConfigError for an option that is out of range."""
-    check_range("--temperature", temperature, -1e-9, 1e3, "a temperature is a number from 0 to 1000")
-    check_range("--top-p", top_p, 0.0, 1.0, "a share of the probability is above 0 and at most 1")
-    tokens = whole(
-        "--max-new-tokens",
-        max_new_tokens,
-        1,
-        f"a number of tokens is a whole number from 1 to {MOST_NEW_TOKENS:,}",
-        most=MOST_NEW_TOKENS,
-    )
-    number = whole_seed(seed)
-    from prefect_rlhf.rlhf_tasks.answering import Drawn  # torch takes seconds to import
-
-    return Drawn(tokens, temperature, top_p, number)
 
 
 @contextmanager
