@@ -32,6 +32,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.series import make_series
 from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import FaultFile
+from tests.tiny_runs import write_model, write_prompts
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -284,3 +285,38 @@ def test_a_key_that_no_configuration_has_is_refused():
     refuse_unknown_key(schema, "optimizer.learning_rate")
     with pytest.raises(AssertionError):
         refuse_unknown_key(schema, "optimizer.rate")
+
+
+SHORTER = {"total_iterations=100": "total_iterations=1", ": 256": ": 8", "data/train.jsonl": "prompts.jsonl"}
+"""What a test changes in a script, so that it takes seconds."""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_the_scripts_of_the_page_about_python_train(tmp_path: Path):
+    """One after another, as they stand, with a tiny model."""
+    write_model(tmp_path / "models" / "my-model")
+    write_prompts(tmp_path / "prompts.jsonl")
+    (tmp_path / "rewards.py").write_text(
+        "def correct(completions, **_):\n    return [len(each) for each in completions]\n"
+    )
+    run = {**SETTINGS, "models": {"actor": "models/my-model"}, "data": {"train": "prompts.jsonl"}}
+    run |= {"total_iterations": 1, "sampling": {"max_completion_length": 8}}
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(run))
+    scripts = [
+        block for block in BLOCKS if block.page == "docs/how-to/python.md" and "__main__" in block.text
+    ]
+    for number, block in enumerate(scripts):
+        text = block.text
+        for long, short in SHORTER.items():
+            text = text.replace(long, short)
+        text = text.replace("output_dir=", "max_steps=1, max_completion_length=8, output_dir=")
+        (tmp_path / f"script{number}.py").write_text(text)
+        ended = subprocess.run(
+            [sys.executable, f"script{number}.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280
+        )
+        assert ended.returncode == 0, f"{block.place}\n{ended.stdout}\n{ended.stderr}"
+    assert len(scripts) == 3
+    assert (tmp_path / "my-run" / "model").is_dir() or list(tmp_path.glob("my-run*/**/model"))
+    assert len(list(tmp_path.glob("runs/*/summary.json"))) == 2
