@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from prefect_rlhf.planner.plan.workload import Lengths, Workload, fullest_share
 from prefect_rlhf.planner.pricing.figures import Factor
-from prefect_rlhf.planner.pricing.rooflines import GRADIENT_BYTES, Sizes, Timing, stage_kinds
+from prefect_rlhf.planner.pricing.rooflines import GRADIENT_BYTES, STATE_BYTES, Sizes, Timing, stage_kinds
 from prefect_rlhf.planner.pricing.segments import drawn
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.shares import Gathering
@@ -43,7 +43,6 @@ and 2048 (bfloat16, float32), and more below, where Python sees each operator of
 
 COPY_BYTES = 4  # what stays of each copy of a token for an expert: the token's number
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
-STATE_BYTES = 4  # of an element of a state of the gated delta rule: float32, as what is computed from it
 DRAWN_BYTES = 16  # of a logit that is being drawn from: its float64 score and the sum up to it (sampling.py)
 LOGPROB_BYTES = 8  # of a logit whose log-probability is being computed: two float32 copies (logprobs.py)
 NUCLEUS_BYTES = 96  # of one among which a nucleus is sought: measured 54 to 94 (bench/results/engine.md)

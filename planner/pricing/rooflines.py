@@ -20,6 +20,11 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, P
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import DELTA_CHUNK, head_flops, layer_flops
 from prefect_rlhf.rlhf_tasks.profiling.measurements import Exchange, Pass
 
+STATE_BYTES = 4  # of an element of a state of the gated delta rule: float32, as what is computed from it
+STATE_PASSES = 12
+"""How often a decoding step reads or writes an element of a state: taken from its slot (2), faded (2), read by the
+key (1), its correction written (1) and added (3), read by the query (1), put back (2)."""
+
 KINDS: tuple[LayerKind, ...] = ("attention", "convolution", "delta")
 
 
@@ -357,8 +362,10 @@ class Roofline:
             # product of the branches is weighed.
             elements += tokens * (9 * local.routed + 2 * local.intermediate)
         if cached:
-            elements += 2 * tokens * (attended * local.cached + local.state)
+            elements += 2 * tokens * attended * local.cached
         traffic = passes * (elements + local.read(tokens)) * self._itemsize
+        if cached:
+            traffic += tokens * local.state * STATE_BYTES * STATE_PASSES
         return self._device.compute_s(passes * flops, traffic)
 
 

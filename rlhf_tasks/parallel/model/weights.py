@@ -210,11 +210,18 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     scales  uint8 [rows, blocks]: exponents of 2, plus 127
     Returns float32 [rows, columns].
     """
+    factors = torch.ones(scales.shape).ldexp(scales.int() - 127)
+    pairs = _pairs_of_bytes().index_select(0, blocks.flatten().int()).view(*scales.shape, BLOCK)
+    return pairs.mul_(factors[..., None]).flatten(1)
+
+
+@cache
+def _pairs_of_bytes() -> Tensor:
+    """The two numbers of each byte in MXFP4: [256, 2] float32."""
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     numbers = torch.cat([sizes, -sizes])  # the first bit is the sign
-    halves = torch.stack([blocks & 15, blocks >> 4], -1)
-    factors = torch.ones(scales.shape).ldexp(scales.int() - 127)
-    return (numbers[halves.int()].flatten(2) * factors[..., None]).flatten(1)
+    every = torch.arange(256)
+    return torch.stack([numbers[every & 15], numbers[every >> 4]], -1)
 
 
 def _outer_sum(b: Tensor, a: Tensor) -> Tensor:

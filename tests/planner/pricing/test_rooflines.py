@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_rlhf.planner.pricing.rooflines import sizes
+from prefect_rlhf.planner.pricing.devices import preset
+from prefect_rlhf.planner.pricing.rooflines import Roofline, sizes
+from prefect_rlhf.rlhf_tasks.parallel.layout.family import DeltaHeads
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -81,3 +85,15 @@ def test_a_scalar_head_has_no_vocabulary():
 def test_too_many_tp_ranks():
     with pytest.raises(ValueError, match="tp=7 exceeds the model's 6 query heads"):
         sizes(shape(), "lm", 7)
+
+
+def test_a_decoding_step_moves_states_in_float32_a_dozen_times_whatever_the_weights_are():
+    kinds = {"family": "qwen3_5_text", "kinds": ("delta",), "kernel": 4}
+    with_states = sizes(shape(**kinds, delta=DeltaHeads(2, 2, 128, 128)), "lm", 1)
+    device = preset("a100-80g-sxm")
+    steps = [
+        Roofline(device, local, "lm", 1, False, 2).layer_s("decode", 10_000, 100)
+        for local in (with_states, replace(with_states, state=0))
+    ]
+    states_s = 10_000 * 2 * 2 * 128 * 128 * 4 * 12 / device.memory_bytes_per_s
+    assert states_s < steps[0] - steps[1] < 1.5 * states_s
