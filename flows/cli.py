@@ -38,6 +38,7 @@ COMMANDS = {
     "report": "reports",
     "lineage": "lineage",
     "init": "init",
+    "setup": "setup",
     "chat": "answers",
     "generate": "answers",
     "graph": "plans",

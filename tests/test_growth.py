@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 304,
-    "hundreds of lines": 671,
-    "lines of the longest file": 664,
+    "files": 313,
+    "hundreds of lines": 682,
+    "lines of the longest file": 672,
     "modules of the fullest folder": 15,
-    "configuration paths of PPO": 127,
-    "configuration paths of GRPO": 122,
-    "hundreds of words in docs": 313,
+    "configuration paths of PPO": 131,
+    "configuration paths of GRPO": 126,
+    "hundreds of words in docs": 319,
     "files that name a kind of plan node": 16,
 }
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prefect_rlhf.flows.cluster.engines_beside import check_generation
 from prefect_rlhf.flows.cluster.shutdown import run_in_thread
 from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
 from prefect_rlhf.flows.pushes import check_push
@@ -134,6 +135,8 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None, weights:
     config = typed(config, hardware_of(config).classes)
     config, of_export = _exports_what_loads(config)
     shapes = shapes_of(config)
+    if "actor" in shapes:
+        check_generation(config, shapes["actor"])
     of_weights = _check_models(config, shapes, weights)
     tokenizer = _shared_tokenizer(config, min(shape.vocab for shape in shapes.values()))
     rows = prepared_rows(config, folder)

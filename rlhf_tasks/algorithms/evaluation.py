@@ -25,6 +25,7 @@ from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import BuiltIn, Generator
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import shares
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.spec import DataSide
@@ -50,12 +51,13 @@ class Evaluation:
         rewards: RewardProcess,
         tokenizer: Tokenizer,
         environment: EnvironmentProcess | None = None,
+        generator: Generator | None = None,
     ) -> None:
         answers = evaluation_of(config)
         self._batch_size, self._completions = rows_at_once(config), completions_of(config)
         self._rows = {name: TokenFile.open(run_folder / name) for name in held_out_sets(config)}
         self._answers = answers and HeldOutAnswers(
-            answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder, environment
+            answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder, environment, generator
         )
 
     def metrics(self, engine: Engine, iteration: int, at_start: bool = False) -> dict[str, float]:
@@ -91,7 +93,9 @@ class HeldOutAnswers:
         tokenizer: Tokenizer,
         run_folder: Path,
         environment: EnvironmentProcess | None = None,
+        generator: Generator | None = None,
     ) -> None:
+        self._generator = generator or BuiltIn()
         self._config, self._rows, self._rewards, self._tokenizer = config, rows, rewards, tokenizer
         self._environment, self._run_folder = environment, run_folder
 
@@ -118,6 +122,7 @@ class HeldOutAnswers:
             run_folder=self._run_folder,
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
             columns=lambda: self._rows.columns,
+            generator=self._generator,
         )
         names = self._config.score_names
         sums = torch.zeros(4 + 2 * len(names), dtype=torch.float64)  # over this head's answers

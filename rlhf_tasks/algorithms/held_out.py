@@ -8,6 +8,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.evaluate import AnsweringConfig, Evaluat
 from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig
+from prefect_rlhf.rlhf_tasks.config.generation import GenerationConfig
 from prefect_rlhf.rlhf_tasks.config.models import ActorOnly, RolloutModels
 from prefect_rlhf.rlhf_tasks.config.responses import EvaluationConfig, RewardConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
@@ -52,9 +53,9 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
     environment = config.environment if isinstance(config, Scores) else None
     if not (rewards or environment):
         return None
-    tokens, stops = section.max_completion_length, {}
+    tokens, stops, generation = section.max_completion_length, {}, GenerationConfig()
     if isinstance(config, Samples):
-        sampling = config.sampling
+        sampling, generation = config.sampling, config.generation
         tokens = tokens or sampling.max_completion_length
         stops = {
             "min_new_tokens": min(sampling.min_new_tokens, tokens),
@@ -70,6 +71,7 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         rewards=tuple(reward.model_copy(update={"used_in": "both"}) for reward in rewards),
         environment=environment,
         sampling=AnsweringConfig(max_completion_length=tokens, temperature=section.temperature, **stops),
+        generation=generation,
         num_generations=section.num_generations,
         batch_size=rows_at_once(config) * section.num_generations,
         cluster=config.cluster,

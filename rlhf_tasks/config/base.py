@@ -32,6 +32,7 @@ from prefect_rlhf.rlhf_tasks.config.cluster import (
 )
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig, RunRows
 from prefect_rlhf.rlhf_tasks.config.files import faults_of
+from prefect_rlhf.rlhf_tasks.config.generation import ENGINE_PAIRS, GenerationConfig
 from prefect_rlhf.rlhf_tasks.config.models import (
     HubPush,
     LoraConfig,
@@ -479,7 +480,7 @@ class TrainingConfig(Judges):
 class Samples(RunConfig):
     """The configuration of runs that generate."""
 
-    groups: ClassVar[Groups] = {"": ("sampling",)}
+    groups: ClassVar[Groups] = {"": ("sampling",), "Execution": ("generation",)}
     pairs: ClassVar[tuple[Pair, ...]] = (
         Pair(
             "sampling.segment_tokens",
@@ -490,9 +491,13 @@ class Samples(RunConfig):
                 config.sampling.segment_tokens is not None and "staleness" not in type(config).model_fields
             ),
         ),
+        *ENGINE_PAIRS,
     )
 
     sampling: SamplingConfig
+    generation: GenerationConfig = Field(
+        default=GenerationConfig(), description="What draws responses: the built-in engine, or vLLM."
+    )
 
     @property
     def records_kept(self) -> bool:

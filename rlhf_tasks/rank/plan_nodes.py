@@ -29,6 +29,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import union_set
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import shares
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from prefect_rlhf.rlhf_tasks.rank.generators import make_generator
 from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
 from prefect_rlhf.rlhf_tasks.rank.samples import RankSamples
 from prefect_rlhf.rlhf_tasks.spec import (
@@ -163,6 +164,7 @@ class RankRun:
         reach(Point.JOINED)
         self._rewards = self._reward_process(self._config, str(spec.rank))
         self._environment = EnvironmentProcess(self._config, spec.blocks)
+        self._generator = make_generator(self._config, self._rows.vocabulary)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         views = {name: self._view(f"call {name}", nodes) for name, nodes in spec.plan.calls.items()}
@@ -195,7 +197,9 @@ class RankRun:
             if answers is not None and answers.rewards != scoring_rewards_of(self._config):
                 self._rewards_of_evaluation = self._reward_process(answers, f"{self._spec.rank}-evaluation")
             rewards, environment = self._rewards_of_evaluation, self._environment
-            self._evaluation = Evaluation(self._config, folder, rewards, self._tokenizer, environment)
+            self._evaluation = Evaluation(
+                self._config, folder, rewards, self._tokenizer, environment, self._generator
+            )
         return self._evaluation
 
     def start(self) -> None:
@@ -224,6 +228,7 @@ class RankRun:
     def abort(self) -> None:
         """From another thread: abort the groups. NCCL's blocked collectives raise; gloo's wait for their timeout."""
         self._groups.abort()
+        self._generator.abort()
 
     def close(self) -> None:
         """End the processes of rewards and environments, the engines' copies and the background writer.
@@ -234,6 +239,7 @@ class RankRun:
         self._rewards.close()
         self._rewards_of_evaluation.close()
         self._environment.close()
+        self._generator.close()
         self._engines.close()
         self._writer.close(wait=False)
 
@@ -302,11 +308,14 @@ class RankRun:
             earlier=samples.earlier(node, whole) if engine.is_head else None,
             tally=samples.tally(node.part, iteration),
             rows=lambda sample_ids: fetch(self._rows, self._config, sample_ids),
+            generator=self._generator,
         )
         output = self._functions[call.name](engine, batch, context)
         if node.trains:
             engine.version += 1
             reach(Point.TRAINED)
+        if call.kind == "generate" and node.part.number == node.part.of - 1:
+            self._generator.free()
         samples.put(node, whole, output)
         return output.metrics
 
@@ -383,6 +392,7 @@ class RankRun:
             flops_before = engine.flops
             with engine.whole_weights():  # a generation reads all of them for each token
                 metrics = self._evaluated().metrics(engine, iteration, node.at_start)
+            self._generator.free()
             flops = engine.flops - flops_before
         if node.at_start:
             return Outcome(flops=flops, details={BEFORE: metrics})

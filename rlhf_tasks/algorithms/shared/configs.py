@@ -22,7 +22,8 @@ class Correction(Settings):
     kind: Literal["auto", "none", "truncated", "masked"] = Field(
         default="auto",
         description="What lies outside the bounds: `truncated` has the weight of the bound (TIS), `masked` is not "
-        "learned (MIS); `none`: all tokens count alike; auto: truncated with staleness or segments, else none.",
+        "learned (MIS); `none`: all tokens count alike; auto: truncated with staleness, segments or "
+        "another engine, else none.",
     )
     level: Literal["token", "sequence", "geometric"] | None = Field(
         default=None,
@@ -100,7 +101,8 @@ class PolicyConfig(Scores, MovesReference):
     @property
     def corrects(self) -> Correction | None:
         """How tokens are weighted by who has drawn them; None: all count alike."""
-        applies = self.learns_from_older if self.correction.kind == "auto" else self.correction.kind != "none"
+        drawn_by_others = self.learns_from_older or not self.generation.is_own
+        applies = drawn_by_others if self.correction.kind == "auto" else self.correction.kind != "none"
         return self.correction if applies else None
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import STAYS
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import BuiltIn, Generator
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.spec import WHOLE, Part
 
@@ -42,6 +43,7 @@ class CallContext:
     tally          what earlier parts of the call have left in this iteration, for `all_parts`
     environment    this rank's helper process for environments; None where there is none
     rows           gives the values of the data set's keys of samples, by their global ids
+    generator      draws responses
     """
 
     config: RunConfig
@@ -59,6 +61,7 @@ class CallContext:
     tally: list[Any] = field(default_factory=list)
     environment: "EnvironmentProcess | None" = None
     rows: Callable[[Sequence[int]], SampleBatch] | None = None
+    generator: Generator = field(default_factory=BuiltIn)
 
     def all_parts(self, figures: Any) -> list[Any] | None:
         """In the call's last part, the figures of all its parts, in their order; None in the others.

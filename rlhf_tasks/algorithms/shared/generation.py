@@ -25,7 +25,7 @@ from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
@@ -49,7 +49,7 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     if output.batch is None or not isinstance(config, PolicyConfig) or not config.staleness:
         return output
     mask = output.batch["response_mask"]
-    version = torch.where(mask.values, engine.version, -1)
+    version = torch.where(mask.values, context.generator.version, -1)
     drawn = {**output.batch.data, DRAWN_BY: Packed(version, mask.lengths)}
     return CallOutput(SampleBatch(output.batch.ids, drawn), output.metrics)
 
@@ -116,7 +116,7 @@ def draw(
     record_kept: bool = False,
     purpose: str = "rollout",
 ) -> SampleBatch | None:
-    """Responses to `prompt_ids`, as `generate` returns them; of several turns where the run has an environment.
+    """Responses to `prompt_ids`, as the generator returns them; of several turns where the run has an environment.
 
     Then `max_new_tokens` counts all that is after the prompt, observations too. `response_mask` is False on
     observations, and `old_logprobs` are 0 there. `truncated` says that the environment had not ended the episode. A
@@ -127,9 +127,13 @@ def draw(
     `environment_fault`: text, empty where nothing failed.
     """
     config = context.config
-    one_turn = (config.seed, context.iteration, purpose, None, record_kept, context.micro_batches)
+    strings = config.sampling.stop_strings if isinstance(config, Samples) else ()
+    order = Order(
+        sampling, config.seed, context.iteration, purpose, strings, record_kept, context.micro_batches
+    )
+    context.generator.take(engine)
     if not isinstance(config, Scores) or config.environment is None:
-        return generate(engine, batch, sampling, *one_turn)
+        return context.generator.draw(batch, order)
     environment = config.environment
     lengths = dict(zip(batch.ids, batch["prompt_ids"].lengths, strict=True))
     table = _Dialogues(batch, context, config, sampling, purpose, engine) if engine.is_head else None
@@ -141,7 +145,7 @@ def draw(
         )
         most = min(room, environment.max_turn_tokens or room)
         turn = replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
-        drawn = generate(engine, waiting, turn, *one_turn)
+        drawn = context.generator.draw(waiting, order._replace(params=turn))
         following = None
         if table is not None:
             assert drawn is not None, "this rank is a head"

@@ -21,7 +21,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import sampling_params
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import COLUMNS, DRAWN_BY, KEPT, NUMBER
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments
-from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate as draw
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.spec import ENDED, GROUPS_BEGUN, ModelFunctionCall
@@ -110,20 +110,21 @@ def draw_segments(call: ModelFunctionCall) -> CallFunction:
             return len(_ready(engine, places, call, ended)) >= call.n_groups
 
         started = time.perf_counter()
-        drawn = draw(
-            engine,
-            _to_draw(running, config.batch_size),
+        order = Order(
             sampling_params(config.sampling, context.tokenizer),
             config.seed,
             context.iteration,
+            stop_strings=config.sampling.stop_strings,
             record_kept=config.records_kept,
             micro_batches=context.micro_batches,
             segments=None if is_last else Segments(call.segment_tokens or 1, enough),
         )
+        context.generator.take(engine)
+        drawn = context.generator.draw(_to_draw(running, config.batch_size), order)
         elapsed_s = time.perf_counter() - started
         if drawn is not None:
             for sample, new in zip(running, _samples(drawn), strict=True):
-                _extend(sample, new, engine.version, config.sampling.max_completion_length)
+                _extend(sample, new, context.generator.version, config.sampling.max_completion_length)
         ready = _ready(engine, places, call)
         due = {group: number for number, group in enumerate(ready[: call.n_groups])}
         if drawn is None:

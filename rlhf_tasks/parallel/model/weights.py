@@ -252,6 +252,20 @@ def stored_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval) -> Tens
     return whole
 
 
+def write_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval, values: Tensor) -> None:
+    """Write some rows of a parameter into the tensors that files hold, where `stored_rows` would read them.
+
+    stored  gives a Tensor, not a slice of a file
+    """
+    names = list(spec.stored)
+    if spec.stacked is None:
+        _part(stored(names[0]), spec, rows).copy_(values)
+        return
+    part = (slice(None),) * (spec.dim - 1) + (slice(*rows),)
+    for number, name in enumerate(names):
+        stored(name)[part].copy_(values[number])
+
+
 def _part(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
     """Some rows of a parameter that a tensor in files holds, alone or with others."""
     place = spec.packed or FileTensor(spec.name, spec.shape, 0)

@@ -28,6 +28,7 @@ from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import FolderWriter, initialise, load, load_config
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.rlhf_tasks.rank.generators import make_generator
 from prefect_rlhf.rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
 from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
 from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
@@ -75,6 +76,7 @@ class OneRank:
         self.engines = {
             name: engine_of(role, config.seed, dtype, **drawn) for name, role in config.roles().items()
         }
+        self.generator = make_generator(config, self.rows.vocabulary)
         self.rewards, self.environment = RewardProcess(config), EnvironmentProcess(config)
         self.tallies: dict[str, list[Any]] = {}
         self.algorithm = algorithm(config.type)
@@ -141,6 +143,7 @@ class OneRank:
             earlier=earlier,
             tally=self.tallies.setdefault(call.name, []),
             rows=lambda samples: fetch(self.rows, self.config, samples),
+            generator=self.generator,
         )
         return self.functions[call.name](engine, batch, context)
 
@@ -153,6 +156,7 @@ class OneRank:
         writer.close()
 
     def close(self) -> None:
+        self.generator.close()
         self.rewards.close()
         self.environment.close()
 

@@ -1,0 +1,255 @@
+"""The process of vLLM beside a rank, as the rank sees it: started, asked, watched, ended; and the generator on it.
+
+Between the rank and vLLM stand two keepers (system/child_processes.py): whatever vLLM starts ends with the rank. Each
+wait has a deadline, which progress moves on. What passes it, or a process that has ended, is a fault of the run like
+a dead rank: the iteration begins anew with a new process. vLLM draws the same tokens again only where it is
+deterministic (its batch-invariant mode, on GPUs that have it); a commit has the samples that were drawn.
+"""
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
+from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.system.child_pipes import ChildOutput, Lines
+from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call_of, users_environment
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
+
+SERVE = "prefect_rlhf.rlhf_tasks.parallel.generate.vllm_server:serve"
+START_S = 600.0  # to import vLLM, build the model and its caches: 13 s for a small one on two cores
+STALL_S = 120.0  # without any token, or to take weights
+END_S = 10.0
+
+
+class GenerationFault(RuntimeError):
+    """vLLM has failed, ended or said nothing for too long. The run repeats the iteration."""
+
+
+class VllmProcess:
+    """A running vLLM.
+
+    begin  what it begins with, as JSON
+    """
+
+    def __init__(self, python: str, begin: Mapping[str, Any], patience: float, serve: str = SERVE) -> None:
+        self._patience, self._ready = patience, False
+        self._output = ChildOutput("the process of vLLM")
+        with self._output as output:
+            self._keeper = subprocess.Popen(
+                kept_call_of(python, serve),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=_environment(),
+                start_new_session=True,
+            )
+        self._lines = Lines(self._keeper)
+        self._started_s = time.monotonic()
+        self._send(begin, START_S)
+
+    def ask(self, request: Mapping[str, Any], until_each_s: float = STALL_S) -> dict[str, Any]:
+        """The reply to a request. Raises GenerationFault."""
+        if not self._ready:
+            self._read(START_S - (time.monotonic() - self._started_s) / self._patience, "start")
+            self._ready = True
+        ((what, _),) = request.items()
+        self._send(request, until_each_s)
+        while "drawn" in (reply := self._read(until_each_s, what)):
+            pass
+        return reply
+
+    def _send(self, request: Mapping[str, Any], within_s: float) -> None:
+        try:
+            self._lines.send(json.dumps(request), time.monotonic() + within_s * self._patience)
+        except TimeoutError:
+            raise GenerationFault(
+                f"vLLM has not read a request for {within_s * self._patience:.0f} s"
+            ) from None
+
+    def _read(self, within_s: float, what: str) -> dict[str, Any]:
+        within_s = max(within_s, 1.0) * self._patience
+        try:
+            reply = self._lines.read(time.monotonic() + within_s)
+        except TimeoutError:
+            raise GenerationFault(f"vLLM has said nothing for {within_s:.0f} s ({what})") from None
+        if reply is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._keeper.wait(END_S)
+            raise GenerationFault(f"the process of vLLM has ended ({what}, status {self._keeper.poll()})")
+        if "fault" in reply:
+            raise GenerationFault(f"vLLM has failed ({what}): {reply['fault']}\n{reply['traceback']}")
+        return reply
+
+    def kill(self) -> None:
+        """From any thread: end it. A request that waits fails."""
+        self._keeper.terminate()
+
+    def close(self) -> None:
+        """End it and everything it has started, and wait for that."""
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._keeper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(END_S)
+        self._keeper.kill()
+        self._keeper.wait()
+        self._keeper.stdout.close()
+        self._output.close()
+
+
+def _environment() -> dict[str, str]:
+    inherited = {name: value for name, value in users_environment().items() if not name.startswith("PYTHON")}
+    threads = str(torch.get_num_threads())
+    return {
+        **inherited,
+        "OMP_NUM_THREADS": threads,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other ranks have processes of vLLM too
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **({} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1"}),
+    }
+
+
+class Vllm:
+    """The `Generator` on vLLM: a process on the head of each replica, which gets the weights of all its ranks.
+
+    On CPUs it has all of the model. On GPUs its tensor parallelism has as many ranks as the replica; that has never
+    been run.
+    """
+
+    serve = SERVE
+
+    def __init__(self, terms: Terms) -> None:
+        self.version = -1
+        self._terms = terms
+        self._handover = Handover()
+        self._process: VllmProcess | None = None
+        self._engine: Engine | None = None
+        self._taken: tuple[int, int] | None = None
+        self._aborted = False
+
+    def take(self, engine: Engine) -> None:
+        """Hand an engine's weights over, unless it has them. Raises GenerationFault where others arrive."""
+        if self._taken == (id(engine), engine.version):
+            return
+        self._taken, self._engine = None, engine
+        if engine.is_head and self._process is None and not self._aborted:
+            self._start(engine)
+        handed = self._handover.write(engine)
+        if handed is not None:
+            taken = self._reply_to({"take": handed})
+            for what in ("version", "digest"):
+                if taken.get(what) != handed[what]:
+                    raise GenerationFault(
+                        f"vLLM has weights of {what} {taken.get(what)}, and was given {what} {handed[what]}"
+                    )
+        self._taken, self.version = (id(engine), engine.version), engine.version
+
+    def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:
+        """Ask vLLM for one response to each prompt. Collective over the replica: no rank is ahead of its head."""
+        engine = self._engine
+        assert engine is not None, "draw before take"
+        assert order.segments is None, "the configuration refuses segments"
+        assert not order.record_kept, "the configuration refuses top-k and top-p"
+        answered = self._drawn(engine, batch, order) if engine.is_head else None
+        replica = engine.placement.replica(engine.coordinate.dp)
+        broadcast_json(
+            True, engine.placement.heads[engine.coordinate.dp], engine.groups[replica], engine.device
+        )
+        return answered
+
+    def _drawn(self, engine: Engine, batch: SampleBatch, order: Order) -> SampleBatch:
+        prompts = [prompt.tolist() for prompt in batch["prompt_ids"].to(torch.device("cpu")).split()]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        ids = torch.tensor(batch.ids, dtype=torch.int64)
+        seeds = counter_bits(order.seed, order.purpose, order.iteration, ids, lengths).tolist()
+        params = order.params
+        sampling = {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_tokens": params.min_new_tokens,
+            "stop_token_ids": list(params.stop_ids),
+            "stop": list(order.stop_strings),
+        }
+        requests = [
+            [prompt, seed, params.max_new_tokens] for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        answers = self._reply_to({"draw": {"requests": requests, "sampling": sampling}})["answers"]
+        return self._samples(engine, batch, prompts, answers)
+
+    def _samples(
+        self, engine: Engine, batch: SampleBatch, prompts: list[list[int]], answers: list[Any]
+    ) -> SampleBatch:
+        parts: dict[str, list[Tensor]] = {
+            key: [] for key in ("input_ids", "response_mask", "old_logprobs", "truncated")
+        }
+        for prompt, (tokens, logprobs, reason) in zip(prompts, answers, strict=True):
+            none = [0.0] * len(prompt)
+            parts["input_ids"].append(torch.tensor([*prompt, *tokens], dtype=torch.int64))
+            parts["response_mask"].append(torch.tensor([False] * len(prompt) + [True] * len(tokens)))
+            parts["old_logprobs"].append(torch.tensor([*none, *logprobs], dtype=engine.dtype_of_rows))
+            parts["truncated"].append(torch.tensor([reason == "length"]))
+        lengths = [len(ids) for ids in parts["input_ids"]]
+        new_tokens = sum(lengths) - sum(map(len, prompts))
+        engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
+        device = batch["prompt_ids"].values.device
+        return SampleBatch(batch.ids, {key: Packed.of(of).to(device) for key, of in parts.items()})
+
+    def _reply_to(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._process is None:
+            raise GenerationFault("the process of vLLM was ended")
+        return self._process.ask(request)
+
+    def _start(self, engine: Engine) -> None:
+        terms, on_gpu = self._terms, engine.device.type == "cuda"
+        strategy = engine.placement.strategy
+        self._process = VllmProcess(
+            terms.settings["python"],
+            {
+                "folder": str(base_of(terms.folder)),
+                "tokenizer": terms.tokenizer,
+                "dtype": terms.dtype,
+                "tokens": terms.tokens,
+                "most_tokens": terms.most_tokens,
+                "kv_bytes": terms.settings["kv_bytes"],
+                "tp": strategy.tp * strategy.pp if on_gpu else 1,
+                "sleeps": on_gpu,
+            },
+            terms.patience,
+            self.serve,
+        )
+
+    def free(self) -> None:
+        """On GPUs vLLM sleeps: its weights and caches are freed until the next `take`."""
+        if self._process is not None and self._engine is not None and self._engine.device.type == "cuda":
+            self._reply_to({"sleep": True})
+            self._taken = None
+
+    def abort(self) -> None:
+        """End the process: what waits for it raises."""
+        self._aborted = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the process, and let go of the memory of the weights."""
+        if self._process is not None:
+            self._process.close()
+        self._process = None
+        self._handover.close()

