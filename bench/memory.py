@@ -1,7 +1,7 @@
 """Peak memory of a training step on each rank, beside what the planner has room for, on CPU ranks.
 
-    python -m bench.memory [--strategies 1,1,1 2,1,1 2,1,1,sharded ...] [--layers 7] [--hidden 512] [--micro-batches 2]
-        [--recompute selective] [--smollm2]
+    python -m bench.memory [--strategies 1,1,1 2,1,1 2,1,1,sharded ...] [--layers 7] [--hidden 512]
+        [--micro-batches 2] [--recompute selective] [--smollm2]
 
 Each strategy has ranks of its own, with one thread each: they build a Llama that trains (float32, vocabulary of 4096;
 with --smollm2 the shape of SmolLM2-135M) and make two steps on 16 sequences of 128 tokens. A rank's figure is the
