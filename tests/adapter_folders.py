@@ -21,6 +21,7 @@ from tests.rlhf_tasks.settings import limits
 TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "phi3": ["qkv_proj", "o_proj", "down_proj"],
+    "gemma4_text": ["q_proj", "o_proj", "per_layer_input_gate", "per_layer_projection"],
     "gpt_oss": ["q_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
 }

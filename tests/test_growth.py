@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 313,
-    "hundreds of lines": 682,
+    "files": 314,
+    "hundreds of lines": 685,
     "lines of the longest file": 672,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 131,

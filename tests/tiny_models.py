@@ -18,6 +18,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -62,6 +63,7 @@ CONFIGS = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "gemma4_text": Gemma4TextConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
     "glm": GlmConfig,
@@ -99,7 +101,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 
-CENTRED = ("gemma", "qwen3_next", "qwen3_5")
+CENTRED = ("gemma2", "gemma3", "qwen3_next", "qwen3_5")
 """Families whose norms add 1 to their weights."""
 
 LATENT: dict[str, Any] = {
@@ -113,11 +115,55 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 14,
 }
 
+_WITHOUT: dict[str, Any] = {
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+    "enable_moe_block": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4: dict[str, dict[str, Any]] = {
+    # As its large ones: layers that attend to all tokens have larger heads, fewer KV heads, and values that are keys.
+    "dense": {
+        **_WITHOUT,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 2.0,
+    },
+    "experts": {
+        **_WITHOUT,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 14,
+    },
+    # As its small ones: the last two layers share keys and values, every layer has an input of its own.
+    "inputs": {
+        **_WITHOUT,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 5,
+        "vocab_size_per_layer_input": 64,
+    },
+}
+"""The kinds of Gemma 4. Of each, layers 0 and 2 slide."""
+
 OF_FAMILY: dict[str, dict[str, Any]] = {
     # layers 0 and 2 slide; scores and logits are large enough to be capped
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     # layers 0 and 2 slide, with rotary angles of their own
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2},
+    # one that has all that any of its kinds has
+    "gemma4_text": {
+        **{key: value for kind in GEMMA4.values() for key, value in kind.items() if value},
+        "global_head_dim": 8,
+        "rms_norm_eps": 0.1,  # as of Qwen3.5
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     # all layers but the last slide
     "olmo3": {"sliding_window": 4},
     # of a head's 8 columns, 4 rotate
@@ -231,11 +277,13 @@ def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = 
         model = scalar_model(config, **how)
     for name, parameter in model.named_parameters():
         is_norm = ("norm" in name or ".ln_" in name) and name.endswith(".weight")
-        centred = config.model_type.startswith(CENTRED) and "linear_attn" not in name
+        centred = (
+            config.model_type == "gemma" or config.model_type.startswith(CENTRED)
+        ) and "linear_attn" not in name
         offset = 1.0 if is_norm and not centred else 0.0
         parameter.data.normal_(offset, 0.3)
-    for buffer in stored_buffers(model).values():
-        buffer.normal_(0.0, 0.3)
+    for name, buffer in stored_buffers(model).items():
+        buffer.normal_(1.0 if "layer_scalar" in name else 0.0, 0.3)
     return model.eval()
 
 

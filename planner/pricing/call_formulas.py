@@ -176,7 +176,7 @@ class OnMesh:
         """Seconds to send the hidden states of `tokens` tokens to the next stage; 0 with one stage."""
         if self.strategy.pp == 1:
             return 0.0
-        size_bytes = tokens * self.local.hidden * self.workload.itemsize
+        size_bytes = tokens * self.local.message * self.workload.itemsize
         return self.exchange_s("send", 2, size_bytes, self.crossings.pp)
 
     def each_stage(self, figure: Callable[[int], float]) -> list[float]:

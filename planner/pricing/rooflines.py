@@ -6,7 +6,7 @@ form of a measured profile. The cost model does not see the difference.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 from prefect_rlhf.planner.pricing.devices import DeviceProfile
 from prefect_rlhf.rlhf_tasks.parallel.layout.family import LayerKind
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import POSITIONS, Head, ModelShape, Unit
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import KV_HEADS, POSITIONS, Head, ModelShape, Unit
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout, split
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import DELTA_CHUNK, head_flops, layer_flops
@@ -25,7 +25,8 @@ STATE_PASSES = 12
 """How often a decoding step reads or writes an element of a state: taken from its slot (2), faded (2), read by the
 key (1), its correction written (1) and added (3), read by the query (1), put back (2)."""
 
-KINDS: tuple[LayerKind, ...] = ("attention", "convolution", "delta")
+KINDS: tuple[LayerKind, ...] = ("convolution", "delta")
+"""The kinds of layers that keep no keys and values."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Sizes:
     routed                   width of the copies of a token's hidden state that its experts get; 0: one MLP, no copies
     vocab                    local rows of the vocabulary; 1 for a scalar head
     hidden, layers           of the whole model
+    message                  numbers that go from stage to stage for each token: of the largest message
     tied                     the head shares the embedding's weights: with several stages, the last one holds them too
     tp                       ranks that a layer is split over
     head_dim                 width of a KV head
@@ -69,6 +71,7 @@ class Sizes:
     routed: int
     vocab: int
     hidden: int
+    message: int
     layers: int
     tied: bool
     tp: int
@@ -173,6 +176,9 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
     positions = next((spec.size for spec in layout.parameters if spec.name == POSITIONS), 0)
     tied = any(spec.place == "ends" for spec in layout.parameters)
     passed = most(shape.intermediate) * max(1, per_token) + most(shape.shared_columns)
+    if shape.varied is not None:
+        widths = sum(map(shape.dense_width, range(shape.layers))) / shape.layers
+        passed = most(ceil(widths)) + most(shape.intermediate) * per_token
     of_mixture = shape.mixtures if shape.experts else 1.0
     return Sizes(
         layer=max(of_layer(rank) for rank in ranks),
@@ -187,6 +193,7 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
         routed=ceil(of_mixture * per_token * shape.hidden),
         vocab=1 if head == "scalar" else max(layout.units("vocab", rank).size for rank in ranks),
         hidden=shape.hidden,
+        message=_message(layout),
         layers=shape.layers,
         tied=tied,
         tp=tp,
@@ -198,6 +205,14 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
     )
 
 
+def _message(layout: Layout) -> int:
+    """The hidden state and what goes with it, between the stages of the pipeline where that is most: with a stage for
+    each layer, every place is one."""
+    deep = replace(layout.placement.strategy, pp=layout.shape.layers)
+    cut = replace(layout, placement=Placement(tuple(range(deep.size)), deep))
+    return max((cut.message(pp, 0).columns for pp in range(deep.pp - 1)), default=layout.shape.hidden)
+
+
 def _mixers(layout: Layout) -> dict[str, float]:
     """Of `Sizes`, what depends on the kinds of layers: sums over kinds, each by its share of the layers."""
     shape, ranks = layout.shape, range(layout.placement.strategy.tp)
@@ -205,9 +220,14 @@ def _mixers(layout: Layout) -> dict[str, float]:
     def most(unit: Unit) -> int:
         return max(layout.units(unit, rank).size for rank in ranks)
 
-    attends, convolves, corrects = map(shape.share, KINDS)
-    scored = most("query_head") * shape.mean_head_dim * attends
-    cached = most("kv_head") * shape.mean_head_dim * attends
+    convolves, corrects = map(shape.share, KINDS)
+    scored = most("query_head") * shape.mean_head_dim * shape.share(*KV_HEADS)
+    cached = sum(
+        most(unit) * (shape.mean_head_dim if shape.latent else shape.heads(layer).dim)
+        for layer in range(shape.layers)
+        if (unit := KV_HEADS.get(shape.kind_of(layer))) and shape.of_keys(layer)
+    )
+    cached /= shape.layers
     widths = {"query": scored, "kv": cached, "scored": scored, "cached": cached, "state": 0.0, "mixing": 0.0}
     if shape.gated_attention:
         widths["query"] += scored

@@ -56,6 +56,7 @@ def _examine(rank: int, world: int, case: Case) -> list[Finding]:
         pytest.param("gemma", r"model\.layers\.3\.mlp\.down_proj\.weight", marks=pytest.mark.whole),
         ("mixtral", r"model\.layers\.3\.block_sparse_moe\.experts\.[12]\.w2\.weight"),
         pytest.param("glm4_moe", r"model\.layers\.3\.mlp\.shared_experts.*", marks=pytest.mark.whole),
+        ("gemma4_text", r"model\.layers\.1\.layer_scalar"),
         pytest.param("gpt_oss", r"model\.layers\.2\.self_attn\.sinks", marks=pytest.mark.whole),
         pytest.param("gpt2", r"transformer\.h\.3\.attn\.c_attn\.weight", marks=pytest.mark.whole),
     ],

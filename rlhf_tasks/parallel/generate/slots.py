@@ -511,7 +511,7 @@ class Relay:
         self._stages = placement.pp_group(engine.groups.rank)
         self._pp_group = engine.groups[self._stages]
         self._pp_rank = engine.coordinate.pp
-        self._hidden = stage.layout.shape.hidden
+        self._width = stage.widths[0]
         self._dtype = stage.dtype
         self._device = stage.device
         self.is_first_stage = stage.is_first
@@ -520,13 +520,13 @@ class Relay:
         self._tokens: Tensor | None = None
 
     def receive_hidden(self, tokens: int) -> Tensor:
-        """The hidden states [tokens, hidden] from the previous stage."""
-        hidden = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
+        """The hidden states [tokens, columns] from the previous stage."""
+        hidden = torch.empty(tokens, self._width, dtype=self._dtype, device=self._device)
         dist.recv(hidden, src=self._stages[self._pp_rank - 1], group=self._pp_group)
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """Start to send hidden states [tokens, hidden] to the next stage."""
+        """Start to send hidden states [tokens, columns] to the next stage."""
         hidden = hidden.contiguous()
         work = dist.isend(hidden, dst=self._stages[self._pp_rank + 1], group=self._pp_group)
         self._in_flight.append((work, hidden))

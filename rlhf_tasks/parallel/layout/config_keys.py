@@ -12,6 +12,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.family import (
     LayerKind,
     Mixture,
     Unless,
+    VariedLayers,
     Where,
 )
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
@@ -21,7 +22,10 @@ MOST: Mapping[str, int] = {
     "hidden_size": 2**20,
     "num_attention_heads": 2**16,
     "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
+    **dict.fromkeys(("head_dim", "global_head_dim", "num_global_key_value_heads"), 2**16),
+    "num_kv_shared_layers": 4096,
+    "hidden_size_per_layer_input": 2**20,
+    "vocab_size_per_layer_input": 2**28,
     "intermediate_size": 2**24,
     "moe_intermediate_size": 2**24,
     "shared_expert_intermediate_size": 2**24,
@@ -37,6 +41,9 @@ MOST: Mapping[str, int] = {
 }
 """Upper bounds that no real model reaches. A larger figure is a mistake and could exhaust memory: each layer has a
 dozen objects here."""
+
+
+_GEMMA4_HEAD_DIM, _GEMMA4_KV_HEADS = 256, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +165,8 @@ class ConfigKeys:
         """A whole number from 0."""
         names = self.keys.get(key, (key,))
         zero = any(type(self.config.get(name)) is int and self.config[name] == 0 for name in names)
-        return 0 if zero else self.count(key, default)
+        absent = default == 0 and all(self.config.get(name) is None for name in names)
+        return 0 if zero or absent else self.count(key, default)
 
     def head_norms(self, known: HeadNorms | Where | None) -> HeadNorms | None:
         if isinstance(known, Where):
@@ -180,6 +188,63 @@ class ConfigKeys:
             )
         dims = self.count("linear_key_head_dim", 128), self.count("linear_value_head_dim", 128)
         return DeltaHeads(keys, values // keys, *dims)
+
+    def mixture(self, known: Mixture | None) -> Mixture | None:
+        """The family's experts, or None where the config says that this model has none."""
+        without = known is not None and known.beside is not None and not self.flag(known.beside, False)
+        return None if without else known
+
+    def varied(self, kinds: Sequence[LayerKind], vocab: int) -> VariedLayers:
+        """How layers differ. Sizes of heads are keys of their own, or overrides for layers by their numbers."""
+        values_are_keys = self.flag("attention_k_eq_v", False)
+        kv_heads = self.count("num_key_value_heads", _GEMMA4_KV_HEADS)
+        overrides = self._overrides(kinds)
+        if overrides is not None:
+            read = ConfigKeys({"head_dim": self.config.get("head_dim"), **overrides}, self.source, {})
+            head_dim = read.count("head_dim", _GEMMA4_HEAD_DIM)
+            kv_heads = read.count("num_key_value_heads", kv_heads)
+        else:
+            head_dim = self.count("global_head_dim", 512)
+            if values_are_keys:
+                kv_heads = self.count("num_global_key_value_heads", kv_heads)
+        if kinds[-1] != "global":
+            raise ConfigError(
+                f"Model {self.source!r}: the last of layer_types in its config is not full_attention, as the last "
+                "layer of a Gemma 4 is."
+            )
+        sharing = self._number("num_kv_shared_layers", 0)
+        if sharing and set(kinds[: len(kinds) - sharing]) != set(kinds):
+            raise ConfigError(
+                f"Model {self.source!r}: num_kv_shared_layers={sharing} in its config leaves no layer of some kind "
+                f"whose keys and values its {len(kinds)} layers could share. Write a smaller number."
+            )
+        tokens = self.count("vocab_size_per_layer_input", 262_144)
+        inputs = self._number("hidden_size_per_layer_input", 256)
+        if inputs and tokens < vocab:
+            raise ConfigError(
+                f"Model {self.source!r}: vocab_size_per_layer_input={tokens} in its config is less than its "
+                f"{vocab} tokens."
+            )
+        doubled = self.flag("use_double_wide_mlp", False)
+        return VariedLayers(head_dim, kv_heads, values_are_keys, sharing, doubled, inputs, tokens)
+
+    def _overrides(self, kinds: Sequence[LayerKind]) -> Mapping[str, Any] | None:
+        """What `per_layer_config` says of the layers of kind "global"; None where there is no such key. It must say
+        the same of all of them, and of others nothing."""
+        overrides: Any = self.config.get("per_layer_config")
+        if overrides is None:
+            return None
+        by_layer = cast(Mapping[Any, Any], overrides) if isinstance(overrides, Mapping) else {"": overrides}
+        named = {str(number): sizes for number, sizes in by_layer.items()}
+        wide = [str(number) for number, kind in enumerate(kinds) if kind == "global"]
+        first: Any = named.get(wide[0], {}) if wide else {}
+        known = isinstance(first, Mapping) and first.keys() <= {"head_dim", "num_key_value_heads"}
+        if not known or named.keys() - set(wide) or any(named.get(number, {}) != first for number in wide):
+            raise ConfigError(
+                f"Model {self.source!r}: per_layer_config={shown(cast(Any, overrides))} in its config is not "
+                "head_dim and num_key_value_heads of all layers of full_attention, and of no others."
+            )
+        return cast(Mapping[str, Any], first)
 
     def flag(self, key: str, default: bool) -> bool:
         names = self.keys.get(key, (key,))

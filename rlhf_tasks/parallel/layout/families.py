@@ -102,6 +102,11 @@ _QWEN3_5 = Family(
     gated_attention=True,
 )
 
+
+def _gemma4_kinds(config: Mapping[str, Any], layers: int) -> list[LayerKind]:
+    return ["global" if (i + 1) % 6 == 0 or i == layers - 1 else "attention" for i in range(layers)]
+
+
 _LFM2 = Family(
     "LFM2",
     qk_norm="each head",
@@ -149,6 +154,22 @@ FAMILIES: Mapping[str, Family] = {
             "num_attention_heads": 8,
             "max_position_embeddings": 131072,
         },
+    ),
+    "gemma4_text": replace(
+        _GEMMA2,
+        title="Gemma 4 (text)",
+        qk_norm="each head",
+        kinds=Kinds({"sliding_attention": "attention", "full_attention": "global"}, _gemma4_kinds),
+        varied=True,
+        mixture=Mixture(
+            "moe_intermediate_size",
+            count=0,
+            per_token=0,
+            router="router",
+            shared=SharedExperts("", columns="intermediate_size"),
+            beside="enable_moe_block",
+        ),
+        keys={"num_experts_per_tok": ("top_k_experts",)},
     ),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, title="OLMo 3"),

@@ -80,6 +80,8 @@ class Mixture:
     groups           default numbers of groups, and of those that a token chooses experts of
     grouped          scores are sigmoids; a token chooses groups of experts first, and a further number of each expert
                      counts in its choice (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
+    beside           the config key that says whether there are experts; they stand beside the layer's MLP, and have
+                     norms and a router of their own (Gemma 4). None: there are, in the MLP's place
     """
 
     width: str
@@ -98,11 +100,13 @@ class Mixture:
     groups: tuple[int, int] = (1, 1)
     correction: str = "gate.e_score_correction_bias"
     least_sum: float = 1e-20
+    beside: str | None = None
 
 
-LayerKind = Literal["attention", "delta", "convolution"]
+LayerKind = Literal["attention", "global", "delta", "convolution"]
 """What mixes the tokens of a sequence in a layer, and so what generation keeps of a sequence: the keys and values of
-all its tokens; a state of the gated delta rule and the last inputs of a convolution; the latter alone."""
+all its tokens ("global": of heads that have sizes of their own); a state of the gated delta rule and the last inputs
+of a convolution; the latter alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,27 @@ class DeltaHeads:
     def state(self) -> int:
         """Elements of a sequence's state."""
         return self.heads * self.group * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class VariedLayers:
+    """How the layers of a Gemma 4 differ from each other, and what they are given besides hidden states.
+
+    head_dim, kv_heads  of layers of the kind "global", which attend to all tokens; the others see a window
+    values_are_keys     in these layers, values are what keys are made of: there is no v_proj
+    sharing             so many last layers attend to the keys and values of the last layer of their kind before them
+    doubled             the MLPs of these layers have twice the columns
+    inputs              columns of the further input of a token that each layer has; 0: none has one
+    vocab               tokens of the embedding of these inputs
+    """
+
+    head_dim: int
+    kv_heads: int
+    values_are_keys: bool
+    sharing: int
+    doubled: bool
+    inputs: int
+    vocab: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +204,7 @@ class Family:
     columns_per_hidden            default columns of the MLP, in hidden sizes; None: the config must say
     columns                       columns of the MLP, told the config and its `intermediate_size`; None: as many
     kinds                         the kinds of layers; None: attention alone
+    varied                        its layers differ as `VariedLayers` says
     gated_attention               each head's query is followed by a gate of the head's output
     sorted_by_heads               delta layers have two input projections, whose rows are sorted by key heads; False:
                                   a packed one of query, key and value, and one each of gate, beta and decay
@@ -213,6 +239,7 @@ class Family:
     columns_per_hidden: int | None = None
     columns: Callable[[Mapping[str, Any], int], int] | None = None
     kinds: Kinds | None = None
+    varied: bool = False
     gated_attention: bool = False
     sorted_by_heads: bool = False
     names: Names = Names()

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
-from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family, Latent, Mixture
+from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family, Latent, Mixture, VariedLayers
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
     CORRECTION,
+    FACTOR,
+    KV_HEADS,
     FileTensor,
     ModelShape,
     ParameterSpec,
@@ -17,7 +19,10 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
 def layer_parameters(shape: ModelShape, layer: int, family: Family) -> list[ParameterSpec]:
     """Those of one layer, in the order of the forward pass."""
     prefix = f"model.layers.{layer}."
-    query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    heads, kind, varied = shape.heads(layer), shape.kind_of(layer), shape.varied
+    query, kv = shape.query_heads * heads.dim, heads.kv * heads.dim
+    of_kv = KV_HEADS.get(kind, "kv_head")
+    of_keys = shape.of_keys(layer)
     names, attention = family.names, family.names.attention
     per_head = 2 if shape.gated_attention else 1  # queries, and gates
 
@@ -29,14 +34,14 @@ def layer_parameters(shape: ModelShape, layer: int, family: Family) -> list[Para
         partial: bool = False,
     ) -> ParameterSpec:
         rows = 0 if shard_dim is None else dims[shard_dim]
-        units = {"query_head": shape.query_heads, "kv_head": shape.kv_heads}
+        units = {"query_head": shape.query_heads, of_kv: heads.kv}
         units["delta_head"] = shape.delta.heads if shape.delta else rows
         unit_size = rows // units.get(unit, rows) if unit else 1
         return ParameterSpec(prefix + name, dims, "layer", layer, shard_dim, unit, unit_size, partial)
 
     def linear(name: str, out: int, into: int, unit: Unit, split: int, bias: bool) -> list[ParameterSpec]:
         """A column-parallel (split=0) or row-parallel (split=1) linear module."""
-        partial = unit == "kv_head"
+        partial = unit in KV_HEADS.values()
         specs = [spec(f"{name}.weight", (out, into), split, unit, partial)]
         if bias:  # of a row-parallel one, every rank holds all of it
             how = (0, unit) if split == 0 else (None, None)
@@ -50,16 +55,21 @@ def layer_parameters(shape: ModelShape, layer: int, family: Family) -> list[Para
     q_norm, k_norm = (f"{attention}.{name}.weight" for name in (names.q_norm, names.k_norm))
     head_norms = {
         None: [],
-        "each head": [spec(name, (shape.head_dim,), partial=True) for name in (q_norm, k_norm)],
+        "each head": [
+            spec(name, (heads.dim,), partial=True) for name in ((q_norm, k_norm) if of_keys else (q_norm,))
+        ],
         "all heads": [
             spec(q_norm, (query,), 0, "query_head"),
-            spec(k_norm, (kv,), 0, "kv_head", partial=True),
+            spec(k_norm, (kv,), 0, of_kv, partial=True),
         ],
     }[shape.qk_norm]
     into_heads = [
         *linear(f"{attention}.q_proj", query * per_head, shape.hidden, "query_head", 0, shape.qkv_bias),
-        *linear(f"{attention}.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
-        *linear(f"{attention}.v_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
+        *(
+            part
+            for name in of_keys
+            for part in linear(f"{attention}.{name}", kv, shape.hidden, of_kv, 0, shape.qkv_bias)
+        ),
     ]
     if "qkv" in shape.packed:
         into_heads = _packed(into_heads, names.qkv)
@@ -87,7 +97,9 @@ def layer_parameters(shape: ModelShape, layer: int, family: Family) -> list[Para
     sinks = spec(f"{attention}.sinks", (shape.query_heads,), 0, "query_head")
     mixture = family.mixture if shape.has_experts(layer) else None
     if mixture is None:
-        columns = mlp(names.mlp, shape.dense_columns if shape.experts else shape.intermediate)
+        columns = mlp(names.mlp, shape.dense_width(layer))
+    elif mixture.beside is not None:
+        columns = [*mlp(names.mlp, shape.dense_width(layer)), *_experts_beside(shape, layer)]
     else:
         columns = _mixture(shape, mixture, layer, names.mlp)
         if mixture.shared is not None and shape.shared_columns:
@@ -100,11 +112,11 @@ def layer_parameters(shape: ModelShape, layer: int, family: Family) -> list[Para
     ]
 
     others = {"convolution": _convolution, "delta": _delta}
-    kind = shape.kind_of(layer)
     return [
-        *(attends if kind == "attention" else others[kind](shape, spec, linear)),
+        *(attends if kind in KV_HEADS else others[kind](shape, spec, linear)),
         *columns,
         *(spec for name in shape.norms for spec in norm(name, shape.hidden)),
+        *([] if varied is None else _further(shape, varied, spec)),
     ]
 
 
@@ -179,6 +191,55 @@ def _delta(shape: ModelShape, spec: _Spec, linear: _Linear) -> list[ParameterSpe
         spec(f"{block}.A_log", (values,), 0, "delta_head"),
         spec(f"{block}.norm.weight", (delta.value_dim,), partial=True),
         *linear(f"{block}.out_proj", hidden, widths["value"], "delta_head", 1, False),
+    ]
+
+
+def _further(shape: ModelShape, varied: VariedLayers, spec: _Spec) -> list[ParameterSpec]:
+    """What else a layer of Gemma 4 has. Every rank computes all of it, so each has its whole gradient."""
+    specs: list[ParameterSpec] = []
+    if shape.experts:
+        norms = (
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        )
+        specs += [spec(f"{name}.weight", (shape.hidden,)) for name in norms]
+    if varied.inputs:
+        specs += [
+            spec("per_layer_input_gate.weight", (varied.inputs, shape.hidden)),
+            spec("per_layer_projection.weight", (shape.hidden, varied.inputs)),
+            spec("post_per_layer_input_norm.weight", (shape.hidden,)),
+        ]
+    return [*specs, spec(FACTOR, (1,))]
+
+
+def _experts_beside(shape: ModelShape, layer: int) -> list[ParameterSpec]:
+    """The router of Gemma 4 and its experts, whose gates and columns files hold one after the other."""
+    prefix = f"model.layers.{layer}."
+    experts, columns, hidden = shape.experts, shape.intermediate, shape.hidden
+
+    def whole(name: str, *dims: int) -> ParameterSpec:
+        return ParameterSpec(
+            prefix + name,
+            dims,
+            "layer",
+            layer,
+            partial_gradient=True,
+            packed=FileTensor(prefix + name, dims, 0),
+        )
+
+    def of_columns(name: str, dim: int, *dims: int, packed: FileTensor | None = None) -> ParameterSpec:
+        return ParameterSpec(f"{prefix}experts.{name}", dims, "layer", layer, dim, "column", packed=packed)
+
+    into = (experts, columns, hidden)
+    gate = FileTensor(f"{prefix}experts.gate_up_proj", (experts, 2 * columns, hidden), 0, dim=1)
+    return [
+        whole("router.proj.weight", experts, hidden),
+        whole("router.scale", hidden),
+        whole("router.per_expert_scale", experts),
+        of_columns("gate_proj", 1, *into, packed=gate),
+        of_columns("up_proj", 1, *into, packed=gate._replace(start=columns)),
+        of_columns("down_proj", 2, experts, hidden, columns),
     ]
 
 

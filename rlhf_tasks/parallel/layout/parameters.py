@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
-from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family
+from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family, VariedLayers
 from prefect_rlhf.rlhf_tasks.parallel.layout.layers import layer_parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
     POSITIONS,
@@ -79,7 +79,8 @@ def trained_parameters(shape: ModelShape, head: Head, lora: Lora) -> tuple[Param
         if not (spec.is_linear and spec.module in lora.targets):
             continue
         (out, into), module = spec.shape, spec.name.removesuffix(".weight")
-        sharded, whole = spec, replace(spec, shard_dim=None, unit=None, unit_size=1, partial_gradient=True)
+        partial = spec.partial_gradient or spec.shard_dim is not None
+        sharded, whole = spec, replace(spec, shard_dim=None, unit=None, unit_size=1, partial_gradient=partial)
         a, b = (whole, sharded) if spec.shard_dim == 0 else (sharded, whole)
         for part, holder, dims in (("lora_A", a, (lora.rank, into)), ("lora_B", b, (out, lora.rank))):
             stored = spec.packed and FileTensor(
@@ -105,6 +106,8 @@ def parameters(shape: ModelShape, head: Head) -> tuple[ParameterSpec, ...]:
     specs = [embedding]
     if shape.learned_positions:
         specs.append(ParameterSpec(POSITIONS, (shape.context, shape.hidden), "first"))
+    if shape.varied is not None and shape.varied.inputs:
+        specs += _inputs_of_layers(shape, shape.varied)
     for layer in range(shape.layers):
         specs += layer_parameters(shape, layer, family)
     norm = ("weight", "bias") if shape.norm_bias else ("weight",)
@@ -115,6 +118,17 @@ def parameters(shape: ModelShape, head: Head) -> tuple[ParameterSpec, ...]:
         dims = (shape.vocab, shape.hidden)
         specs.append(ParameterSpec("lm_head.weight", dims, "last", shard_dim=0, unit="vocab"))
     return tuple(_in_files(spec, family) for spec in specs)
+
+
+def _inputs_of_layers(shape: ModelShape, varied: VariedLayers) -> list[ParameterSpec]:
+    """What the first stage computes the further inputs of all layers from."""
+    columns = shape.layers * varied.inputs
+    embedding = "model.embed_tokens_per_layer.weight"
+    return [
+        ParameterSpec(embedding, (varied.vocab, columns), "first", shard_dim=0, unit="vocab"),
+        ParameterSpec("model.per_layer_model_projection.weight", (columns, shape.hidden), "first"),
+        ParameterSpec("model.per_layer_projection_norm.weight", (varied.inputs,), "first"),
+    ]
 
 
 def _in_files(spec: ParameterSpec, family: Family) -> ParameterSpec:

@@ -136,7 +136,8 @@ def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
             f"Model {source!r} has quantised weights (quantization_config), which cannot be trained. "
             "Save it unquantised."
         )
-    if config.get("use_bidirectional_attention"):
+    # Gemma 4's "vision" is said of the tokens of images alone.
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ConfigError(f"Model {source!r} has use_bidirectional_attention. Use a causal decoder.")
 
 

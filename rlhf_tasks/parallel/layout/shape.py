@@ -18,15 +18,27 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.family import (
     Latent,
     LayerKind,
     Packing,
+    VariedLayers,
 )
 from prefect_rlhf.rlhf_tasks.parallel.layout.recognition import family_of, kinds_of
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
-Unit = Literal["query_head", "kv_head", "column", "vocab", "channel", "delta_head"]
-"""The units that a sharded dim consists of. A unit is never divided between tp ranks."""
+Unit = Literal["query_head", "kv_head", "global_kv_head", "column", "vocab", "channel", "delta_head"]
+"""The units that a sharded dim consists of. A unit is never divided between tp ranks. KV heads of layers of the kind
+"global" may be other ones than those of the rest."""
+
+KV_HEADS: Mapping[LayerKind, Unit] = {"attention": "kv_head", "global": "global_kv_head"}
+"""The kinds of layers that keep keys and values."""
 
 StagePlace = Literal["layer", "first", "last", "ends"]
 """Which stages hold a parameter: its layer's, the first, the last, or first and last (tied embeddings)."""
+
+
+class Heads(NamedTuple):
+    """KV heads of a layer, and columns of a head."""
+
+    kv: int
+    dim: int
 
 
 class FileTensor(NamedTuple):
@@ -125,6 +137,9 @@ Recompute = Literal["none", "selective", "full"]
 CORRECTION = "e_score_correction_bias"
 """What counts in the choice of an expert besides its score. It has no gradient."""
 
+FACTOR = "layer_scalar"
+"""What the output of a layer of Gemma 4 is multiplied by. It has no gradient."""
+
 POSITIONS = "model.embed_positions.weight"
 """The embedding of positions, of models that have one."""
 
@@ -144,6 +159,7 @@ class ModelShape:
     kernel             tokens that a layer's causal convolution reads, the current one included; 0: no layer has one
     convolution_bias   the convolutions, and the linear modules around them, have biases
     delta              heads of the layers with the gated delta rule; None: there are no such layers
+    varied             how layers differ otherwise; None: they do not
     latent             sizes of latent attention; a query rank of 0: queries are computed from the hidden state
     Further fields are as in `Family`.
     """
@@ -178,6 +194,7 @@ class ModelShape:
     kernel: int = 0
     convolution_bias: bool = False
     delta: DeltaHeads | None = None
+    varied: VariedLayers | None = None
     gated_attention: bool = False
     sorted_by_heads: bool = False
 
@@ -185,9 +202,9 @@ class ModelShape:
         """What mixes tokens in a layer."""
         return self.kinds[layer % len(self.kinds)] if self.kinds else "attention"
 
-    def share(self, kind: LayerKind) -> float:
-        """The share of layers of a kind."""
-        return sum(self.kind_of(layer) == kind for layer in range(self.layers)) / self.layers
+    def share(self, *kinds: LayerKind) -> float:
+        """The share of layers of some kinds."""
+        return sum(self.kind_of(layer) in kinds for layer in range(self.layers)) / self.layers
 
     @property
     def most_tp(self) -> int:
@@ -198,7 +215,35 @@ class ModelShape:
     @property
     def keeps_states(self) -> bool:
         """Whether generation keeps more of a sequence than the keys and values of its tokens."""
-        return any(kind != "attention" for kind in self.kinds)
+        return any(kind not in KV_HEADS for kind in self.kinds)
+
+    def heads(self, layer: int) -> Heads:
+        """KV heads of a layer that attends, and columns of a head."""
+        if self.varied is not None and self.kind_of(layer) == "global":
+            return Heads(self.varied.kv_heads, self.varied.head_dim)
+        return Heads(self.kv_heads, self.head_dim)
+
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to: itself, unless it shares those of another."""
+        first_sharing = self.layers - (0 if self.varied is None else self.varied.sharing)
+        if layer < first_sharing:
+            return layer
+        return max(other for other in range(first_sharing) if self.kind_of(other) == self.kind_of(layer))
+
+    def of_keys(self, layer: int) -> tuple[str, ...]:
+        """The linear modules of a layer's keys and values; none where it has those of another layer."""
+        if self.keys_of(layer) != layer:
+            return ()
+        without = self.varied is not None and self.varied.values_are_keys and self.kind_of(layer) == "global"
+        return ("k_proj",) if without else ("k_proj", "v_proj")
+
+    def dense_width(self, layer: int) -> int:
+        """Columns of a layer's MLP, beside or in place of experts."""
+        columns = self.intermediate
+        if self.experts:
+            columns = self.shared_columns if self.varied is not None else self.dense_columns
+        doubled = self.varied is not None and self.varied.doubled and self.keys_of(layer) != layer
+        return 2 * columns if doubled else columns
 
     @staticmethod
     def from_config(
@@ -217,7 +262,7 @@ class ModelShape:
         family = family_of(config, source, weights)
         read = ConfigKeys(config, source, family.keys, family.omitted)
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
-        mixture = family.mixture
+        mixture = read.mixture(family.mixture)
         experts, per_token = (0, 0) if mixture is None else read.experts(mixture)
         columns = None if family.columns_per_hidden is None else family.columns_per_hidden * hidden
         layers = read.count("num_hidden_layers")
@@ -261,6 +306,7 @@ class ModelShape:
             kernel=read.kernel(kinds),
             convolution_bias="convolution" in kinds and read.flag("conv_bias", False),
             delta=read.delta_heads() if "delta" in kinds else None,
+            varied=read.varied(kinds, read.count("vocab_size")) if family.varied else None,
             gated_attention=family.gated_attention,
             sorted_by_heads=family.sorted_by_heads,
         )
@@ -268,17 +314,20 @@ class ModelShape:
             raise ConfigError(
                 f"Model {source!r}: its hidden size {hidden} is not a multiple of {heads} heads."
             )
-        if shape.query_heads % shape.kv_heads:
-            raise ConfigError(
-                f"Model {source!r}: {heads} query heads are not a multiple of {shape.kv_heads} KV heads."
-            )
+        for kv_heads in dict.fromkeys((shape.kv_heads, shape.varied.kv_heads if shape.varied else 1)):
+            if heads % kv_heads:
+                raise ConfigError(
+                    f"Model {source!r}: {heads} query heads are not a multiple of {kv_heads} KV heads."
+                )
         return shape
 
     @property
     def mean_head_dim(self) -> int:
-        """Columns of a head: of query and key, and of value, on average."""
-        value = self.head_dim if self.latent is None else self.latent.value
-        return math.ceil((self.head_dim + value) / 2)
+        """Columns of a head of the layers that attend: of query and key, and of value, on average."""
+        if self.latent is not None:
+            return math.ceil((self.head_dim + self.latent.value) / 2)
+        attending = [layer for layer in range(self.layers) if self.kind_of(layer) in KV_HEADS]
+        return math.ceil(sum(self.heads(layer).dim for layer in attending) / max(1, len(attending)))
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of one MLP."""

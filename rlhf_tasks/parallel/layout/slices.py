@@ -12,7 +12,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, parameters, trained_parameters
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape, ParameterSpec, Unit
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import (
+    KV_HEADS,
+    Head,
+    Heads,
+    ModelShape,
+    ParameterSpec,
+    Unit,
+)
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 
@@ -45,6 +52,25 @@ class Shared(NamedTuple):
     devices: tuple[int, ...]
 
 
+class Message(NamedTuple):
+    """What goes from stage to stage for each token: its hidden state, inputs of later layers, keys and values.
+
+    inputs  columns of a layer's input; later: the numbers of the layers that have one
+    keys    number of a layer -> those of its KV heads that the device holds: later layers share their keys and values
+    """
+
+    hidden: int
+    inputs: int
+    later: tuple[int, ...]
+    keys: Mapping[int, Heads]
+
+    @property
+    def columns(self) -> int:
+        """Numbers for each token."""
+        of_keys = sum(2 * heads.kv * heads.dim for heads in self.keys.values())
+        return self.hidden + self.inputs * len(self.later) + of_keys
+
+
 def split(length: int, parts: int, index: int) -> Interval:
     """Part number `index` of `length` rows that are cut into `parts` at floor(i * length / parts)."""
     return Interval(index * length // parts, (index + 1) * length // parts)
@@ -61,7 +87,7 @@ def check_context_parallel(shape: ModelShape, strategy: ParallelStrategy) -> Non
             f"cp={strategy.cp} exceeds the {heads} query heads that a tp rank has of the model's {shape.query_heads} "
             f"(tp={strategy.tp}). Choose a smaller cp or tp."
         )
-    kinds = sorted({shape.kind_of(layer) for layer in range(shape.layers)} - {"attention"})
+    kinds = sorted({shape.kind_of(layer) for layer in range(shape.layers)} - set(KV_HEADS))
     if kinds:
         raise ValueError(
             f"cp={strategy.cp} divides the tokens of a sequence, but {shape.family} has layers that pass a state "
@@ -129,8 +155,9 @@ class Layout:
     def units(self, unit: Unit, tp_rank: int) -> Interval:
         """The query heads, KV heads, columns or tokens of the vocabulary that a tp rank holds."""
         tp, shape = self.placement.strategy.tp, self.shape
-        if unit == "kv_head":
-            heads, group = split(shape.query_heads, tp, tp_rank), shape.query_heads // shape.kv_heads
+        if unit in ("kv_head", "global_kv_head"):
+            kv_heads = shape.varied.kv_heads if shape.varied and unit == "global_kv_head" else shape.kv_heads
+            heads, group = split(shape.query_heads, tp, tp_rank), shape.query_heads // kv_heads
             return Interval(heads.start // group, -(-heads.stop // group))
         totals = {
             "query_head": shape.query_heads,
@@ -145,16 +172,29 @@ class Layout:
         """The rows of a parameter that a tp rank holds, on a stage that holds it; all rows if it is not sharded."""
         if spec.unit is None:
             return Interval(0, spec.length)
-        if spec.unit == "column":  # MLPs of different widths
+        if spec.unit in ("column", "vocab"):  # MLPs of different widths, embeddings of different vocabularies
             return split(spec.length, self.placement.strategy.tp, tp_rank)
         units = self.units(spec.unit, tp_rank)
         return Interval(units.start * spec.unit_size, units.stop * spec.unit_size)
 
-    def kv_head_map(self, tp_rank: int) -> tuple[int, ...]:
+    def kv_head_map(self, tp_rank: int, layer: int = 0) -> tuple[int, ...]:
         """The local KV head of each local query head of a tp rank: one entry per query head."""
-        group = self.shape.query_heads // self.shape.kv_heads
-        first = self.units("kv_head", tp_rank).start
+        group = self.shape.query_heads // self.shape.heads(layer).kv
+        first = self.units(KV_HEADS.get(self.shape.kind_of(layer), "kv_head"), tp_rank).start
         return tuple(head // group - first for head in range(*self.units("query_head", tp_rank)))
+
+    def message(self, pp_rank: int, tp_rank: int) -> Message:
+        """What a device gives the one of the next stage for each token."""
+        shape, last = self.shape, self.stage_layers(pp_rank).stop - 1
+        later = range(last + 1, shape.layers)
+        sources = sorted({shape.keys_of(layer) for layer in later if shape.keys_of(layer) <= last})
+
+        def kept(layer: int) -> Heads:
+            unit = KV_HEADS[shape.kind_of(layer)]
+            return shape.heads(layer)._replace(kv=self.units(unit, tp_rank).size)
+
+        inputs = shape.varied.inputs if shape.varied else 0
+        return Message(shape.hidden, inputs, tuple(later), {layer: kept(layer) for layer in sources})
 
     # Holdings
 

@@ -433,13 +433,19 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def _idle_layers(folder: Path, specs: Collection[ParameterSpec]) -> tuple[str, ...]:
-    """How the names begin of layers after the last one that predict further tokens (num_nextn_predict_layers). They
-    take no part in a model's logits, and transformers reads none of them."""
+    """How the names begin of layers after the last one that predict further tokens (num_nextn_predict_layers), and of
+    keys and values in layers that share those of others (num_kv_shared_layers). They take no part in a model's
+    logits, and transformers reads none of them."""
     layers = max((spec.layer for spec in specs if spec.layer is not None), default=-1) + 1
     config = language_config(_config_of(folder))
     further = config.get("num_nextn_predict_layers")
     count = further if type(further) is int and 0 <= further <= layers else 0
-    return tuple(name for i in range(count) for name in names_in_files(f"model.layers.{layers + i}."))
+    shared = config.get("num_kv_shared_layers")
+    sharing = range(layers - shared, layers) if type(shared) is int and 0 <= shared <= layers else ()
+    begins = [f"model.layers.{layers + i}." for i in range(count)]
+    for part in ("k_proj", "v_proj", "k_norm", "v_norm"):
+        begins += [f"model.layers.{i}.self_attn.{part}." for i in sharing]
+    return tuple(name for begin in begins for name in names_in_files(begin))
 
 
 def beside_weights(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora, parameters, trained_parameters
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import KV_HEADS, Head, ModelShape
 
 TRAINING = 3  # cost of a forward and a backward pass, in forward passes
 
@@ -96,7 +96,7 @@ def _layers_flops(
     shape: ModelShape, head: Head, tokens: int, lora: Lora | None, states: bool = True
 ) -> float:
     size = layers_size(shape, head) + (0 if lora is None else layers_size(shape, head, lora))
-    query = shape.query_heads * shape.mean_head_dim * shape.share("attention")
+    query = shape.query_heads * shape.mean_head_dim * shape.share(*KV_HEADS)
     state = shape.delta.state * shape.share("delta") if shape.delta and states else 0.0
     return shape.layers * layer_flops(tokens, tokens / 2, size / shape.layers, query, state)
 

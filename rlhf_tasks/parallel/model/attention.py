@@ -93,7 +93,9 @@ def packed_attention(
     Where sequences share first tokens (`micro.shared`), T is C here: the tokens that are computed.
 
     module          the attention module, with `layer_idx`, `kv_index` (see the function `kv_index`) and, where cp
-                    ranks divide the tokens, `context`: then T is this rank's rows
+                    ranks divide the tokens, `context`: then T is this rank's rows; where layers share keys and
+                    values, also `keys_of`, the layer whose keys it is given, and `writes_keys`, True for the first of
+                    these on a stage
     query           [1, heads, T, head_dim], this rank's heads, after rotary embedding
     key, value      [1, KV heads, T, head_dim], likewise
     scaling         factor on the scores
@@ -116,8 +118,9 @@ def packed_attention(
         assert cache is None, "a cache has all tokens of its sequences"
         key, value = micro.shared.whole(key, 2), micro.shared.whole(value, 2)
     if cache is not None:
-        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-        cache.write(layer, *(x[0, :, : micro.tokens].transpose(0, 1) for x in (key, value)))
+        layer = cast(int, getattr(module, "keys_of", module.layer_idx))
+        if getattr(module, "writes_keys", True):
+            cache.write(layer, *(x[0, :, : micro.tokens].transpose(0, 1) for x in (key, value)))
         if cache.continues:
             runs = cache.read(layer, sliding_window)
             t = query.shape[2] // sum(len(keys) for keys, _, _ in runs)

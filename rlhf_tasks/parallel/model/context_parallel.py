@@ -9,6 +9,7 @@ What a loss reads of each token is gathered over the group, in the order of the 
 loss, and its backward pass takes only its own tokens' part: the gradients of the group's ranks add up to the whole.
 """
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -39,12 +40,22 @@ class ContextRanks:
             devices.index(device) for device in sorted(devices)
         ]  # cp ranks, as the group numbers them
         self._numbers = [self._in_group.index(rank) for rank in range(self._cp)]  # the reverse
-        kv_of = layout.kv_head_map(at.tp)
+        self._layout, self._tp_rank, self._device = layout, at.tp, groups.device
+        self._divide_heads(layout.kv_head_map(at.tp))
+
+    def _divide_heads(self, kv_of: tuple[int, ...]) -> None:
+        """kv_of: the local KV head of each query head."""
         self._heads = [split(len(kv_of), self._cp, rank) for rank in range(self._cp)]
         self._kv_heads = [Interval(kv_of[h.start], kv_of[h.stop - 1] + 1) for h in self._heads]
         mine, kv = self._heads[self._rank], self._kv_heads[self._rank]
         self.heads = slice(*mine)
-        self.kv_index = kv_index(tuple(kv_of[head] - kv.start for head in range(*mine)), groups.device)
+        self.kv_index = kv_index(tuple(kv_of[head] - kv.start for head in range(*mine)), self._device)
+
+    def of_layer(self, layer: int) -> "ContextRanks":
+        """The same in a layer, whose KV heads may be other ones (Gemma 4)."""
+        divided = copy(self)
+        divided._divide_heads(self._layout.kv_head_map(self._tp_rank, layer))
+        return divided
 
     @classmethod
     def of(cls, layout: Layout, groups: ProcessGroups) -> "ContextRanks | None":

@@ -69,11 +69,25 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
 
 
-def own_norm(theirs: Any, offset: float) -> RMSNorm | nn.LayerNorm:
+class UnscaledNorm(nn.Module):
+    """Root mean square norm without weights, computed as `RMSNorm` is."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        return F.rms_norm(x, x.shape[-1:], None, self.eps)
+
+
+def own_norm(theirs: Any, offset: float) -> RMSNorm | UnscaledNorm | nn.LayerNorm:
     """A norm that computes what one of transformers does, on the meta device.
 
     offset  as from `norm_offset`
     """
+    if not any(True for _ in theirs.parameters()):
+        return UnscaledNorm(_eps(theirs))
     if _is_centred(type(theirs)):
         bias = getattr(theirs, "bias", None) is not None
         return nn.LayerNorm(theirs.weight.shape[0], _eps(theirs), bias=bias, device="meta")

@@ -43,17 +43,17 @@ _SUM = "c10d::allreduce_"
 
 
 def recomputing(
-    recompute: Recompute, layer: Callable[[Tensor], Tensor], hidden: Tensor, adapter_rank: int = 0
-) -> Tensor:
+    recompute: Recompute, layer: Callable[..., Any], *inputs: Tensor, adapter_rank: int = 0
+) -> Any:
     """A layer's output, of which its backward pass recomputes what `recompute` says.
 
-    hidden        the layer's input, any shape
+    inputs        all tensors that the layer depends on besides its parameters: hidden states first
     adapter_rank  products over at most so many columns (those of adapters) are cheap, and recomputed
     """
     if recompute == "none" or not torch.is_grad_enabled():
-        return layer(hidden)
+        return layer(*inputs)
     # Autograd repeats a pass outside the function modes of its backward pass, so both passes enter this one anew.
-    same = partial(products, hidden.device, hidden.dtype)
+    same = partial(products, inputs[0].device, inputs[0].dtype)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         if recompute == "full":
@@ -61,7 +61,7 @@ def recomputing(
         kept: deque[tuple[Any, Any]] = deque()
         return _both(same(), _Keeping(kept, adapter_rank)), _both(same(), _Taking(kept, adapter_rank))
 
-    return checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 @contextmanager

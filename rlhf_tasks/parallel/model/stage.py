@@ -28,7 +28,8 @@ from prefect_rlhf.rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_i
 from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
 from prefect_rlhf.rlhf_tasks.parallel.model.convolutions import Channels, ShortConvolution
 from prefect_rlhf.rlhf_tasks.parallel.model.delta_rule import GatedDeltaNet, GatedNorm
-from prefect_rlhf.rlhf_tasks.parallel.model.norms import NormOverRanks, RMSNorm, norm_offset, own_norm
+from prefect_rlhf.rlhf_tasks.parallel.model.gemma4 import Along, ScaledRouter, VariedLayer, inputs_of_layers
+from prefect_rlhf.rlhf_tasks.parallel.model.norms import NormOverRanks, norm_offset, own_norm
 from prefect_rlhf.rlhf_tasks.parallel.model.products import linear
 from prefect_rlhf.rlhf_tasks.parallel.model.recomputation import recomputing
 from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
@@ -37,6 +38,7 @@ from prefect_rlhf.rlhf_tasks.parallel.model.tensor_parallel import (
     Experts,
     GroupedRouter,
     Grouping,
+    Inner,
     MixtureOfExperts,
     PackedColumns,
     Router,
@@ -92,8 +94,11 @@ class _Decoder(nn.Module):
 
     embed_tokens: VocabParallelEmbedding
     embed_positions: nn.Embedding
+    embed_tokens_per_layer: VocabParallelEmbedding
+    per_layer_model_projection: nn.Linear
+    per_layer_projection_norm: nn.Module
     layers: nn.ModuleDict
-    norm: RMSNorm | nn.LayerNorm
+    norm: nn.Module
     rotary_emb: nn.Module
 
 
@@ -170,12 +175,13 @@ class Stage(nn.Module):
         Of tokens that samples share (`micro.shared`), hidden states are computed and passed on once: [C, hidden].
         With cp > 1, this rank computes and passes on its share (`ContextRanks`); with a cache, every rank all.
 
-        x      first stage: token ids [T] int64; later stages: the hidden states [T, hidden] of the stage before
+        x      first stage: token ids [T] int64; later stages: what the stage before gave, [T, columns]
         micro  which tokens belong together, and their positions
         cache  the KV cache to fill (prefill) or to extend by one token per sequence (decoding); None: no cache
         rows   last stage: positions [R] int64 of the tokens that pass the final norm and the head; None: all
-        Returns hidden states [T, hidden]; on the last stage this rank's logits [R, vocabulary / tp] or, with the
-        scalar head, values [R]. Values are at least float32, because returns and margins are computed from them.
+        Returns hidden states, and what goes with them (`Message`): [T, columns]; on the last stage this rank's logits
+        [R, vocabulary / tp] or, with the scalar head, values [R]. Values are at least float32, because returns and
+        margins are computed from them.
         With cp > 1 logits are of this rank's rows alone (`ContextRanks.own_rows`), and `rows` are those of the
         micro-batch; values are of all tokens.
         """
@@ -193,10 +199,12 @@ class Stage(nn.Module):
             hidden = hidden + self.model.embed_positions(positions)
         tokens = len(x)
         reads = cache is not None and cache.continues
-        if not reads and self.device.type == "cpu" and tokens % ROWS:
-            padding = ROWS - tokens % ROWS
+        padding = 0 if reads or self.device.type != "cpu" else -tokens % ROWS
+        if padding:
             hidden, positions = F.pad(hidden, (0, 0, 0, padding)), F.pad(positions, (0, padding))
         hidden, positions = hidden[None], positions[None]
+        along = self._along(hidden, x, padding) if self.layout.shape.varied else None
+        hidden = hidden[..., : self.layout.shape.hidden]
         angles = self._angles(hidden, positions)
         rank_of_adapters = 0 if self.trained.lora is None else self.trained.lora.rank
         for number, layer in self.model.layers.items():
@@ -210,11 +218,15 @@ class Stage(nn.Module):
             )
             if self.shares is not None:
                 self.shares.enter_forward(1 + int(number), trains)
-            hidden = recomputing(self.recompute, step, hidden, rank_of_adapters)
+            inputs = () if along is None else along.of(int(number))
+            output = recomputing(self.recompute, step, hidden, *inputs, adapter_rank=rank_of_adapters)
+            hidden = output if along is None else along.take(int(number), output)
             if self.shares is not None and trains:
                 hidden.register_hook(partial(_enter_backward, self.shares, 1 + int(number)))
         if self.shares is not None:
             self.shares.enter_forward(1 + len(self.layers), trains)
+        if along is not None and not self.is_last:
+            hidden = along.send(hidden, self.layout.message(self.coordinate.pp, self.coordinate.tp))
         hidden = hidden[0, :tokens]
         if not self.is_last:
             return hidden
@@ -235,6 +247,13 @@ class Stage(nn.Module):
     def neutral_norm(self) -> float:
         """The stored weight of a norm that does not scale: 1.0; 0.0 for Gemma."""
         return 1.0 - self._norm_offset
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of what the stage before gives for each token, and of what this one gives the next."""
+        pp, tp = self.coordinate.pp, self.coordinate.tp
+        before = 0 if self.is_first else self.layout.message(pp - 1, tp).columns
+        return before, 0 if self.is_last else self.layout.message(pp, tp).columns
 
     def named_slices(self) -> dict[str, nn.Parameter]:
         """Hugging Face name -> this rank's slice (the rows in `layout.held`, of shape `layout.slice_shape`)."""
@@ -283,6 +302,20 @@ class Stage(nn.Module):
         of_type = {kind: rotary(hidden, positions, kind) for kind in sorted(set(types.values()))}
         return {number: of_type[kind] for number, kind in types.items()}
 
+    def _along(self, hidden: Tensor, tokens: Tensor, padding: int) -> Along:
+        """What goes with the hidden states of a pass at its first layer here.
+
+        hidden  [1, T, columns]: embeddings, or what the stage before gave; tokens: their ids on the first stage
+        """
+        along, shape = Along(self.layout.shape), self.layout.shape
+        if not self.is_first:
+            along.receive(hidden, self.layout.message(self.coordinate.pp - 1, self.coordinate.tp))
+        elif shape.varied and shape.varied.inputs:
+            embedded = F.pad(self.model.embed_tokens_per_layer(tokens), (0, 0, 0, padding))
+            inputs = inputs_of_layers(self.model, shape, hidden, embedded[None])
+            along.inputs = dict(enumerate(inputs))
+        return along
+
     def _head(self, hidden: Tensor) -> Tensor:
         hidden = self.model.norm(hidden)
         if self.layout.head == "scalar":
@@ -320,7 +353,9 @@ class Stage(nn.Module):
             self.model.rotary_emb = type(self._theirs(whole, "rotary_emb"))(config).to(self.device)
         self.model.layers = nn.ModuleDict({str(i): layers[i] for i in self.layers})
         for i, layer in self.model.layers.items():
-            if self.layout.shape.has_experts(int(i)):
+            if self.layout.shape.varied is not None:
+                layer = self.model.layers[i] = VariedLayer(layer, self._experts_beside(), self.tp_group)
+            elif self.layout.shape.has_experts(int(i)):
                 name = self._family.names.mlp
                 theirs = layer.get_submodule(name)
                 setattr(layer, name, self._mixture_of_experts(theirs, f"model.layers.{i}.{name}"))
@@ -334,13 +369,12 @@ class Stage(nn.Module):
             self._split_layer(layer, f"model.layers.{i}")
         if self.is_first or (self.is_last and self._tied):
             # Gemma's classes of embeddings multiply by the root of the hidden size.
-            theirs, vocab = (
-                self._theirs(whole, "embed_tokens"),
-                self.layout.units("vocab", self.coordinate.tp),
-            )
-            scale = getattr(theirs, "scalar_embed_scale", self._factor(self._family.embedding_factor))
-            how = (self.tp_group, torch.device("meta"), scale, theirs.padding_idx)
-            self.model.embed_tokens = VocabParallelEmbedding(vocab, self.layout.shape.hidden, *how)
+            self.model.embed_tokens = self._embedding(whole, "embed_tokens")
+        if self.is_first and self.layout.shape.varied and self.layout.shape.varied.inputs:
+            self.model.embed_tokens_per_layer = self._embedding(whole, "embed_tokens_per_layer")
+            self.model.per_layer_model_projection = whole.per_layer_model_projection
+            norm = whole.per_layer_projection_norm
+            self.model.per_layer_projection_norm = own_norm(norm, self._norm_offset)
         if self.is_first and self.layout.shape.learned_positions:
             size = (self.layout.shape.context, self.layout.shape.hidden)
             self.model.embed_positions = nn.Embedding(*size, device="meta")
@@ -350,6 +384,13 @@ class Stage(nn.Module):
                 self.score = nn.Linear(self.layout.shape.hidden, 1, bias=False, device="meta")
             elif not self._tied:
                 self.lm_head = self._column_parallel(skeleton.lm_head, "lm_head")
+
+    def _embedding(self, whole: Any, name: str) -> VocabParallelEmbedding:
+        theirs, spec = self._theirs(whole, name), self.layout.specs[f"model.{name}.weight"]
+        scale = getattr(theirs, "scalar_embed_scale", self._factor(self._family.embedding_factor))
+        vocab = self.layout.interval(spec, self.coordinate.tp)
+        how = (self.tp_group, torch.device("meta"), scale, theirs.padding_idx)
+        return VocabParallelEmbedding(vocab, spec.shape[1], *how)
 
     def _theirs(self, whole: Any, name: str) -> Any:
         """The part of transformers' decoder that Llama calls `name`."""
@@ -369,23 +410,12 @@ class Stage(nn.Module):
             router = GroupedRouter(*sizes, normalised, meta, grouping)
         else:
             router = Router(*sizes, normalised, meta, mixture.biased)
-        columns = self.layout.units("column", self.coordinate.tp).size
         inner = (
             clamped(config.swiglu_alpha, config.swiglu_limit)
             if mixture.clamped
             else gated(ACT2FN[getattr(config, "hidden_act", "silu")])
         )
-        experts = Experts(
-            shape.experts,
-            shape.hidden,
-            columns,
-            inner,
-            meta,
-            grouped=can_group(self.device, self.dtype, shape.hidden, columns),
-            rows=ROWS if self.device.type == "cpu" else 1,
-            biased=mixture.biased,
-            adds_bias=self.coordinate.tp == 0,
-        )
+        experts = self._experts(inner, mixture.biased)
         block = MixtureOfExperts(router, experts, self.tp_group, in_pair=mixture.clamped)
         if mixture.shared is not None and shape.shared_columns:
             name, gate = mixture.shared.block, mixture.shared.gate
@@ -398,10 +428,34 @@ class Stage(nn.Module):
             block.share(name, SharedMLP(into_gate, up, down, inner), gate, of_gate)
         return block
 
+    def _experts_beside(self) -> tuple[ScaledRouter, Experts] | None:
+        """The router and experts beside a layer's MLP; None where the model has none."""
+        shape, config = self.layout.shape, self.config
+        if not shape.experts:
+            return None
+        sizes = (shape.experts, shape.hidden, shape.experts_per_token)
+        router = ScaledRouter(*sizes, config.rms_norm_eps, torch.device("meta"))
+        return router, self._experts(gated(ACT2FN[config.hidden_activation]), biased=False)
+
+    def _experts(self, inner: Inner, biased: bool) -> Experts:
+        """This rank's columns of the experts of a layer."""
+        shape, columns = self.layout.shape, self.layout.units("column", self.coordinate.tp).size
+        return Experts(
+            shape.experts,
+            shape.hidden,
+            columns,
+            inner,
+            torch.device("meta"),
+            grouped=can_group(self.device, self.dtype, shape.hidden, columns),
+            rows=ROWS if self.device.type == "cpu" else 1,
+            biased=biased,
+            adds_bias=self.coordinate.tp == 0,
+        )
+
     def _split_layer(self, layer: Any, prefix: str) -> None:
         """Replace a decoder layer's linear modules and norms, and put `copy_to_ranks` before its blocks."""
         for parent_name, parent in list(layer.named_modules()):
-            if isinstance(parent, MixtureOfExperts | SharedMLP):
+            if isinstance(parent, MixtureOfExperts | SharedMLP | ScaledRouter):
                 continue
             enters = False
             for name, child in list(parent.named_children()):
@@ -415,7 +469,9 @@ class Stage(nn.Module):
                 elif is_linear:
                     own = self._parallel_linear(child, path)
                     setattr(parent, name, own)
-                    enters = enters or isinstance(own, ColumnParallelLinear)
+                    spec = self.layout.specs[f"{path}.weight"]
+                    # What every rank computes as a whole has its whole gradient already.
+                    enters = enters or spec.shard_dim == 0 or spec.partial_gradient
                 elif isinstance(child, NewGELUActivation):  # the same, in one kernel that keeps less
                     setattr(parent, name, nn.GELU("tanh"))
                 elif isinstance(child, _OURS):
@@ -427,8 +483,11 @@ class Stage(nn.Module):
             if enters:
                 parent.register_forward_pre_hook(self._enter_block, with_kwargs=True)
             if hasattr(parent, "layer_idx"):
-                parent.kv_index = kv_index(self.layout.kv_head_map(self.coordinate.tp), self.device)
-                parent.context = self.context
+                number, keys_of = parent.layer_idx, self.layout.shape.keys_of
+                parent.kv_index = kv_index(self.layout.kv_head_map(self.coordinate.tp, number), self.device)
+                parent.keys_of = keys_of(number)
+                parent.writes_keys = all(keys_of(i) != keys_of(number) for i in self.layers if i < number)
+                parent.context = self.context and self.context.of_layer(number)
 
     def _style(self, path: str) -> str:
         """How tensor parallelism splits a linear module: as the layout says. Raises ValueError where, of an untested
@@ -443,8 +502,8 @@ class Stage(nn.Module):
 
     def _norm(self, theirs: Any, path: str) -> nn.Module:
         """A norm of a layer."""
-        spec = self.layout.specs[f"{path}.weight"]
-        if spec.unit is None:
+        spec = self.layout.specs.get(f"{path}.weight")
+        if spec is None or spec.unit is None:
             return own_norm(theirs, self._norm_offset)
         rows = self.layout.interval(spec, self.coordinate.tp)
         counted = self.layout.primary(self.holder)[spec.name]

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from prefect_rlhf.rlhf_tasks.parallel.layout.below_images import PREFIXES, is_below_images, name_below
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, FileTensor, Head, ParameterSpec
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, FACTOR, FileTensor, Head, ParameterSpec
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
@@ -323,7 +323,14 @@ def initialise_adapters(stage: Stage, seed: int) -> None:
         _fill(stage, name, whole)
 
 
-_CONSTANTS = {".dt_bias": 1.0, "bias": 0.0, ".linear_attn.norm.weight": 1.0}
+_CONSTANTS = {
+    ".dt_bias": 1.0,
+    "bias": 0.0,
+    ".linear_attn.norm.weight": 1.0,
+    f".{FACTOR}": 1.0,
+    ".router.scale": 1.0,
+    ".router.per_expert_scale": 1.0,
+}
 """Ends of names -> the initial value, by the first that fits. Other vectors are weights of norms."""
 MOST_DECAY = (0.01, 16.0)
 """Between these lies, at first, the rate at which a state of the gated delta rule fades; A_log is its logarithm."""
@@ -336,7 +343,7 @@ def _randomise(stage: Stage, names: Iterable[str], seed: int, moved: ByteCount |
         if name.endswith(".A_log"):
             whole = torch.empty(spec.shape).uniform_(*MOST_DECAY, generator=_generator(seed, name)).log()
             _fill(stage, name, whole[slice(*rows)], moved)
-        elif name.endswith("bias") or (name.endswith(".weight") and len(spec.shape) == 1):
+        elif name.endswith(tuple(_CONSTANTS)) or (name.endswith(".weight") and len(spec.shape) == 1):
             ends = (end for end in _CONSTANTS if name.endswith(end))
             constant = _CONSTANTS.get(next(ends, ""), stage.neutral_norm)
             _fill(stage, name, torch.tensor(constant), moved)

@@ -108,7 +108,7 @@ class Engine:
             for parameter in trained.values():
                 parameter.requires_grad_()
             self.master = Optimizer(trained, layout, groups, optimizer_settings, copies, stage.shares)
-        self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype, stage.passed_on)
+        self.pipeline = Pipeline(self.placement, groups, stage.widths, stage.dtype, stage.passed_on)
         tp_devices = self.placement.tp_group(groups.rank)
         sizes = tuple(layout.units("vocab", tp_rank).size for tp_rank in range(len(tp_devices)))
         places = tuple(sorted(tp_devices).index(device) for device in tp_devices)

@@ -1,7 +1,7 @@
 """Runs micro-batches through the stages of one replica: forward only, or forward and backward as 1F1B.
 
 Every rank of a replica holds the same micro-batches, so each knows the shape of what its neighbours send:
-hidden states (or their gradient) [rows that are passed on, hidden]. Sends and receives between
+hidden states (or their gradient) [rows that are passed on, columns]. Sends and receives between
 neighbours are posted in pairs, so the schedules cannot deadlock where a send waits for its receive (NCCL, gloo).
 """
 
@@ -21,14 +21,15 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 StageRun = Callable[[Tensor, MicroBatch], Tensor]
 """A stage's computation: (input, micro-batch) -> output.
 
-The input is token ids [T] on the first stage, else hidden states [C, hidden] of the C rows that are passed on. The
-output is hidden states [C, hidden]; on the last stage any tensor (forward only) or the scalar to differentiate."""
+The input is token ids [T] on the first stage, else hidden states [C, columns] of the C rows that are passed on. The
+output is hidden states [C, columns]; on the last stage any tensor (forward only) or the scalar to differentiate."""
 
 
 class Pipeline:
     """This rank's place in the pipeline of its replica; with one stage nothing is sent.
 
-    hidden  width of the hidden states
+    widths  columns of what comes from the stage before, and of what goes to the next: of hidden states, and of what
+            goes with them
     dtype   of hidden states and their gradients
     rows    how many hidden states are passed on for a micro-batch
     """
@@ -37,7 +38,7 @@ class Pipeline:
         self,
         placement: Placement,
         groups: ProcessGroups,
-        hidden: int,
+        widths: tuple[int, int],
         dtype: torch.dtype,
         rows: Callable[[MicroBatch], int],
     ) -> None:
@@ -48,7 +49,7 @@ class Pipeline:
         self._later_stages = len(stages) - 1 - here
         self._group = groups[stages]
         self._device = groups.device
-        self._hidden = hidden
+        self._widths = widths
         self._rows = rows
         self._dtype = dtype
 
@@ -117,12 +118,13 @@ class Pipeline:
     def _exchange(
         self, peer: int | None, send: Tensor | None = None, receive: int | None = None
     ) -> Tensor | None:
-        """Send to and receive [receive, hidden] from a neighbour at the same time; None without a neighbour."""
+        """Send to and receive [receive, columns] from a neighbour at the same time; None without a neighbour."""
         if peer is None:
             return None
         received = None
         if receive is not None:
-            received = torch.empty(receive, self._hidden, dtype=self._dtype, device=self._device)
+            width = self._widths[0 if peer == self._previous else 1]
+            received = torch.empty(receive, width, dtype=self._dtype, device=self._device)
         _wait(self._start(peer, send, received))
         return received
 

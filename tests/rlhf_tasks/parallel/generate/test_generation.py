@@ -111,7 +111,7 @@ def tokens_of_prompts(x: Tensor, micro: MicroBatch, cache: KVCache, *prompts: Te
     "family",
     [
         name
-        if name in ("llama", "gemma2", "mixtral", "gpt2", "lfm2", "qwen3_5_text")
+        if name in ("llama", "gemma2", "gemma4_text", "mixtral", "gpt2", "lfm2", "qwen3_5_text")
         else pytest.param(name, marks=pytest.mark.whole)
         for name in CONFIGS
     ],
@@ -128,7 +128,7 @@ def test_greedy_tokens_equal_transformers(family: str):
         assert ours[sample_id] == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt2"])
 @pytest.mark.parametrize(
     "temperature", [0.7, *(pytest.param(t, marks=pytest.mark.whole) for t in (0.0, 1.0))]
 )
@@ -472,6 +472,7 @@ OTHERS: list[Model] = [
     ("qwen2", {"tie_word_embeddings": True}),
     ("qwen3", {}),
     ("gemma", {"num_key_value_heads": 1}),  # embeddings are tied
+    ("gemma4_text", {}),  # the second stage attends to keys of the first
     ("mixtral", {}),
     ("qwen3_moe", {"norm_topk_prob": True}),
     ("gpt2", {}),
@@ -481,9 +482,9 @@ OTHERS: list[Model] = [
     ("qwen3_5_moe_text", {}),
     ("qwen3_next", {}),
 ]
-BY_STAGES = ("qwen2", "qwen3_moe", "lfm2_moe")
+BY_STAGES = ("qwen2", "qwen3_moe", "lfm2_moe", "gemma4_text")
 """Families that are split by layers (both ends of the first have the embeddings); others by heads."""
-BY_DEFAULT = ("qwen2", "mixtral", "gpt2", "lfm2", "qwen3_5_text")
+BY_DEFAULT = ("qwen2", "gemma4_text", "mixtral", "gpt2", "lfm2", "qwen3_5_text")
 """Families that the default suite splits; continuous integration splits all. `make test-slow` has both ways."""
 
 

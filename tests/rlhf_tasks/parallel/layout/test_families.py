@@ -52,7 +52,6 @@ def test_an_untested_family_of_llamas_kind_is_read_from_its_weights(tmp_path, fa
         ("jais2", r"has input_layernorm\.bias, which Llama's have not"),
         ("nanochat", r"has mlp\.fc1\.weight, which Llama's have not"),
         ("apertus", r"has mlp\.act_fn\.alpha_n, which Llama's have not"),
-        ("gemma4_text", r"has layer_scalar, which Llama's have not"),
         ("olmo", r"its norms have no weights"),
         ("bert", r"lacks self_attn\.q_proj\.weight"),
     ],
@@ -78,6 +77,19 @@ def test_a_tensor_that_the_model_has_not_is_refused_but_for_idle_ones(tmp_path):
     check_weights(tmp_path, specs, needs_head=False)
     save_file({**weights, "model.layers.0.self_attn.q_proj.bias": extra}, file)
     with pytest.raises(ConfigError, match=r"has 'model\.layers\.0\.self_attn\.q_proj\.bias' \(and 0 more"):
+        check_weights(tmp_path, specs, needs_head=False)
+
+
+def test_keys_and_values_that_no_layer_of_gemma_4_reads_are_idle(tmp_path):
+    tiny_model(tiny_config("gemma4_text")).save_pretrained(tmp_path)
+    specs, file = parameters(read_shape(tmp_path), "lm"), tmp_path / "model.safetensors"
+    weights = load_file(file)
+    assert not any(name.startswith("model.layers.3.self_attn.k_") for name in weights)
+    extra = {f"model.layers.3.self_attn.{name}.weight": torch.zeros(8) for name in ("k_proj", "k_norm")}
+    save_file(weights | extra, file)
+    check_weights(tmp_path, specs, needs_head=False)
+    save_file({**weights, "model.layers.1.self_attn.v_proj.weight": torch.zeros(8)}, file)
+    with pytest.raises(ConfigError, match=r"has 'model\.layers\.1\.self_attn\.v_proj\.weight'"):
         check_weights(tmp_path, specs, needs_head=False)
 
 

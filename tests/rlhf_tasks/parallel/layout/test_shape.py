@@ -15,7 +15,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, P
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import pass_flops
 from prefect_rlhf.rlhf_tasks.profiling.measurements import Timed
-from tests.tiny_models import scalar_model, stored_buffers
+from tests.tiny_models import GEMMA4, scalar_model, stored_buffers
 
 SIZES = {
     "hidden_size": 24,
@@ -45,6 +45,9 @@ CASES = [
     ("glm4", {"attention_bias": False}),
     ("phi3", {}),
     ("gemma3_text", {"attention_bias": True}),
+    *(("gemma4_text", {**sizes, "num_hidden_layers": 8}) for sizes in GEMMA4.values()),
+    ("gemma4_text", {**GEMMA4["inputs"], "num_hidden_layers": 9, "tie_word_embeddings": False}),
+    ("gemma4_text", {**GEMMA4["experts"], "attention_k_eq_v": False, "attention_bias": True}),
     ("mixtral", {"num_local_experts": 3}),
     ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14}),
     (
@@ -152,6 +155,7 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
         given |= {mixture.width: 20, "intermediate_size": 40, "shared_expert_intermediate_size": 8}
         given["first_k_dense_replace"] = 1
     theirs = AutoConfig.for_model(family, **given)
+    theirs.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose heads differ
 
     shape = ModelShape.from_config({"model_type": family, **given})
 
@@ -161,7 +165,7 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
     assert (shape.kv_heads, shape.head_dim) == heads
     assert shape.tied == theirs.tie_word_embeddings
     experts = (
-        getattr(theirs, "num_local_experts", getattr(theirs, "num_experts", 0)),
+        getattr(theirs, "num_local_experts", getattr(theirs, "num_experts", 0)) or 0,
         getattr(theirs, "num_experts_per_tok", 0),
     )
     assert (shape.experts, shape.experts_per_token) == experts

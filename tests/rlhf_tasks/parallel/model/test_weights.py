@@ -44,6 +44,7 @@ from prefect_rlhf.rlhf_tasks.system.rank_process import give_back, process_bytes
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from tests.adapter_folders import write_adapter
 from tests.tiny_models import (
+    GEMMA4,
     by_our_names,
     held_slices,
     in_mxfp4,
@@ -71,6 +72,7 @@ def make_stage(config, head: Head = "lm", dtype=torch.float32, lora=None) -> Sta
         ("llama", {**UNEVEN, "attention_bias": True}, ParallelStrategy(dp=2, tp=2)),
         ("qwen3", {**UNEVEN, "tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2)),
         ("gemma", {}, ParallelStrategy(tp=4)),
+        ("gemma4_text", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("phi3", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("olmo2", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("glm4", UNEVEN, ParallelStrategy(tp=2, pp=2)),
@@ -248,6 +250,8 @@ def test_a_random_start_depends_on_the_seed():
     ("family", "changes", "strategy"),
     [
         ("llama", UNEVEN, ParallelStrategy(dp=2, tp=2)),
+        ("gemma4_text", GEMMA4["inputs"], ParallelStrategy(tp=2, pp=2)),
+        ("gemma4_text", {}, ParallelStrategy(tp=2, pp=2)),
         ("qwen3", {"tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2)),
         ("phi3", UNEVEN, ParallelStrategy(tp=2, pp=2)),
         ("olmo2", UNEVEN, ParallelStrategy(tp=2, pp=2)),
@@ -323,6 +327,7 @@ def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], sh
         ("llama", {"attention_bias": True}),
         ("qwen3", {"tie_word_embeddings": True}),
         ("gemma", {}),
+        *(("gemma4_text", own) for own in GEMMA4.values()),
         ("qwen2", {}),
         ("phi3", {}),
         ("olmo3", {}),

@@ -36,7 +36,9 @@ def _score(hidden: Tensor, micro: MicroBatch) -> Tensor:
 def _on_ranks(rank: int, world: int, count: int, order: tuple[int, ...]):
     placement = Placement(order, ParallelStrategy(pp=world))
     groups = ProcessGroups(device_sets(placement), 240.0, torch.device("cpu"))
-    pipeline = Pipeline(placement, groups, HIDDEN, torch.float64, lambda micro: micro.computed_tokens)
+    pipeline = Pipeline(
+        placement, groups, (HIDDEN, HIDDEN), torch.float64, lambda micro: micro.computed_tokens
+    )
     stage = placement.coordinate(rank).pp
     mine = _layers()[stage * LAYERS // world : (stage + 1) * LAYERS // world]
     alive, most_alive = 0, 0
@@ -105,7 +107,7 @@ def test_gradients_on_a_gpu_have_the_same_bits_every_time(dtype):
     """Long sequences: several blocks of keys add to the gradient of one block of queries."""
     cuda = torch.device("cuda")
     groups = type("Groups", (), {"rank": 0, "device": cuda, "__getitem__": lambda *_: None})()
-    pipeline = Pipeline(Placement((0,), ParallelStrategy()), groups, HIDDEN, dtype)  # type: ignore[arg-type]
+    pipeline = Pipeline(Placement((0,), ParallelStrategy()), groups, (HIDDEN, HIDDEN), dtype)  # type: ignore[arg-type]
     micro = packed([torch.arange(1500) % 7 for _ in range(4)])
     on_gpu = (x.to(cuda) for x in (micro.input_ids, micro.cu_seqlens, micro.position_ids))
     micro = MicroBatch(*on_gpu, micro.ids, micro.lengths, {})
