@@ -200,7 +200,7 @@ class ConfigKeys:
         kv_heads = self.count("num_key_value_heads", _GEMMA4_KV_HEADS)
         overrides = self._overrides(kinds)
         if overrides is not None:
-            read = ConfigKeys({"head_dim": self.config.get("head_dim"), **overrides}, self.source, {})
+            read = ConfigKeys({"head_dim": self.config.get("head_dim"), **overrides}, self.source, {}, {})
             head_dim = read.count("head_dim", _GEMMA4_HEAD_DIM)
             kv_heads = read.count("num_key_value_heads", kv_heads)
         else:

@@ -189,12 +189,12 @@ class Layout:
         later = range(last + 1, shape.layers)
         sources = sorted({shape.keys_of(layer) for layer in later if shape.keys_of(layer) <= last})
 
-        def kept(layer: int) -> Heads:
+        def heads(layer: int) -> Heads:
             unit = KV_HEADS[shape.kind_of(layer)]
             return shape.heads(layer)._replace(kv=self.units(unit, tp_rank).size)
 
         inputs = shape.varied.inputs if shape.varied else 0
-        return Message(shape.hidden, inputs, tuple(later), {layer: kept(layer) for layer in sources})
+        return Message(shape.hidden, inputs, tuple(later), {layer: heads(layer) for layer in sources})
 
     # Holdings
 

@@ -50,6 +50,10 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", QWEN_VISION),
     "qwen3_5_moe": ("qwen3_5_moe_text", QWEN_VISION),
     "gemma3": ("gemma3_text", VISION),
+    "gemma4": (
+        "gemma4_text",
+        {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
     "mistral3": ("mistral", {**VISION, "model_type": "pixtral", "head_dim": 8}),
     "lfm2_vl": ("lfm2", {**VISION, "model_type": "siglip2_vision_model"}),
     "smolvlm": ("llama", VISION),
