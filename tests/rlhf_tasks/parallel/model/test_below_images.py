@@ -64,7 +64,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
 def save_whole(folder: Path, kind: str, **changes: Any) -> Any:
     """Write a tiny model of images with weights large enough that every part matters, by transformers' own class."""
     text, vision = WHOLE[kind]
-    below = tiny_config(text).to_dict()
+    below = tiny_config(text, pad_token_id=0).to_dict()
     config = AutoConfig.for_model(kind, text_config=below, vision_config=vision, **changes)
     torch.manual_seed(3)
     model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager")
