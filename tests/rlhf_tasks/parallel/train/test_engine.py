@@ -30,6 +30,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_s
 from prefect_rlhf.rlhf_tasks.parallel.layout import state_layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.shares import gathering
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import BUCKET
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -725,3 +726,32 @@ def test_shared_prompts_train_as_repeated_ones_under_any_layout(
         for name, weight in held_slices(trial.layout, rank, weights).items():
             assert_close(after[name], weight, rtol=1e-9, atol=1e-11)
     assert sum(result[1] for result in results) < 0.85 * flops
+
+
+def _weights_there(rank: int, world: int, trial: Trial) -> tuple[int, int]:
+    """Elements of weights that a rank has between passes, and the most that it has gathered in a step."""
+    engine, batch = _begun(trial, rank)
+    shares, most = engine.stage.shares, 0
+    if shares is not None:
+        enter = shares._enter
+
+        def counted(part: int, then: int | None) -> None:
+            nonlocal most
+            enter(part, then)
+            most = max(most, sum(g.values.untyped_storage().nbytes() // 8 for g in shares._whole))
+
+        shares._enter = counted
+    _step(engine, batch, _loss(engine), trial.micro_batches, 1e-2)
+    return engine.master.weights.numel(), most
+
+
+def test_a_rank_holds_its_share_of_the_weights_and_gathers_what_the_planner_has_room_for(ranks) -> None:
+    """Half of what it holds of whole weights, and no more at a time than two parts of the model."""
+    trial = _trial("llama", "lm", ParallelStrategy(2, shard="parameters"))
+    whole = ranks.run(2, _weights_there, replace(trial, strategy=ParallelStrategy(2)))
+    with patch.object(state_layout, "BUCKET", FEW):
+        room = gathering(trial.layout)
+    for (all_of_them, _), (share, most) in zip(whole, ranks.run(2, _weights_there, trial), strict=True):
+        assert share == pytest.approx(all_of_them / 2, rel=0.03)
+        assert most == pytest.approx(room.most, rel=0.15)
+        assert most < 0.7 * all_of_them
