@@ -136,6 +136,11 @@ def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
     yield from (DeviceMesh(cluster, a * per_host, n * per_host) for n, a in sorted(ranges - {(1, 0)}))
 
 
+LONG_TOKENS = 16_384
+"""Tokens of a sequence with its prompt from which on the search divides sequences over ranks. Shorter ones fit a
+device's memory, and there are more of them than devices: more choices would only slow the search."""
+
+
 def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator[ParallelStrategy]:
     """The strategies of a call on a mesh of `size` devices."""
     shape = problem.model.models[call.role].shape
@@ -145,9 +150,22 @@ def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator
         if size % tp or (per_host % tp and tp % per_host):
             continue
         for pp in range(1, min(shape.layers, size // tp) + 1):
-            dp = size // (tp * pp)
-            if size == dp * tp * pp and dp <= call.n_groups // call.blocks:
-                yield ParallelStrategy(dp, tp, pp)
+            for cp in _context_degrees(problem, call, tp):
+                dp = size // (tp * pp * cp)
+                if size == dp * tp * pp * cp and dp <= call.n_groups // call.blocks:
+                    yield ParallelStrategy(dp, tp, pp, cp)
+
+
+def _context_degrees(problem: Problem, call: ModelFunctionCall, tp: int) -> Iterator[int]:
+    """The degrees of context parallelism that a call may have: 1, and where sequences are long, powers of 2 that
+    divide a tp rank's query heads inside a host."""
+    yield 1
+    shape, workload, cp = problem.model.models[call.role].shape, problem.model.workload, 2
+    if call.kind == "generate" or not call.runs_model or workload.mean_tokens < LONG_TOKENS or shape.keeps_states:
+        return
+    while shape.query_heads % (tp * cp) == 0 and problem.cluster.devices_per_host % (tp * cp) == 0:
+        yield cp
+        cp *= 2
 
 
 def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy, few: bool = False) -> list[int]:

@@ -10,7 +10,8 @@ from prefect_rlhf.flows.commands.rehearsals import effective_share, rehearsable,
 from prefect_rlhf.flows.run.planning import hardware_of, problem_of
 from prefect_rlhf.planner.pricing.device_classes import read_cluster
 from prefect_rlhf.planner.pricing.plans import shortfall
-from prefect_rlhf.planner.search.baselines import heuristic_plan
+from prefect_rlhf.planner.search.baselines import heuristic_plan, priced_plan
+from prefect_rlhf.planner.search.search import find_plan
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config, load_pipeline, stages_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from prefect_rlhf.rlhf_tasks.algorithms.series import load_series, stages_of_run
@@ -32,6 +33,7 @@ HOSTS = {
     "plan-grpo-7b": 2,
     "plan-grpo-72b": 16,
     "plan-grpo-7b-8k": 2,
+    "plan-grpo-7b-32k": 1,
     "plan-grpo-72b-32k": 16,
     "plan-1024-gpus": 128,
     "plan-16384-gpus": 2048,
@@ -203,6 +205,21 @@ def test_an_example_with_long_answers_is_the_variant_that_the_short_ones_head_na
         [f"sampling.max_completion_length={tokens}", f"batch_size={n_seqs}"],
     )
     assert load_config(EXAMPLES / f"{name}.yaml") == short
+
+
+def test_long_sequences_of_one_host_are_divided_over_its_gpus_where_that_is_faster():
+    """Two groups of samples a mini-batch leave no more than two dp ranks; the rest of 8 GPUs is tp, or cp."""
+    config = load_config(EXAMPLES / "plan-grpo-7b-32k.yaml")
+    problem = problem_of(config, hardware_of(config))
+    found = find_plan(problem, "search", 20.0)
+    train = found.plan.calls["actor_train"][0].placement.strategy
+    assert (train.dp, train.cp > 1) == (2, True)
+    by_tp = {name: nodes[0].assignment for name, nodes in found.plan.calls.items()}
+    by_tp["actor_train"] = by_tp["actor_train"].model_copy(
+        update={"placement": Placement(tuple(range(8)), ParallelStrategy(2, 4, 1)), "micro_batches": 8}
+    )
+    others = priced_plan(problem.graph, problem.model, by_tp).price
+    assert found.iteration_time_s < 0.99 * others.iteration_time_s
 
 
 def test_the_evaluation_and_the_pipeline_are_sound_and_fit_each_other():

@@ -13,6 +13,7 @@ from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.devices import DeviceLink, preset
+from prefect_rlhf.planner.pricing.options import LONG_TOKENS
 from prefect_rlhf.planner.pricing.problem import Problem, ProblemError
 from prefect_rlhf.planner.search.compiled.evaluator import value
 from prefect_rlhf.planner.search.compiled.tables import Tables
@@ -36,8 +37,8 @@ def scarce_problem(number: int) -> Problem:
     return Problem(whole.graph, cost, whole.max_tp)
 
 
-def random_problem(number: int) -> Problem:
-    """Problem `number`, the same everywhere.
+def random_problem(number: int, long: bool = False) -> Problem:
+    """Problem `number`, the same everywhere. long: of sequences whose tokens may be divided over ranks
 
     GRPO or PPO, with parts, rounds and staleness, on two to four devices of one or two hosts, with fast or slow
     links, one role or several, ample and scarce memory.
@@ -100,6 +101,8 @@ def random_problem(number: int) -> Problem:
         }
     )
     lengths = one_of((16, 16), (128, 128), (128, 1024), (1024, 16))
+    if long:
+        lengths = (LONG_TOKENS, lengths[1])
     workload = Workload(
         prompt_tokens=lengths[0], new_tokens=Lengths.fixed(lengths[1]), itemsize=2, recompute="full"
     )

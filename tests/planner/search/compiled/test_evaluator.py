@@ -14,6 +14,7 @@ from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, RoleMode
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
 from prefect_rlhf.planner.pricing.devices import DeviceLink, DeviceProfile, preset
+from prefect_rlhf.planner.pricing.options import LONG_TOKENS
 from prefect_rlhf.planner.pricing.plans import PlanPrice, price_plan
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.search.compiled.tables import Tables
@@ -68,6 +69,7 @@ def make_tables(
     max_rounds: int = 1,
     staleness: int = 0,
     host_memory_bytes: int | None = None,
+    prompt_tokens: int = 32,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices.
 
@@ -111,7 +113,7 @@ def make_tables(
         for role in graph.roles
     }
     workload = Workload(
-        prompt_tokens=32,
+        prompt_tokens=prompt_tokens,
         new_tokens=Lengths.fixed(32),
         itemsize=2,
         recompute="full",
@@ -173,6 +175,10 @@ def tables_of(name: str) -> Tables:
             host_memory_bytes=60 * 10**6,
             last_host=preset("h200-sxm").model_copy(update={"host_memory_bytes": 20 * 10**6}),
         ),
+        "1x4, tokens divided": lambda: make_tables(Cluster(1, 4), n_seqs=8, prompt_tokens=LONG_TOKENS),
+        "2x4, tokens divided, parts": lambda: make_tables(
+            Cluster(2, 4), n_seqs=8, memory_bytes=900 * 10**6, prompt_tokens=LONG_TOKENS, chunks=2
+        ),
         "2x2, adapters": lambda: make_tables(Cluster(2, 2), lora=LORA),
         "2x2, adapters, little memory": lambda: make_tables(
             Cluster(2, 2), lora=LORA, memory_bytes=45 * 10**6
@@ -209,6 +215,7 @@ def tables_of(name: str) -> Tables:
 NAMES = [
     *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
     *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
+    *("1x4, tokens divided", "2x4, tokens divided, parts"),
     *("2x2, adapters", "2x2, adapters, little memory", "2x2, adapters, evaluated"),
     *("2x2, parts", "2x4, parts of which dp does not divide one", "2x2, parts, little memory"),
     *("2x2, drawn 1 ahead", "2x2, parts drawn 1 ahead", "2x2, drawn 2 ahead, little memory"),
@@ -216,6 +223,15 @@ NAMES = [
     *("3x2, two classes, reference follows", "2x2, little memory, reference follows"),
     *("4x2, little memory of hosts", "3x4, two classes, little memory of hosts"),
 ]
+
+
+@pytest.mark.parametrize("name", ["1x4, tokens divided", "2x4, tokens divided, parts"])
+def test_of_long_sequences_the_tokens_may_be_divided_but_not_to_draw_them(name):
+    calls = zip(tables_of(name).problem.graph.calls, tables_of(name).options, strict=True)
+    divides = {call.name: any(option.strategy.cp > 1 for option in options) for call, options in calls}
+    assert divides == {name: name != "actor_generate" for name in divides}
+    of_short = [option for options in tables_of("1x8").options for option in options]
+    assert all(option.strategy.cp == 1 for option in of_short)
 
 
 def test_where_memory_may_lack_frozen_roles_and_train_steps_may_be_offloaded():
