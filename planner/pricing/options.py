@@ -161,7 +161,12 @@ def _context_degrees(problem: Problem, call: ModelFunctionCall, tp: int) -> Iter
     divide a tp rank's query heads inside a host."""
     yield 1
     shape, workload, cp = problem.model.models[call.role].shape, problem.model.workload, 2
-    if call.kind == "generate" or not call.runs_model or workload.mean_tokens < LONG_TOKENS or shape.keeps_states:
+    if (
+        call.kind == "generate"
+        or not call.runs_model
+        or workload.mean_tokens < LONG_TOKENS
+        or shape.keeps_states
+    ):
         return
     while shape.query_heads % (tp * cp) == 0 and problem.cluster.devices_per_host % (tp * cp) == 0:
         yield cp

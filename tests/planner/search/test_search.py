@@ -259,7 +259,8 @@ def test_where_memory_asks_for_sharded_weights_no_choice_is_better_than_the_sear
 
 
 @pytest.mark.parametrize(
-    "numbers", [(5, 7, 48), pytest.param(range(80), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="80")]
+    "numbers",
+    [(5, 7, 48), pytest.param(range(80), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="80")],
 )
 def test_nor_of_those_whose_tokens_may_be_divided_over_ranks(numbers):
     assert not [number for number in numbers if excess(random_problem(number, long=True), 3.0)]
