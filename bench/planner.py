@@ -135,7 +135,7 @@ def measure(name: str, given: Problem, modes: list[str], seeds: int, limits: lis
 def _rules_s(given: Problem) -> dict[str, float]:
     """Seconds per iteration of the plans by rule, of those that exist."""
     found = {}
-    for mode in ("heuristic", "symmetric", "disjoint"):
+    for mode in ("heuristic", "symmetric", "hybrid", "disjoint", "colocated"):
         with suppress(PlanError):
             found[mode] = find_plan(given, mode, 10.0).iteration_time_s  # of which they take one, busy or not
     return found

@@ -113,7 +113,7 @@ def plan(
     config: Path,
     cluster: Path | None = None,
     profile: Path | None = None,
-    mode: Literal["search", "mcmc", "heuristic", "symmetric", "disjoint"] = "search",
+    mode: Literal["search", "mcmc", "heuristic", "symmetric", "hybrid", "disjoint", "colocated"] = "search",
     evaluate: Path | None = None,
     time_limit: float | None = None,
     seed: str | None = None,
@@ -138,7 +138,9 @@ def plan(
         A file of `prefect-rlhf profile --out FILE`: profiles that were computed, or measured on another cluster like
         this one; default: the measured ones in <output_dir>/profiles/.
     mode
-        How to find the plan.
+        How to find the plan: by the search, by Metropolis sampling as in ReaL (mcmc), or by a rule: Megatron's advice
+        (heuristic), all calls alike (symmetric), DeepSpeed-Chat's hybrid engine (hybrid), every model on its own
+        devices as in OpenRLHF (disjoint), HybridFlow's mapping (colocated).
     evaluate
         A YAML file with a plan to price instead of a search, with lines such as `actor_train: 0-3 d2 t2 m4`.
     time_limit

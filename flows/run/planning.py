@@ -68,7 +68,7 @@ from prefect_rlhf.rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan, 
 from prefect_rlhf.rlhf_tasks.user_code.environments import longest_play_s
 from prefect_rlhf.rlhf_tasks.user_code.rewards import longest_s
 
-COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
+COMPARED = ("search", "mcmc", "heuristic", "symmetric", "hybrid", "disjoint", "colocated")
 """The modes of the planner that find a plan by themselves."""
 
 SHORT_S = 5.0  # of a search that is made only to compare

@@ -1,10 +1,17 @@
 """Baselines: plans by rule that fit memory.
 
-There are three rules: Megatron's advice (tensor parallelism inside a host, pipeline stages across hosts, data
-parallelism for the rest; arXiv:2104.04473); the symmetric plan, in which all calls are alike; and every model on its
-own devices, as OpenRLHF places them (arXiv:2405.11143). There roles get consecutive meshes, the largest first. One
-mesh grows at a time, the one that shortens the iteration most, until the cluster is full. Then two roles exchange
-devices as long as that helps.
+heuristic  Megatron's advice: tensor parallelism inside a host, pipeline stages across hosts, data parallelism for the
+           rest (arXiv:2104.04473)
+symmetric  all calls are alike
+hybrid     all calls on all devices: training and inference as data-parallel as memory allows, generation with tensor
+           parallelism over a host, as in DeepSpeed-Chat's hybrid engine (arXiv:2308.01320, section 4)
+disjoint   every model on its own devices, as OpenRLHF places them (arXiv:2405.11143)
+colocated  HybridFlow's mapping (arXiv:2409.19256, section 6): the best division of the roles into sets, each set on
+           its own devices. A role's generation regroups the devices of its training: its tp and pp divide those, so
+           that each device keeps a part of what it has
+
+Of the last two, sets of roles get consecutive meshes, the largest first. One mesh grows at a time, the one that
+shortens the iteration most, until the cluster is full. Then two sets exchange devices as long as that helps.
 """
 
 import math
@@ -95,6 +102,14 @@ def symmetric_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = 
     Raises PlanError as `heuristic_plan` does.
     """
     return _fit(graph, model, symmetric, deadline)
+
+
+def hybrid_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = NO_DEADLINE) -> Priced:
+    """Every call on the whole cluster with the smallest replica that fits memory, generation with tp over a host.
+
+    Raises PlanError as `heuristic_plan` does.
+    """
+    return _fit(graph, model, hybrid, deadline)
 
 
 def priced_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
@@ -250,11 +265,31 @@ def symmetric(
     }
 
 
-def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> CallAssignment:
-    """The largest mesh from device 0 on that has a strategy within the limits, and the first such strategy."""
+def hybrid(
+    graph: DataflowGraph, cluster: Cluster, limits: Mapping[str, Limits] | None = None
+) -> dict[str, CallAssignment]:
+    """As `heuristic`, but generation has the largest tp of at most a host that the limits of its role allow.
+
+    Raises PlanError when no strategy is within the limits.
+    """
+    limits = limits or {}
+    return {
+        call.name: _assign(call, cluster, [limits.get(call.role, NO_LIMITS)], wide=call.kind == "generate")
+        for call in graph.calls
+    }
+
+
+def _assign(
+    call: ModelFunctionCall, cluster: Cluster, limits: list[Limits], wide: bool = False
+) -> CallAssignment:
+    """The largest mesh from device 0 on that has a strategy within the limits, and the first such strategy.
+
+    wide  the strategies with the largest tp come first
+    """
     most_dp = call.n_groups // call.blocks
     for mesh in meshes_from_start(cluster):
-        for strategy in _strategies(mesh.size, cluster.devices_per_host):
+        strategies = _strategies(mesh.size, cluster.devices_per_host)
+        for strategy in sorted(strategies, key=lambda one: -one.tp if wide else 0):
             if strategy.dp <= most_dp and all(limit.allow(strategy) for limit in limits):
                 return CallAssignment(
                     placement=Placement(mesh.devices, strategy), micro_batches=_micro_batches(call, strategy)
@@ -293,14 +328,25 @@ Rank = tuple[float, float, float]  # excess bytes, seconds per iteration, second
 STEP = 1.15  # the least ratio of a mesh's size to the next smaller size that is tried
 
 
-class _Disjoint:
-    """The best choices for tuples of mesh sizes, in devices: one size for each of `roles`."""
+RoleSets = Sequence[Sequence[str]]
 
-    def __init__(self, tables: Tables) -> None:
+
+class _SideBySide:
+    """The best choices for tuples of mesh sizes, in devices: one size for each of some sets of roles.
+
+    regroups  whether a role's generation may only regroup the devices of its training
+    """
+
+    def __init__(self, tables: Tables, sets: RoleSets, regroups: bool = False) -> None:
         self.tables = tables
         graph = tables.problem.graph
-        self.roles = graph.roles
-        self.calls = [[i for i, call in enumerate(graph.calls) if call.role == role] for role in self.roles]
+        self.sets = sets
+        self.calls = [[i for i, call in enumerate(graph.calls) if call.role in roles] for roles in sets]
+        self.regrouped = list[tuple[int, int]]()  # (generation, training) of a role
+        for i, call in enumerate(graph.calls):
+            trainer = graph.trainer(call.role) if regroups and call.kind == "generate" else None
+            if trainer is not None:
+                self.regrouped.append((i, graph.calls.index(trainer)))
         self.sizes = [self._common_sizes(calls) for calls in self.calls]
         self.best: dict[MeshSizes, tuple[Rank, list[int]] | None] = {}
         self.evaluations = 0
@@ -317,7 +363,7 @@ class _Disjoint:
     def smallest(self) -> MeshSizes:
         """The smallest meshes that fit side by side.
 
-        For rising sizes n, each role gets its smallest mesh of at least n devices. Very small meshes may have no
+        For rising sizes n, each set gets its smallest mesh of at least n devices. Very small meshes may have no
         room, because on large clusters they begin only at a few hosts (planner/pricing/options.py).
         """
         tried = [
@@ -368,48 +414,74 @@ class _Disjoint:
         return best, choice
 
     def _rank(self, choice: Sequence[int]) -> Rank:
+        apart = sum(not self._divides(choice, *pair) for pair in self.regrouped)
+        if apart:
+            return float("inf"), apart, 0.0
         self.evaluations += 1
         value: Value = self.tables.evaluate(choice)
         seconds = sum(self.tables.options[call][number].seconds for call, number in enumerate(choice))
         return value.excess_bytes, value.time_s, seconds
 
+    def _divides(self, choice: Sequence[int], generation: int, training: int) -> bool:
+        """Whether a generation's tp and pp divide those of its role's training."""
+        drawn = self.tables.options[generation][choice[generation]].strategy
+        trained = self.tables.options[training][choice[training]].strategy
+        return not (trained.tp % drawn.tp or trained.pp % drawn.pp)
+
     def _allowed(self, sizes: MeshSizes) -> list[list[int]] | None:
-        """[calls] numbers of each call's options on its role's mesh; None if the meshes do not fit side by side."""
+        """[calls] numbers of each call's options on its set's mesh; None if the meshes do not fit side by side."""
         allowed: list[list[int]] = [[] for _ in self.tables.calls]
         position = 0
-        for role in sorted(range(len(sizes)), key=lambda role: -sizes[role]):
+        for one in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
             starts = [
-                {o.first for o in self.tables.options[call] if o.size == sizes[role] and o.first >= position}
-                for call in self.calls[role]
+                {o.first for o in self.tables.options[call] if o.size == sizes[one] and o.first >= position}
+                for call in self.calls[one]
             ]
             first = min(set.intersection(*starts), default=None)
             if first is None:
                 return None
-            position = first + sizes[role]
-            for call in self.calls[role]:
+            position = first + sizes[one]
+            for call in self.calls[one]:
                 allowed[call] = [
                     n
                     for n, o in enumerate(self.tables.options[call])
-                    if o.first == first and o.size == sizes[role]
+                    if o.first == first and o.size == sizes[one]
                 ]
         return allowed if all(allowed) else None
 
     def grown(self, sizes: MeshSizes) -> Iterator[MeshSizes]:
-        """All ways to make one role's mesh a step larger."""
-        for role in range(len(sizes)):
-            yield from self._stepped(sizes, role, 1)
+        """All ways to make one set's mesh a step larger."""
+        for one in range(len(sizes)):
+            yield from self._stepped(sizes, one, 1)
 
     def exchanged(self, sizes: MeshSizes) -> Iterator[MeshSizes]:
-        """All ways to make one role's mesh a step smaller, and another's a step larger or not."""
+        """All ways to make one set's mesh a step smaller, and another's a step larger or not."""
         for loser, winner in permutations(range(len(sizes)), 2):
             for smaller in self._stepped(sizes, loser, -1):
                 yield smaller
                 yield from self._stepped(smaller, winner, 1)
 
-    def _stepped(self, sizes: MeshSizes, role: int, step: int) -> Iterator[MeshSizes]:
-        place = self.sizes[role].index(sizes[role]) + step
-        if 0 <= place < len(self.sizes[role]):
-            yield (*sizes[:role], self.sizes[role][place], *sizes[role + 1 :])
+    def _stepped(self, sizes: MeshSizes, one: int, step: int) -> Iterator[MeshSizes]:
+        place = self.sizes[one].index(sizes[one]) + step
+        if 0 <= place < len(self.sizes[one]):
+            yield (*sizes[:one], self.sizes[one][place], *sizes[one + 1 :])
+
+    def best_within(self, deadline: Deadline) -> tuple[Rank, list[int]] | None:
+        """The best choice that growing and exchanging find, with its rank; after the deadline, the best so far. None
+        where no meshes fit side by side."""
+        best = sizes = self.smallest()
+        while not deadline.is_past():
+            fitting = [grown for grown in self.grown(sizes) if self.rank(grown)[0] < float("inf")]
+            if not fitting:
+                break
+            sizes = min(fitting, key=self.rank)
+            best = min(best, sizes, key=self.rank)
+        while not deadline.is_past():
+            better = min(self.exchanged(best), key=self.rank, default=best)
+            if self.rank(better) >= self.rank(best):
+                break
+            best = better
+        return self.best[best]
 
 
 def side_by_side(tables: Tables) -> list[int] | None:
@@ -417,7 +489,11 @@ def side_by_side(tables: Tables) -> list[int] | None:
 
     It may lack memory. It takes no search, and it is a start for annealing that is far from plans that share devices.
     """
-    return _Disjoint(tables).largest()
+    return _SideBySide(tables, _alone(tables)).largest()
+
+
+def _alone(tables: Tables) -> RoleSets:
+    return [(role,) for role in tables.problem.graph.roles]
 
 
 def disjoint_choice(tables: Tables, deadline: Deadline = NO_DEADLINE) -> tuple[list[int], int]:
@@ -425,30 +501,59 @@ def disjoint_choice(tables: Tables, deadline: Deadline = NO_DEADLINE) -> tuple[l
 
     Raises PlanError when the cluster has fewer devices than roles need, or memory does not suffice.
     """
-    search = _Disjoint(tables)
-    for role, sizes in zip(search.roles, search.sizes, strict=True):
+    search = _SideBySide(tables, _alone(tables))
+    for (role,), sizes in zip(search.sets, search.sizes, strict=True):
         if not sizes:
             raise PlanError(
                 f"The calls of {role} fit no mesh of one size on a cluster of {tables.problem.cluster}, as roles on "
                 "devices of their own have to. Enlarge the cluster, or let roles share devices."
             )
-    best = sizes = search.smallest()
-    while not deadline.is_past():
-        fitting = [grown for grown in search.grown(sizes) if search.rank(grown)[0] < float("inf")]
-        if not fitting:
-            break
-        sizes = min(fitting, key=search.rank)
-        best = min(best, sizes, key=search.rank)
-    while not deadline.is_past():
-        better = min(search.exchanged(best), key=search.rank, default=best)
-        if search.rank(better) >= search.rank(best):
-            break
-        best = better
-    found = search.best[best]
+    found = search.best_within(deadline)
     if found is None or found[0][0] > 0:
         short = f": at best a device lacks {found[0][0]:.0f} bytes" if found else ""
         raise PlanError(
-            f"The roles {', '.join(search.roles)} do not fit a cluster of {tables.problem.cluster} on devices of "
-            f"their own{short}. Enlarge the cluster, or let roles share devices."
+            f"The roles {', '.join(tables.problem.graph.roles)} do not fit a cluster of {tables.problem.cluster} on "
+            f"devices of their own{short}. Enlarge the cluster, or let roles share devices."
         )
     return found[1], search.evaluations
+
+
+def colocated_choice(tables: Tables, deadline: Deadline = NO_DEADLINE) -> tuple[list[int], int]:
+    """(choice, evaluations) of HybridFlow's mapping: every division of the roles into sets is tried, each set on its
+    own devices, and the best one found is taken; after the deadline, the best so far. The division into one set comes
+    first.
+
+    Raises PlanError when memory suffices for none of those that were tried.
+    """
+    best: tuple[Rank, list[int]] | None = None
+    evaluations = 0
+    for sets in divisions(tables.problem.graph.roles):
+        search = _SideBySide(tables, sets, regroups=True)
+        found = search.best_within(deadline) if all(search.sizes) else None
+        evaluations += search.evaluations
+        if found is not None and found[0][0] <= 0 and (best is None or found[0] < best[0]):
+            best = found
+        if deadline.is_past():
+            break
+    if best is None:
+        raise PlanError(
+            f"No division of the roles {', '.join(tables.problem.graph.roles)} into sets on devices of their own "
+            f"fits a cluster of {tables.problem.cluster}, where generation only regroups the devices of training. "
+            "Enlarge the cluster, or choose another mode."
+        )
+    return best[1], evaluations
+
+
+def divisions(roles: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
+    """All divisions of some roles into sets, those of fewer sets first."""
+
+    def divided(rest: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
+        if not rest:
+            yield []
+            return
+        for sets in divided(rest[1:]):
+            for place, own in enumerate(sets):
+                yield [*sets[:place], (rest[0], *own), *sets[place + 1 :]]
+            yield [(rest[0],), *sets]
+
+    yield from sorted(divided(roles), key=len)

@@ -33,8 +33,10 @@ from prefect_rlhf.planner.search.annealing import (
 from prefect_rlhf.planner.search.balance import balanced
 from prefect_rlhf.planner.search.baselines import (
     Priced,
+    colocated_choice,
     disjoint_choice,
     heuristic_plan,
+    hybrid_plan,
     priced_plan,
     side_by_side,
     symmetric_plan,
@@ -221,7 +223,8 @@ def find_plan(
     """A plan for a problem.
 
     mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
-                  symmetric (all calls alike), disjoint (every role on its own devices), manual
+                  symmetric (all calls alike), hybrid, disjoint (every role on its own devices), colocated, manual:
+                  planner/search/baselines.py
     time_limit_s  seconds, compilation excluded; when they have passed, the best plan so far is returned. If not all
                   options could be priced by then, that is the best plan by rule, without a bound. The rules have
                   RULES_S at least, and end what they have begun: less than a second on 131,072 devices
@@ -234,7 +237,7 @@ def find_plan(
 
     Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that would help;
     for an unknown mode; and for mode manual without assignments. Raises ProblemError when a call has no option that
-    fits, and for mode disjoint when its options could not be priced in time.
+    fits, and for modes disjoint and colocated when their options could not be priced in time.
     """
     if mode not in MODES:
         raise PlanError(f"There is no mode {mode!r}; known are {', '.join(MODES)}.")
@@ -255,7 +258,7 @@ def find_plan(
         late, rules = True, rules if rules.plans else _by_rule(problem, started, ending)
         given = () if evaluate is None else (evaluate,)
         known = (*(assignments_of(one.plan) for one in rules.plans), *given)
-        if not known or mode == "disjoint":
+        if not known or mode in PLACING:
             if called_off():
                 raise PlanError("The search was called off before there was a plan.") from None
             raise
@@ -333,10 +336,15 @@ def _by_one(rule: Callable[..., Priced]) -> Callable[[Request], Outcome]:
     return lambda request: Outcome(rule(request.problem.graph, request.problem.model), request.lower_bound_s)
 
 
-def _disjoint(request: Request) -> Outcome:
-    deadline = Deadline(request.started + request.time_limit_s, request.called_off)
-    choice, evaluations = disjoint_choice(request.tables, deadline)
-    return Outcome(priced_choice(request.tables, choice), request.lower_bound_s, evaluations)
+def _placed(choose: Callable[[Tables, Deadline], tuple[list[int], int]]) -> Callable[[Request], Outcome]:
+    """The mode that places sets of roles side by side."""
+
+    def run(request: Request) -> Outcome:
+        deadline = Deadline(request.started + request.time_limit_s, request.called_off)
+        choice, evaluations = choose(request.tables, deadline)
+        return Outcome(priced_choice(request.tables, choice), request.lower_bound_s, evaluations)
+
+    return run
 
 
 def _manual(request: Request) -> Outcome:
@@ -412,7 +420,10 @@ def _by_rule(problem: Problem, started: float, deadline: Deadline) -> Rules:
     return Rules(tuple(plans), tuple(trace))
 
 
-SEARCHING = ("search", "mcmc", "disjoint")
+PLACING = ("disjoint", "colocated")
+"""Modes that place sets of roles side by side."""
+
+SEARCHING = ("search", "mcmc", *PLACING)
 """Modes that look at many options. Their compiled code is loaded before the clock starts; without time for the
 options, they give the best plan by rule."""
 
@@ -421,6 +432,8 @@ MODES: dict[str, Callable[[Request], Outcome]] = {
     "mcmc": _mcmc,
     "heuristic": _by_one(heuristic_plan),
     "symmetric": _by_one(symmetric_plan),
-    "disjoint": _disjoint,
+    "hybrid": _by_one(hybrid_plan),
+    "disjoint": _placed(disjoint_choice),
+    "colocated": _placed(colocated_choice),
     "manual": _manual,
 }

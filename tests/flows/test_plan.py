@@ -119,7 +119,7 @@ def test_the_hours_under_each_mode_are_an_artifact(planned):
     figures, artifacts, config = planned
     assert config.total_iterations == 100
     rows = {row["mode"]: row for row in table_of(artifacts["plan-modes"].data)}
-    assert list(rows) == ["search", "mcmc", "heuristic", "symmetric", "disjoint"]
+    assert list(rows) == ["search", "mcmc", "heuristic", "symmetric", "hybrid", "disjoint", "colocated"]
     assert float(rows["heuristic"]["s per iteration"]) == pytest.approx(figures["iteration_time_s"], rel=1e-3)
     for mode in ("search", "mcmc", "heuristic", "symmetric"):
         hours = float(rows[mode]["s per iteration"]) / 36

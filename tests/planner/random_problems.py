@@ -22,7 +22,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, in_parts
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import from_older_versions
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 
-OTHERS = ("mcmc", "heuristic", "symmetric", "disjoint")
+OTHERS = ("mcmc", "heuristic", "symmetric", "hybrid", "disjoint", "colocated")
 MOST_CHOICES = 300_000  # a second or so of enumeration
 ROUNDING = 1e-9  # relative
 

@@ -1,3 +1,4 @@
+from itertools import product
 from math import inf
 
 import pytest
@@ -9,8 +10,16 @@ from prefect_rlhf.planner.pricing.devices import preset
 from prefect_rlhf.planner.pricing.plans import shortfall
 from prefect_rlhf.planner.pricing.problem import Deadline
 from prefect_rlhf.planner.search import baselines
-from prefect_rlhf.planner.search.baselines import Limits, heuristic, heuristic_plan, symmetric
-from prefect_rlhf.planner.search.compiled.tables import assignments_of
+from prefect_rlhf.planner.search.baselines import (
+    Limits,
+    colocated_choice,
+    divisions,
+    heuristic,
+    heuristic_plan,
+    hybrid,
+    symmetric,
+)
+from prefect_rlhf.planner.search.compiled.tables import Tables, assignments_of
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from tests.planner.sampled import ALL_FOR_TENSORS
 
@@ -36,6 +45,56 @@ def test_a_small_batch_bounds_dp(make_graph):
     found = strategies(heuristic(make_graph(n_seqs=8), Cluster(2, 4)))
     assert found["actor_generate"] == "dp=8 tp=1 pp=1"
     assert found["actor_train"] == "dp=4 tp=2 pp=1"
+
+
+def test_generation_of_the_hybrid_engine_has_tensor_parallelism_over_a_host(make_graph):
+    limits = {"actor": Limits(replica_devices=1, max_tp=4), "ref": Limits(replica_devices=3)}
+    found = strategies(hybrid(make_graph(n_seqs=64), Cluster(2, 8), limits))
+    assert found["actor_generate"] == "dp=4 tp=4 pp=1", "as many as it has heads"
+    assert found["actor_train"] == found["critic_inference"] == "dp=16 tp=1 pp=1"
+    assert found["ref_inference"] == "dp=4 tp=4 pp=1", "the smallest replica that fits"
+
+
+def test_roles_have_as_many_divisions_into_sets_as_bells_number_says():
+    found = [{frozenset(own) for own in sets} for sets in divisions(["a", "b", "c", "d"])]
+    assert len(found) == 15
+    assert all(found.count(one) == 1 for one in found)
+    assert found[0] == {frozenset("abcd")}
+    assert found[-1] == {frozenset(role) for role in "abcd"}
+
+
+@pytest.mark.parametrize("cluster", [Cluster(1, 2), Cluster(2, 1)], ids=str)
+def test_the_colocated_plan_is_the_best_of_its_class(small_problem, cluster):
+    """Against all choices in which a role has one mesh, two roles' meshes are equal or share no device, and
+    generation's tp and pp divide those of training."""
+    problem = small_problem(cluster, ["actor_generate", "ref_inference", "actor_train"])
+    tables = Tables(problem)
+    calls = {call.name: i for i, call in enumerate(problem.graph.calls)}
+
+    def belongs(choice: tuple[int, ...]) -> bool:
+        drawn, ref, trained = (tables.options[i][choice[i]] for i in range(3))
+        meshes = [(one.first, one.first + one.size) for one in (drawn, ref, trained)]
+        regroups = not (trained.strategy.tp % drawn.strategy.tp or trained.strategy.pp % drawn.strategy.pp)
+        (a, b), (c, d) = meshes[0], meshes[1]
+        return meshes[0] == meshes[2] and regroups and ((a, b) == (c, d) or b <= c or d <= a)
+
+    assert list(calls) == ["actor_generate", "ref_inference", "actor_train"]
+    values = [
+        tables.evaluate(list(choice))
+        for choice in product(*(range(len(own)) for own in tables.options))
+        if belongs(choice)
+    ]
+    best = min(value.time_s for value in values if value.excess_bytes <= 0)
+    choice, evaluations = colocated_choice(tables)
+    assert belongs(tuple(choice))
+    assert evaluations < len(values)
+    assert tables.evaluate(choice).time_s == pytest.approx(best, rel=1e-9)
+    assert len(values) < len(list(product(*tables.options))), "other plans exist"
+
+
+def test_what_no_division_fits_is_said(small_problem):
+    with pytest.raises(PlanError, match=r"No division of the roles .* fits a cluster of 1x1.*another mode"):
+        colocated_choice(Tables(small_problem(Cluster(1, 1), memory=0.8e9)))
 
 
 def test_pipelines_get_micro_batches(make_graph):
