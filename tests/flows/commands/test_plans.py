@@ -53,7 +53,19 @@ def test_a_plan_is_shown_and_its_figures_are_written(run_plan, tmp_path, mode):
     assert (found["search"]["compile_s"] > 0) == (mode == "search") == ("s of compilation" in out)
     for given in found["assignments"].values():
         assert set(given) == {
-            *("nodes", "device_classes", "devices", "dp", "tp", "pp", "micro_batches", "offload", "time_s")
+            *(
+                "nodes",
+                "device_classes",
+                "devices",
+                "dp",
+                "tp",
+                "pp",
+                "cp",
+                "shard",
+                "micro_batches",
+                "offload",
+                "time_s",
+            )
         }
         assert given["dp"] * given["tp"] * given["pp"] == len(given["devices"])
         assert given["nodes"] == [0]
