@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,19 +22,7 @@ from tests.flows.recurring.form import answered, flow_run_page
 from tests.tiny_series import series_document, write_rows
 
 
-def has_a_scheduler() -> bool:
-    """Prefect before 3.9 plans no flow run with SQLAlchemy 2.1: its scheduler fails in each round."""
-    return version("prefect") >= "3.9" or version("sqlalchemy") < "2.1"
-
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.cluster,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(
-        not has_a_scheduler(), reason="Prefect before 3.9 schedules nothing with SQLAlchemy 2.1"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1500)]
 EVERY_S = 40
 
 
