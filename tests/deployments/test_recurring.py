@@ -21,7 +21,6 @@ from tests.deployments.deployed import PREFECT_FILE, Deployed, DeployedRun, depl
 from tests.flows.recurring.form import answered, flow_run_page
 from tests.tiny_series import series_document, write_rows
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1500)]
 EVERY_S = 40
 
