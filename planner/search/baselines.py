@@ -167,13 +167,15 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule, deadline: Deadline)
     uncut = {call.name: 1 for call in graph.calls}
     demand = _Demand(_least_replicas(graph, model), uncut)
     try:
-        found = rule(graph, model.cluster, _limits(model, demand.replicas))
+        assignments = rule(graph, model.cluster, _limits(model, demand.replicas))
     except PlanError:  # the weights do not fit: the plan on whole devices says how many bytes lack
         demand = _Demand(dict.fromkeys(graph.roles, 1), uncut)
-        found = rule(graph, model.cluster, _limits(model, demand.replicas))
+        assignments = rule(graph, model.cluster, _limits(model, demand.replicas))
     while True:
-        found = {name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in found.items()}
-        plan = _plan(graph, model, found)
+        assignments = {
+            name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in assignments.items()
+        }
+        plan = _plan(graph, model, assignments)
         memory = plan_memory(plan, model)
         missing, peaks = shortfall(memory, model), memory.peaks
         if missing is None:
@@ -184,9 +186,9 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule, deadline: Deadline)
         fullest = peaks[scarcest]
         if fullest.total_bytes <= model.classes.room_bytes(scarcest):
             raise PlanError(missing)  # a host's memory lacks: no other replica keeps less there
-        for larger in _larger_demands(fullest, graph, found, demand):
+        for larger in _larger_demands(fullest, graph, assignments, demand):
             with suppress(PlanError):
-                found, demand = rule(graph, model.cluster, _limits(model, larger.replicas)), larger
+                assignments, demand = rule(graph, model.cluster, _limits(model, larger.replicas)), larger
                 break
         else:
             raise PlanError(missing)
@@ -393,8 +395,8 @@ class _SideBySide:
         side."""
         if sizes not in self.best:
             self.best[sizes] = self._settle(sizes)
-        found = self.best[sizes]
-        return found[0] if found else (float("inf"), 0.0, 0.0)
+        settled = self.best[sizes]
+        return settled[0] if settled else (float("inf"), 0.0, 0.0)
 
     def _settle(self, sizes: MeshSizes) -> tuple[Rank, list[int]] | None:
         """Coordinate descent: the best option of one call after another, until none improves."""
@@ -508,14 +510,14 @@ def disjoint_choice(tables: Tables, deadline: Deadline = NO_DEADLINE) -> tuple[l
                 f"The calls of {role} fit no mesh of one size on a cluster of {tables.problem.cluster}, as roles on "
                 "devices of their own have to. Enlarge the cluster, or let roles share devices."
             )
-    found = search.best_within(deadline)
-    if found is None or found[0][0] > 0:
-        short = f": at best a device lacks {found[0][0]:.0f} bytes" if found else ""
+    ranked = search.best_within(deadline)
+    if ranked is None or ranked[0][0] > 0:
+        short = f": at best a device lacks {ranked[0][0]:.0f} bytes" if ranked else ""
         raise PlanError(
             f"The roles {', '.join(tables.problem.graph.roles)} do not fit a cluster of {tables.problem.cluster} on "
             f"devices of their own{short}. Enlarge the cluster, or let roles share devices."
         )
-    return found[1], search.evaluations
+    return ranked[1], search.evaluations
 
 
 def colocated_choice(tables: Tables, deadline: Deadline = NO_DEADLINE) -> tuple[list[int], int]:
@@ -529,10 +531,10 @@ def colocated_choice(tables: Tables, deadline: Deadline = NO_DEADLINE) -> tuple[
     evaluations = 0
     for sets in divisions(tables.problem.graph.roles):
         search = _SideBySide(tables, sets, regroups=True)
-        found = search.best_within(deadline) if all(search.sizes) else None
+        ranked = search.best_within(deadline) if all(search.sizes) else None
         evaluations += search.evaluations
-        if found is not None and found[0][0] <= 0 and (best is None or found[0] < best[0]):
-            best = found
+        if ranked is not None and ranked[0][0] <= 0 and (best is None or ranked[0] < best[0]):
+            best = ranked
         if deadline.is_past():
             break
     if best is None:
@@ -552,8 +554,8 @@ def divisions(roles: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
             yield []
             return
         for sets in divided(rest[1:]):
-            for place, own in enumerate(sets):
-                yield [*sets[:place], (rest[0], *own), *sets[place + 1 :]]
+            for place, members in enumerate(sets):
+                yield [*sets[:place], (rest[0], *members), *sets[place + 1 :]]
             yield [(rest[0],), *sets]
 
     yield from sorted(divided(roles), key=len)
