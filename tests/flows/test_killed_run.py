@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,16 @@ def begin(base: Path, name: str, iterations: int = ITERATIONS, **changes: Any) -
     return command_of(base, config.model_dump(mode="json")), base / "runs" / name
 
 
-def begin_grpo(base: Path, name: str) -> tuple[list[str], Path]:
-    """The same for GRPO with adapters, on two ranks: generation has a copy of them, the reference none."""
+def begin_grpo(base: Path, name: str, both: str = "0-1 d2", **changes: Any) -> tuple[list[str], Path]:
+    """The same for GRPO with adapters, on two ranks: generation has a copy of them, the reference none.
+
+    both  where all is computed but the responses
+    """
     ppo = ppo_config(base).model_dump(mode="json")
     shared = {
         key: ppo[key]
         for key in ("data", "sampling", "rewards", "output_dir", "batch_size", "optimizer", "snapshot_every")
     }
-    both = "0-1 d2"
     document = {
         "type": "grpo",
         "name": name,
@@ -67,6 +70,7 @@ def begin_grpo(base: Path, name: str) -> tuple[list[str], Path]:
             "ref_inference": both,
             "actor_train": both,
         },
+        **changes,
     }
     return command_of(base, document), base / "runs" / name
 
@@ -169,6 +173,13 @@ def test_so_does_grpo_that_trains_adapters_and_it_exports_them(tmp_path):
     ) as run:
         assert run.process.wait(300) == 0, run.output
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("both", ["0-1 d2 sharded", "0-1 c2"])
+def test_so_does_grpo_whose_weights_or_tokens_are_divided(tmp_path, both: str):
+    folder, undisturbed = killed_and_resumed(tmp_path, partial(begin_grpo, both=both, lora=None))
+    weights = Path("model") / "model.safetensors"
+    assert (folder / weights).read_bytes() == (undisturbed / weights).read_bytes()
 
 
 def test_so_does_dapo_whose_rounds_go_by_the_scores(tmp_path):
