@@ -82,9 +82,7 @@ def reallocate(
     ours = _WeightsHere(source, rank, slices or {})
     new = _blank(destination, rank, dtype, groups.device)
     fresh = _WeightsHere(destination, rank, new)
-    is_sharded = (
-        source.placement.strategy.weight_shares > 1 or destination.placement.strategy.weight_shares > 1
-    )
+    is_sharded = source.weight_shares > 1 or destination.weight_shares > 1
     planned = plan_shares if is_sharded else plan_reallocation
     plan: Sequence[Message] = planned(source, destination, dtype.itemsize, devices_per_host)
     here = [message for message in plan if message.source == message.destination == rank]
@@ -136,7 +134,7 @@ def _blank(layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) 
     """New tensors for what a rank has of the weights in a layout."""
     if rank not in layout.placement.devices:
         return {}
-    extents, is_sharded = HeldLayout(layout), layout.placement.strategy.weight_shares > 1
+    extents, is_sharded = HeldLayout(layout), layout.weight_shares > 1
     shapes = {
         name: (extents.range(name, rank).size,) if is_sharded else layout.slice_shape(name, rank)
         for name in layout.held(rank)
@@ -191,8 +189,8 @@ def _verify(ours: _WeightsHere, fresh: _WeightsHere, groups: ProcessGroups) -> s
     """
     source, destination = ours.layout.placement, fresh.layout.placement
     sums = torch.zeros(1 + destination.strategy.copies, dtype=torch.int64, device=groups.device)
-    copies = destination.strategy.copies // destination.strategy.weight_shares
-    if ours.slices and (_copy(source, ours.rank) == 0 or source.strategy.weight_shares > 1):
+    copies = destination.strategy.copies // fresh.layout.weight_shares
+    if ours.slices and (_copy(source, ours.rank) == 0 or ours.layout.weight_shares > 1):
         sums[0] = digest(ours.slices, ours.layout, ours.rank)
     if fresh.slices:
         sums[1 + _copy(destination, fresh.rank) % copies] = digest(fresh.slices, fresh.layout, fresh.rank)

@@ -133,6 +133,12 @@ class Layout:
         """The layout of the model itself."""
         return self if self.lora is None else replace(self, lora=None)
 
+    @property
+    def weight_shares(self) -> int:
+        """Number of devices over which each slice of these parameters is cut. Adapters are whole, whatever is below
+        them."""
+        return self.placement.strategy.weight_shares if self.lora is None else 1
+
     @cached_property
     def specs(self) -> Mapping[str, ParameterSpec]:
         return {spec.name: spec for spec in self.parameters}

@@ -262,7 +262,7 @@ class HeldLayout(StateLayout):
     def __init__(self, layout: Layout, devices_per_host: int = 1) -> None:
         super().__init__(layout)
         self._per_host = devices_per_host
-        self._is_sharded = layout.placement.strategy.weight_shares > 1
+        self._is_sharded = layout.weight_shares > 1
 
     def range(self, name: str, device: int) -> Interval:
         if self._is_sharded:

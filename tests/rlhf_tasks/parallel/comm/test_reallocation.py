@@ -56,7 +56,7 @@ def cut(whole: dict[str, torch.Tensor], lay: Layout, device: int) -> dict[str, t
     if device not in lay.placement.devices:
         return None
     slices = held_slices(lay, device, whole)
-    if lay.placement.strategy.shard == "gradients":
+    if lay.weight_shares == 1:
         return slices
     return {
         name: slices[name].flatten()[start:stop] for name, start, stop, _ in StateLayout(lay).kept(device)
@@ -97,7 +97,7 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lor
     whole, wrong = whole_model(shape, head, dtype, lora), []
 
     def fewest(a: Layout, b: Layout) -> int:
-        if "parameters" in (a.placement.strategy.shard, b.placement.strategy.shard):
+        if a.weight_shares > 1 or b.weight_shares > 1:
             return fewest_bytes(a, b, whole)
         return reallocation_bound(a, b, dtype.itemsize)
 
@@ -157,6 +157,14 @@ def test_shares_of_weights_move_to_any_layout_and_back(ranks, shape):
 def test_adapters_move_alone(ranks):
     """The same of what trains beside a frozen model: A and B of linear modules, and a value head."""
     how = (PLACEMENTS, torch.bfloat16, 2**28, ADAPTERS)
+    assert ranks.run(4, there_and_back, model(), "scalar", *how) == [[]] * 4
+
+
+@pytest.mark.dist
+def test_adapters_are_whole_where_the_weights_below_are_sharded(ranks):
+    some = [PLACEMENTS[i] for i in (0, 3, 5)]
+    how = ([*SHARDED, *some], torch.bfloat16, 2**28, ADAPTERS)
+
     assert ranks.run(4, there_and_back, model(), "scalar", *how) == [[]] * 4
 
 
