@@ -135,7 +135,7 @@ def _learned(folder: Path, digest: str) -> str:
 
 def _ancestors(folder: Path, config: RunConfig) -> Iterator[tuple[str, Path | None]]:
     """A sentence for each model of a run that another run has made, and for those of that one, with its folder; None
-    where it is gone."""
+    where it is gone or cannot be read."""
     known, waiting = {folder}, [(folder, config)]
     while waiting:
         run, its = waiting.pop(0)
@@ -146,5 +146,9 @@ def _ancestors(folder: Path, config: RunConfig) -> Iterator[tuple[str, Path | No
                 yield f"{where} {model}, which is gone: what has taught it is not known", None
             if made is not None and made not in known:
                 known.add(made)
-                waiting.append(_training(made))
-                yield f"{where} the model of {made}", made
+                try:
+                    waiting.append(_training(made))
+                except ConfigError as error:
+                    yield f"{where} the model of {made}; what has taught it is not known: {error}", None
+                else:
+                    yield f"{where} the model of {made}", made

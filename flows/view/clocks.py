@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
@@ -54,7 +55,9 @@ def aligned(plan: ExecutionPlan, spans: Sequence[Span]) -> list[Span]:
     A call begins after the nodes before it have ended, on all their ranks (a move may begin before: its receivers
     wait in it). So with nodes of host A before calls of host B and the other way around, the difference of their
     clocks is bounded from both sides. Where the bounds allow that they agree, they do; else the difference is the
-    middle, as of a request and its answer (F. Cristian, Probabilistic clock synchronization, 1989).
+    middle, as of a request and its answer (F. Cristian, Probabilistic clock synchronization, 1989). With nodes of
+    one host before the other's only, there is one bound; a difference that it forbids becomes the bound itself, the
+    least correction that puts the calls in order.
     """
     ahead_s = _ahead_s(_bounds_s(plan, spans), sorted({span.rank // plan.devices_per_host for span in spans}))
     return [
@@ -85,16 +88,22 @@ def _bounds_s(plan: ExecutionPlan, spans: Sequence[Span]) -> dict[tuple[int, int
 
 
 def _ahead_s(most: Mapping[tuple[int, int], float], hosts: Sequence[int]) -> dict[int, float]:
-    """Host -> how far its clock is ahead of the first host's; 0 where nothing tells. Close bounds are used first."""
-    pairs = sorted(
-        (most[here, there] + most[there, here], here, there) for here, there in most if (there, here) in most
-    )
+    """Host -> how far its clock is ahead of the first host's; 0 where nothing tells. Close bounds are used first, and
+    those from one side last.
+    """
+    pairs = []
+    for here, there in {pair for a, b in most for pair in ((a, b), (b, a))}:
+        least_s, most_s = -most.get((there, here), inf), most.get((here, there), inf)
+        pairs.append((most_s - least_s, min(-least_s, most_s), here, there, least_s, most_s))
+    pairs.sort()
     ahead_s = {hosts[0]: 0.0} if hosts else {}
-    while reached := next(((a, b) for _, a, b in pairs if a in ahead_s and b not in ahead_s), None):
-        here, there = reached
-        least_s, most_s = -most[there, here], most[here, there]
-        agree = least_s <= 0.0 <= most_s
-        ahead_s[there] = ahead_s[here] + (0.0 if agree else (least_s + most_s) / 2)
+    while reached := next((pair for pair in pairs if pair[2] in ahead_s and pair[3] not in ahead_s), None):
+        width_s, _, here, there, least_s, most_s = reached
+        if least_s <= 0.0 <= most_s:
+            by_s = 0.0
+        else:
+            by_s = (least_s + most_s) / 2 if width_s < inf else max(least_s, min(0.0, most_s))
+        ahead_s[there] = ahead_s[here] + by_s
     return dict.fromkeys(hosts, 0.0) | ahead_s
 
 

@@ -79,6 +79,11 @@ def test_a_row_is_looked_for_in_the_runs_whose_models_a_run_began_with(run, call
     status, out, _ = call("lineage", str(folder))
     assert f"its actor began as the model of {run}\n" in out
     assert "samples 0 to 15 of 5 of 5 rows" in out, "and what has taught that one"
+    (run / "format").write_text("3")
+    for asked in (("--row", row, str(folder)), (str(folder),)):
+        status, out, _ = call("lineage", *asked)
+        assert status == 0, "one that another version has written is told, and no reason to end"
+        assert f"the model of {run}; what has taught it is not known: {run} has the format 3" in out
     shutil.rmtree(run)
     status, out, _ = call("lineage", "--row", "0" * 32, str(folder))
     assert f"its actor began as {run / 'model'}, which is gone: what has taught it is not known" in out

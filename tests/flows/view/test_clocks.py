@@ -93,6 +93,28 @@ def test_the_clock_of_another_host_is_aligned_by_what_came_before_what(two_hosts
                 assert ends.get((iteration, node, rank), span.started_s) <= span.started_s + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "wrong"),
+    [
+        (("release_actor_of_actor_generate", "0"), ("reward_inference", "1"), 3600.0),
+        (("actor_generate", "1"), ("ref_inference", "0"), -3600.0),
+    ],
+)
+def test_one_order_that_the_clocks_contradict_is_put_right(two_hosts, first, then, wrong):
+    """`wrong` seconds behind, the second host's clock has the later node begin before the earlier one has ended."""
+    plan, lineage = two_hosts
+    only = [
+        {**next(row for row in lineage if row["node"] == node), "clocks": {rank: span}}
+        for (node, rank), span in ((first, [10.0, 11.0]), (then, [11.5, 12.0]))
+    ]
+    times = {span.node: span for span in spans_of(plan, behind(only, wrong))}
+    assert times[then[0]].started_s == pytest.approx(times[first[0]].ended_s)
+    assert {span.rank: span.started_s for span in spans_of(plan, behind(only, -wrong))} == {
+        0: only[0 if first[1] == "0" else 1]["clocks"]["0"][0],
+        1: only[0 if first[1] == "1" else 1]["clocks"]["1"][0] + wrong,
+    }, "nothing contradicts the clocks"
+
+
 def test_the_time_of_a_rank_is_work_waiting_and_overhead():
     """Rank 1 begins a second late, and rank 0 waits for it in the node; then both idle for half a second."""
     spans = [
