@@ -9,6 +9,7 @@ deterministic (its batch-invariant mode, on GPUs that have it); a commit has the
 import contextlib
 import json
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,7 @@ SERVE = "prefect_rlhf.rlhf_tasks.parallel.generate.vllm_server:serve"
 START_S = 600.0  # to import vLLM, build the model and its caches: 13 s for a small one on two cores
 STALL_S = 120.0  # without any token, or to take weights
 END_S = 10.0
+LEAST_S = 1.0
 
 
 class GenerationFault(RuntimeError):
@@ -46,15 +48,22 @@ class VllmProcess:
     def __init__(self, python: str, begin: Mapping[str, Any], patience: float, serve: str = SERVE) -> None:
         self._patience, self._ready = patience, False
         self._output = ChildOutput("the process of vLLM")
-        with self._output as output:
-            self._keeper = subprocess.Popen(
-                kept_call_of(python, serve),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env=_environment(),
-                start_new_session=True,
-            )
+        try:
+            with self._output as output:
+                self._keeper = subprocess.Popen(
+                    kept_call_of(python, serve),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._output.close()
+            raise GenerationFault(
+                f"generation.python: {python} cannot be run here ({error.strerror}). Name the Python of an environment "
+                "with vLLM that is on each host."
+            ) from None
         self._lines = Lines(self._keeper)
         self._started_s = time.monotonic()
         self._send(begin, START_S)
@@ -62,28 +71,34 @@ class VllmProcess:
     def ask(self, request: Mapping[str, Any], until_each_s: float = STALL_S) -> dict[str, Any]:
         """The reply to a request. Raises GenerationFault."""
         if not self._ready:
-            self._read(START_S - (time.monotonic() - self._started_s) / self._patience, "start")
+            late_s = time.monotonic() + LEAST_S  # what it has said meanwhile is read
+            self._read(max(self._until(START_S, self._started_s), late_s), START_S, "start")
             self._ready = True
         ((what, _),) = request.items()
         self._send(request, until_each_s)
-        while "drawn" in (reply := self._read(until_each_s, what)):
-            pass
+        until_s, drawn = self._until(until_each_s), 0
+        while "drawn" in (reply := self._read(until_s, until_each_s, what)):
+            if reply["drawn"] > drawn:  # a process that only says that it lives makes no progress
+                until_s, drawn = self._until(until_each_s), reply["drawn"]
         return reply
+
+    def _until(self, within_s: float, since_s: float | None = None) -> float:
+        return (time.monotonic() if since_s is None else since_s) + within_s * self._patience
 
     def _send(self, request: Mapping[str, Any], within_s: float) -> None:
         try:
-            self._lines.send(json.dumps(request), time.monotonic() + within_s * self._patience)
+            self._lines.send(json.dumps(request), self._until(within_s))
         except TimeoutError:
             raise GenerationFault(
                 f"vLLM has not read a request for {within_s * self._patience:.0f} s"
             ) from None
 
-    def _read(self, within_s: float, what: str) -> dict[str, Any]:
-        within_s = max(within_s, 1.0) * self._patience
+    def _read(self, until_s: float, within_s: float, what: str) -> dict[str, Any]:
         try:
-            reply = self._lines.read(time.monotonic() + within_s)
+            reply = self._lines.read(until_s)
         except TimeoutError:
-            raise GenerationFault(f"vLLM has said nothing for {within_s:.0f} s ({what})") from None
+            within_s *= self._patience
+            raise GenerationFault(f"vLLM has made no progress for {within_s:.0f} s ({what})") from None
         if reply is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._keeper.wait(END_S)
@@ -141,13 +156,19 @@ class Vllm:
         self._process: VllmProcess | None = None
         self._engine: Engine | None = None
         self._taken: tuple[int, int] | None = None
+        self._starts = threading.Lock()
         self._aborted = False
 
     def take(self, engine: Engine) -> None:
-        """Hand an engine's weights over, unless it has them. Raises GenerationFault where others arrive."""
-        if self._taken == (id(engine), engine.version):
+        """Hand an engine's weights over, unless it has them. Raises GenerationFault where others arrive.
+
+        Collective over the replica. Its head says whether weights are needed: only it knows what its vLLM has, which
+        also draws for other placements, and sleeps.
+        """
+        self._engine, self.version = engine, engine.version
+        if not _said_by_head(engine, self._taken != (id(engine), engine.version)):
             return
-        self._taken, self._engine = None, engine
+        self._taken = None
         if engine.is_head and self._process is None and not self._aborted:
             self._start(engine)
         handed = self._handover.write(engine)
@@ -158,7 +179,7 @@ class Vllm:
                     raise GenerationFault(
                         f"vLLM has weights of {what} {taken.get(what)}, and was given {what} {handed[what]}"
                     )
-        self._taken, self.version = (id(engine), engine.version), engine.version
+        self._taken = (id(engine), engine.version)
 
     def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:
         """Ask vLLM for one response to each prompt. Collective over the replica: no rank is ahead of its head."""
@@ -167,10 +188,7 @@ class Vllm:
         assert order.segments is None, "the configuration refuses segments"
         assert not order.record_kept, "the configuration refuses top-k and top-p"
         answered = self._drawn(engine, batch, order) if engine.is_head else None
-        replica = engine.placement.replica(engine.coordinate.dp)
-        broadcast_json(
-            True, engine.placement.heads[engine.coordinate.dp], engine.groups[replica], engine.device
-        )
+        _said_by_head(engine, True)
         return answered
 
     def _drawn(self, engine: Engine, batch: SampleBatch, order: Order) -> SampleBatch:
@@ -190,26 +208,39 @@ class Vllm:
         requests = [
             [prompt, seed, params.max_new_tokens] for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        answers = self._reply_to({"draw": {"requests": requests, "sampling": sampling}})["answers"]
+        answers = []
+        if requests:
+            answers = self._reply_to({"draw": {"requests": requests, "sampling": sampling}})["answers"]
         return self._samples(engine, batch, prompts, answers)
 
     def _samples(
         self, engine: Engine, batch: SampleBatch, prompts: list[list[int]], answers: list[Any]
     ) -> SampleBatch:
-        parts: dict[str, list[Tensor]] = {
-            key: [] for key in ("input_ids", "response_mask", "old_logprobs", "truncated")
+        types = {
+            "input_ids": torch.int64,
+            "response_mask": torch.bool,
+            "old_logprobs": engine.dtype_of_rows,
+            "truncated": torch.bool,
         }
+        parts: dict[str, list[Tensor]] = {key: [] for key in types}
         for prompt, (tokens, logprobs, reason) in zip(prompts, answers, strict=True):
-            none = [0.0] * len(prompt)
-            parts["input_ids"].append(torch.tensor([*prompt, *tokens], dtype=torch.int64))
-            parts["response_mask"].append(torch.tensor([False] * len(prompt) + [True] * len(tokens)))
-            parts["old_logprobs"].append(torch.tensor([*none, *logprobs], dtype=engine.dtype_of_rows))
-            parts["truncated"].append(torch.tensor([reason == "length"]))
+            sample = {
+                "input_ids": [*prompt, *tokens],
+                "response_mask": [False] * len(prompt) + [True] * len(tokens),
+                "old_logprobs": [0.0] * len(prompt) + logprobs,
+                "truncated": [reason == "length"],
+            }
+            for key, values in sample.items():
+                parts[key].append(torch.tensor(values, dtype=types[key]))
         lengths = [len(ids) for ids in parts["input_ids"]]
         new_tokens = sum(lengths) - sum(map(len, prompts))
         engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
         device = batch["prompt_ids"].values.device
-        return SampleBatch(batch.ids, {key: Packed.of(of).to(device) for key, of in parts.items()})
+        packed = {
+            key: Packed.of(of) if of else Packed(torch.empty(0, dtype=types[key]), ())
+            for key, of in parts.items()
+        }
+        return SampleBatch(batch.ids, {key: of.to(device) for key, of in packed.items()})
 
     def _reply_to(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:
@@ -219,7 +250,7 @@ class Vllm:
     def _start(self, engine: Engine) -> None:
         terms, on_gpu = self._terms, engine.device.type == "cuda"
         strategy = engine.placement.strategy
-        self._process = VllmProcess(
+        process = VllmProcess(
             terms.settings["python"],
             {
                 "folder": str(base_of(terms.folder)),
@@ -234,6 +265,10 @@ class Vllm:
             terms.patience,
             self.serve,
         )
+        with self._starts:
+            self._process, aborted = process, self._aborted
+        if aborted:  # while it was started
+            process.kill()
 
     def free(self) -> None:
         """On GPUs vLLM sleeps: its weights and caches are freed until the next `take`."""
@@ -243,8 +278,9 @@ class Vllm:
 
     def abort(self) -> None:
         """End the process: what waits for it raises."""
-        self._aborted = True
-        if (process := self._process) is not None:
+        with self._starts:
+            self._aborted, process = True, self._process
+        if process is not None:
             process.kill()
 
     def close(self) -> None:
@@ -253,3 +289,10 @@ class Vllm:
             self._process.close()
         self._process = None
         self._handover.close()
+
+
+def _said_by_head(engine: Engine, value: bool) -> bool:
+    """What the replica's head has, on all its ranks."""
+    dp = engine.coordinate.dp
+    replica = engine.placement.replica(dp)
+    return broadcast_json(value, engine.placement.heads[dp], engine.groups[replica], engine.device)

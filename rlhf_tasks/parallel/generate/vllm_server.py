@@ -5,7 +5,7 @@ Requests and replies are lines of JSON. The first request has what vLLM begins w
 
 - `{"take": {...}}`, what `Handover.write` returns: the weights are taken from memory that processes share, and no key
   or value of older weights is used again. The reply has `version` and `digest` of what was taken;
-- `{"draw": {...}}`: replies `{"drawn": steps}` about every second, then `{"answers": [[ids, logprobs, reason], ...]}`
+- `{"draw": {...}}`: replies `{"drawn": tokens}` about every second, then `{"answers": [[ids, logprobs, reason], ...]}`
   in the order of the requests;
 - `{"sleep": true}`, on GPUs: free what can be freed until the next `take`. The reply is `{}`;
 - `{"fault": ..., "traceback": ...}` is the reply to what fails. The process then ends.
@@ -101,7 +101,7 @@ class _Server:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        said_s, steps = time.monotonic(), 0
+        said_s, finished = time.monotonic(), 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
@@ -110,10 +110,12 @@ class _Server:
                         of[token].logprob for of, token in zip(drawn.logprobs, drawn.token_ids, strict=True)
                     ]
                     answers[output.request_id] = [list(drawn.token_ids), logprobs, drawn.finish_reason]
-            steps += 1
+                    finished += len(logprobs)
             if time.monotonic() - said_s > SAY_EVERY_S:
                 said_s = time.monotonic()
-                self._requests.reply({"drawn": steps})
+                waiting = engine.output_processor.request_states.values()
+                tokens = sum(state.detokenizer.num_output_tokens() for state in waiting)
+                self._requests.reply({"drawn": finished + tokens})
         return {"answers": [answers[str(number)] for number in range(len(order["requests"]))]}
 
 

@@ -83,8 +83,12 @@ def serve() -> None:
             memory.close()
             requests.reply({"version": value["version"], "digest": digest})
             continue
+        assert value["requests"], "vLLM is not asked for nothing"
         if mode == "hang":
             time.sleep(3600)
+        while mode == "idle":
+            requests.reply({"drawn": 1})
+            time.sleep(0.2)
         if mode == "end":
             os._exit(3)
         if mode == "fault":

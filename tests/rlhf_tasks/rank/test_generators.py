@@ -114,7 +114,8 @@ def test_a_process_draws_with_the_weights_of_each_version(start: Any, monkeypatc
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        ("hang", "vLLM has said nothing for"),
+        ("hang", "vLLM has made no progress for"),
+        ("idle", "vLLM has made no progress for"),
         ("end", r"the process of vLLM has ended \(draw, status 3\)"),
         ("fault", "vLLM has failed .draw.: ValueError: as asked"),
         ("digest", "vLLM has weights of digest 0000000000000000, and was given digest"),
@@ -124,7 +125,7 @@ def test_a_process_that_hangs_ends_or_has_other_weights_is_a_fault_and_leaves_no
     start: Any, monkeypatch: pytest.MonkeyPatch, mode: str, said: str
 ):
     before = below()
-    run = fake(start, monkeypatch, mode, patience=0.05 if mode == "hang" else 1.0)
+    run = fake(start, monkeypatch, mode, patience=0.05 if mode in ("hang", "idle") else 1.0)
     with pytest.raises(GenerationFault, match=said):
         run.iterate(0)
     assert below() - before or mode == "end"
