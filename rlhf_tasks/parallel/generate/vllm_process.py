@@ -61,8 +61,8 @@ class VllmProcess:
         except OSError as error:
             self._output.close()
             raise GenerationFault(
-                f"generation.python: {python} cannot be run here ({error.strerror}). Name the Python of an environment "
-                "with vLLM that is on each host."
+                f"generation.python: {python} cannot be run here ({error.strerror}). Name the Python of an "
+                "environment with vLLM that is on each host."
             ) from None
         self._lines = Lines(self._keeper)
         self._started_s = time.monotonic()

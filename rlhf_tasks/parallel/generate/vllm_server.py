@@ -5,7 +5,8 @@ Requests and replies are lines of JSON. The first request has what vLLM begins w
 
 - `{"take": {...}}`, what `Handover.write` returns: the weights are taken from memory that processes share, and no key
   or value of older weights is used again. The reply has `version` and `digest` of what was taken;
-- `{"draw": {...}}`: replies `{"drawn": tokens}` about every second, then `{"answers": [[ids, logprobs, reason], ...]}`
+- `{"draw": {...}}`: replies `{"drawn": tokens}` about every second, and then
+  `{"answers": [[ids, logprobs, reason], ...]}`
   in the order of the requests;
 - `{"sleep": true}`, on GPUs: free what can be freed until the next `take`. The reply is `{}`;
 - `{"fault": ..., "traceback": ...}` is the reply to what fails. The process then ends.

@@ -85,7 +85,7 @@ def test_an_empty_batch_is_drawn_without_asking_and_keeps_its_types(ranks):
 
 
 def test_a_python_that_cannot_be_run_is_a_fault_that_names_the_key():
-    with pytest.raises(GenerationFault, match="generation.python: /none/python cannot be run here"):
+    with pytest.raises(GenerationFault, match=r"generation\.python: /none/python cannot be run here"):
         VllmProcess("/none/python", {}, 1.0)
 
 
