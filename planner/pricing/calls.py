@@ -201,7 +201,7 @@ class CostModel:
     def _gathering(self, role: str, s: ParallelStrategy) -> Gathering:
         """What a device gathers of the role's sharded weights."""
         model, one = self.models[role], ParallelStrategy(tp=s.tp)
-        return gathering(Layout(model.shape, model.head, Placement(tuple(range(s.tp)), one)))
+        return gathering(Layout(model.shape, model.head, Placement(tuple(range(s.tp)), one), model.lora))
 
     def moved_shares(self, role: str, s: ParallelStrategy) -> int:
         """Number of dp ranks over which what a role moves is cut: adapters are whole, whatever is below them."""

@@ -13,6 +13,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import (
     StateLayout,
     StateTransfer,
     parts_of,
+    parts_of_backward,
 )
 
 
@@ -56,7 +57,8 @@ class Gathering(NamedTuple):
     most     most elements that are whole at a time: those of a part of the model and of the part that comes next
     total    elements of all parts, once each
     buckets  messages of a pass over all parts
-    back     elements that a backward pass gathers: without embedding and head, and the layer that is still there
+    back     elements that a backward pass gathers: those of the parts that it comes to (`parts_of_backward`), without
+             the layer that is still there
     """
 
     most: int
@@ -67,13 +69,14 @@ class Gathering(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def gathering(layout: Layout) -> Gathering:
-    """What the first or the last tp rank of a layout of one stage gathers, whichever has more."""
+    """What the first or the last tp rank of a layout of one stage gathers, whichever has more. Of adapters,
+    what is below them."""
 
     def of(tp_rank: int) -> Gathering:
-        buckets = StateLayout(layout).buckets(layout.placement.device(0, tp_rank, 0))
-        layers = layout.shape.layers
+        buckets = StateLayout(layout.whole).buckets(layout.placement.device(0, tp_rank, 0))
+        specs, layers = layout.whole.specs, layout.shape.layers
         used = [
-            {part for piece in bucket.pieces for part in parts_of(layout.specs[piece.name], layers)}
+            {part for piece in bucket.pieces for part in parts_of(specs[piece.name], layers)}
             for bucket in buckets
         ]
 
@@ -82,6 +85,7 @@ def gathering(layout: Layout) -> Gathering:
 
         parts = range(layers + 2)
         most = max(size(*pair) for pair in pairwise(parts))
-        return Gathering(most, size(*parts), len(buckets), size(*parts[1:layers]))
+        back = [part for part in parts_of_backward(layout) if part < layers]
+        return Gathering(most, size(*parts), len(buckets), size(*back))
 
     return max(map(of, {0, layout.placement.strategy.tp - 1}))

@@ -82,6 +82,18 @@ def parts_of(spec: ParameterSpec, layers: int) -> tuple[int, ...]:
     return {"first": (0,), "last": (layers + 1,), "ends": (0, layers + 1)}[spec.place]
 
 
+def parts_of_backward(layout: Layout) -> range:
+    """The parts of a model of one stage (`parts_of`) that a backward pass comes to between its head and its end.
+
+    It ends with the first part that has something to train. An embedding needs no weights for its gradient; what
+    further inputs of the layers are computed with does.
+    """
+    shape = layout.shape
+    first = min(part for spec in layout.parameters for part in parts_of(spec, shape.layers))
+    without = 0 if shape.varied is not None and shape.varied.inputs else 1
+    return range(max(first, without), shape.layers + 1)
+
+
 # Here a parameter is viewed as a matrix: its dims before the sharded dim make the rows, the sharded dim and all later
 # ones the columns. A slice is then a block of columns. A range of a flattened slice is at most three rectangles: the
 # end of a row, whole rows, and the beginning of a row.

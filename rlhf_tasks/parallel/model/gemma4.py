@@ -110,8 +110,8 @@ class VariedLayer(nn.Module):
         return self.post_feedforward_layernorm_2(sum_over_ranks(part, self.group).view_as(hidden))
 
 
-def inputs_of_layers(decoder: Any, shape: ModelShape, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
-    """The further inputs of all layers: [1, T, columns] each.
+def inputs_of_layers(decoder: Any, shape: ModelShape, hidden: Tensor, embedded: Tensor) -> Tensor:
+    """The further inputs of all layers: [1, T, layers, columns].
 
     decoder   has the projection of hidden states and its norm
     hidden    embeddings of tokens [1, T, hidden]
@@ -121,7 +121,7 @@ def inputs_of_layers(decoder: Any, shape: ModelShape, hidden: Tensor, embedded: 
     sizes = (shape.layers, shape.varied.inputs)
     projected = linear(hidden, decoder.per_layer_model_projection.weight) * shape.hidden**-0.5
     projected = decoder.per_layer_projection_norm(projected.unflatten(-1, sizes))
-    return ((projected + embedded.unflatten(-1, sizes)) * 2**-0.5).unbind(-2)
+    return (projected + embedded.unflatten(-1, sizes)) * 2**-0.5
 
 
 class Along:

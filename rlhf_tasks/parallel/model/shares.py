@@ -112,19 +112,26 @@ class Shares:
         then = part + 1 if part < last else last - 1
         self._enter(part, then if part < last or trains else None)
 
-    def enter_backward(self, part: int) -> None:
-        """Have a layer's weights for a backward pass, and begin to gather those of the layer before. An embedding
-        needs none."""
-        self._enter(part, part - 1 if part > 1 else None)
+    def enter_backward(self, part: int, parts: range) -> None:
+        """Have a part's weights for a backward pass, and begin to gather those of the part before.
+
+        parts  that the pass comes to (`parts_of_backward`)
+
+        Part 0 may be entered before the first layer's pass has ended: that layer's weights stay.
+        """
+        then = part - 1 if part - 1 in parts else None
+        self._enter(part, then if part else 1)
         self.returned(part)
 
-    def pass_by(self, trains: bool) -> None:
-        """As a pass of this replica would: gather what the passes of other replicas gather."""
+    def pass_by(self, back: range | None = None) -> None:
+        """As a pass of this replica would: gather what the passes of other replicas gather.
+
+        back  the parts that a backward pass comes to (`parts_of_backward`); None: there is none
+        """
         for part in range(self._layers + 2):
-            self.enter_forward(part, trains)
-        if trains:
-            for part in range(self._layers, 0, -1):
-                self.enter_backward(part)
+            self.enter_forward(part, back is not None)
+        for part in reversed(back or ()):
+            self.enter_backward(part, back or range(0))
 
     def most_passes(self, passes: int) -> int:
         """The most passes of any replica. Collective over the dp group."""

@@ -23,6 +23,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import parts_of_backward
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Coordinate
 from prefect_rlhf.rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
 from prefect_rlhf.rlhf_tasks.parallel.model.context_parallel import ContextRanks
@@ -163,6 +164,7 @@ class Stage(nn.Module):
             # a copy, because from_config writes the name of the attention function into it
             skeleton = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=PACKED)
         self.shares = shares
+        self._back = parts_of_backward(layout)
         self._build(skeleton)
         self._allocate(shared or {} if shares is None else self._sharded())
         self.eval()
@@ -221,8 +223,8 @@ class Stage(nn.Module):
             inputs = () if along is None else along.of(int(number))
             output = recomputing(self.recompute, step, hidden, *inputs, adapter_rank=rank_of_adapters)
             hidden = output if along is None else along.take(int(number), output)
-            if self.shares is not None and trains:
-                hidden.register_hook(partial(_enter_backward, self.shares, 1 + int(number)))
+            if trains:
+                self._tell_of_backward(1 + int(number), hidden)
         if self.shares is not None:
             self.shares.enter_forward(1 + len(self.layers), trains)
         if along is not None and not self.is_last:
@@ -313,8 +315,15 @@ class Stage(nn.Module):
         elif shape.varied and shape.varied.inputs:
             embedded = F.pad(self.model.embed_tokens_per_layer(tokens), (0, 0, 0, padding))
             inputs = inputs_of_layers(self.model, shape, hidden, embedded[None])
-            along.inputs = dict(enumerate(inputs))
+            if torch.is_grad_enabled():
+                self._tell_of_backward(0, inputs)
+            along.inputs = dict(enumerate(inputs.unbind(-2)))
         return along
+
+    def _tell_of_backward(self, part: int, output: Tensor) -> None:
+        """Let a part's weights be gathered when a backward pass comes to its output, if one does."""
+        if self.shares is not None and part in self._back:
+            output.register_hook(partial(_enter_backward, self.shares, part, self._back))
 
     def _head(self, hidden: Tensor) -> Tensor:
         hidden = self.model.norm(hidden)
@@ -576,6 +585,6 @@ class Stage(nn.Module):
         )
 
 
-def _enter_backward(shares: Shares, part: int, _: Tensor) -> None:
-    """Called with the gradient of a layer's output, before the layer's backward pass."""
-    shares.enter_backward(part)
+def _enter_backward(shares: Shares, part: int, parts: range, _: Tensor) -> None:
+    """Called with the gradient of a part's output, before the part's backward pass."""
+    shares.enter_backward(part, parts)

@@ -162,7 +162,7 @@ class Engine:
             rows = self.pipeline.forward(micros, run)
         if shares is not None:
             for _ in range(passes - len(micros)):
-                shares.pass_by(trains=False)
+                shares.pass_by()
             shares.leave()
         self.count(self._flops_of(batch, micros, counted))
         if not self.is_last_stage:

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, stage_set, tied_set
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
-from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import Bucket, BufferRange, StateLayout, parts_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import (
+    Bucket,
+    BufferRange,
+    StateLayout,
+    parts_of,
+    parts_of_backward,
+)
 from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 
 # torch 2.13 renamed it and warns of the old name; 2.11 has only the old one.
@@ -73,6 +79,7 @@ class Gradients:
         self._shares = shares
         if shares is not None:
             shares.returned = self._send_after
+        self._back = parts_of_backward(layout)
         self._group = groups[layout.placement.dp_group(device)]
         buckets = StateLayout(layout).buckets(device)
         (on,) = {parameter.device for parameter in slices.values()}
@@ -127,7 +134,7 @@ class Gradients:
         """
         while self._passes_left > 0:
             if self._shares is not None:
-                self._shares.pass_by(trains=True)
+                self._shares.pass_by(self._back)
             self.end_pass()
         self._arrive()
 

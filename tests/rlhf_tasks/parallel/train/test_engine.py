@@ -40,7 +40,7 @@ from prefect_rlhf.rlhf_tasks.parallel.model.shares import Shares
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, Output
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
-from tests.tiny_models import by_our_names, held_slices, of_tensor
+from tests.tiny_models import by_our_names, held_slices, of_tensor, tiny_config, tiny_model
 
 pytestmark = pytest.mark.dist
 
@@ -512,6 +512,7 @@ SPLIT_AND_WHOLE = some((1, 2, 2), whole=[(1, 1, 1)])
         *way("sharded", "qwen3-tied", some((2, 2, 1, 1, SHARDED), whole=[(4, 1, 1, 1, SHARDED)])),
         *way("sharded values", "qwen3-tied", some((2, 1, 1, 1, SHARDED)), "scalar", micro_batches=3),
         *way("sharded experts", "mixtral", some((4, 1, 1, 1, SHARDED), whole=[(2, 2, 1, 1, SHARDED)])),
+        *way("sharded context", "qwen3-tied", some((1, 1, 1, 2, SHARDED), (2, 1, 1, 2, SHARDED))),
         *way("sharded, packed", "gpt2", some((2, 1, 1, 1, SHARDED))),
         *way(
             "sharded, with different numbers of micro-batches",
@@ -553,6 +554,49 @@ def test_training_equals_plain_transformers(ranks, model: str, head: Head, strat
     expected = _expected(model, head, dtype, trial.lora)
     bounds = (1e-5, 1e-5) if dtype == torch.float32 else (1e-10, 1e-9)
     _assert_equal(ranks.run(strategy.size, _train, trial), trial, expected, *bounds)
+
+
+ON_Q_AND_V = Lora(3, 5.0, ("q_proj", "v_proj"))
+"""Of families whose first layers do not attend: there is nothing to train before layer 1."""
+
+
+def _of_family(family: str, lora: Lora | None) -> Trial:
+    """A tiny model with the weights of transformers' own, and random adapters, on one rank."""
+    config, generator = tiny_config(family), torch.Generator().manual_seed(3)
+    trial = Trial(config, "lm", {}, ParallelStrategy(), lora=lora)
+    model = tiny_model(config).double()
+    weights = by_our_names(trial.layout.whole, model, model.state_dict())
+    for spec in trial.layout.parameters if lora else ():
+        weights[spec.name] = 0.1 * torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+    return replace(trial, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "degrees"),
+    [
+        ("gemma4_text", None, (2, 1, 1, 1)),
+        ("gemma4_text", None, (1, 1, 1, 2)),
+        ("gemma4_text", ON_Q_AND_V, (2, 1, 1, 1)),
+        ("qwen3_next", ON_Q_AND_V, (4, 1, 1, 1)),
+        ("lfm2", ON_Q_AND_V, (2, 1, 1, 1)),
+        ("deepseek_v3", None, (2, 1, 1, 1)),
+        ("gemma3_text", None, (1, 2, 1, 2)),
+    ],
+)
+def test_sharded_weights_of_any_family_train_as_whole_ones(ranks, family, lora, degrees) -> None:
+    """On one rank. Of four replicas one has no samples: it gathers what the backward passes of the others gather."""
+    plain = _of_family(family, lora)
+    ((rows, _, metrics, _, weights, _),) = ranks.run(1, _train, plain)
+    trial = replace(plain, strategy=ParallelStrategy(*degrees, SHARDED))
+    for rank, (of_rank, _, steps, _, after, changed) in enumerate(
+        ranks.run(trial.strategy.size, _train, trial)
+    ):
+        assert not changed, "weights below adapters"
+        assert steps == [pytest.approx(step, rel=1e-9) for step in metrics]
+        for sample, values in (of_rank or {}).items():
+            assert_close(values, rows[sample], rtol=1e-9, atol=1e-10)
+        for name, weight in held_slices(trial.layout, rank, weights).items():
+            assert_close(after[name], weight, rtol=0, atol=1e-9 * weight.abs().max().item())
 
 
 def _work(rank: int, world: int, trial: Trial):
