@@ -231,7 +231,7 @@ class RoleEngines:
         self._absent.discard(key)
 
     def _drop(self, role: str, placement: Placement) -> None:
-        self._engines[role, placement].stage.hold_weights({})
+        self._engines[role, placement].stage.hold_weights(None)
         self._absent.add((role, placement))
 
     def _view(self, role: str, placement: Placement) -> ProcessGroups:

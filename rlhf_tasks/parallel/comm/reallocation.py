@@ -105,7 +105,8 @@ def reallocate(
     role = {"version": version, "state": dict(state or {})}
     role = broadcast_json(role, source.placement.devices[0], group, groups.device)
     bytes_sent = sum(t.size_bytes for t in plan if t.source == rank)
-    return Reallocated(new or None, role["version"], role["state"], bytes_sent, model_digest)
+    arrived = new if rank in destination.placement.devices else None
+    return Reallocated(arrived, role["version"], role["state"], bytes_sent, model_digest)
 
 
 Message: TypeAlias = SliceTransfer | ShareTransfer
@@ -211,7 +212,8 @@ def _copy(placement: Placement, device: int) -> int:
 
 
 def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:
-    """This device's summand of the digest of its dp rank's model: one int64 scalar on the tensors' device.
+    """This device's summand of the digest of its dp rank's model: one int64 scalar on the tensors' device, or
+    of no tensors on the CPU.
 
     slices  parameter name -> this device's slice; of sharded weights what it has of the flattened slice
 
@@ -235,8 +237,7 @@ def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:
             if (part := rectangle.intersect(counted)) is not None:
                 bits = columns.view(flat, start, part).view(_BITS[flat.dtype.itemsize])
                 summands.append(_sum_of_rows(bits, part.left, inner) * factor)
-    tensors_on = next(iter(slices.values())).device
-    return torch.stack(summands).sum() if summands else torch.zeros((), dtype=torch.int64, device=tensors_on)
+    return torch.stack(summands).sum() if summands else torch.zeros((), dtype=torch.int64)
 
 
 def _sum_of_rows(bits: Tensor, left: int, inner: int) -> Tensor:

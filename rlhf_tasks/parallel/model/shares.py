@@ -95,11 +95,12 @@ class Shares:
         """Parameter name -> what this rank has of its flattened slice, a view of `flat`."""
         return {name: self.flat[at : at + rows.size] for name, (rows, at) in self._ranges.items()}
 
-    def hold(self, parts: Mapping[str, Tensor]) -> None:
-        """Take other weights, as `ranges` gives them. Without any, none are here until there are others."""
-        self.flat = self.flat.new_zeros(self._size if parts else 0)
-        for name, mine in self.ranges().items() if parts else ():
-            mine.copy_(parts[name])
+    def hold(self, parts: Mapping[str, Tensor] | None) -> None:
+        """Take other weights, as `ranges` gives them. None: none are here until there are others."""
+        self.flat = self.flat.new_zeros(0 if parts is None else self._size)
+        if parts is not None:
+            for name, mine in self.ranges().items():
+                mine.copy_(parts[name])
 
     # Gathering
 

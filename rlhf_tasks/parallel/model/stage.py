@@ -270,13 +270,13 @@ class Stage(nn.Module):
         shares = self.shares if self.trained.lora is None else None
         return self.trained_slices() if shares is None else shares.ranges()
 
-    def hold_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the trained parameters to these tensors, those of `held_weights`. Without one they are emptied."""
+    def hold_weights(self, weights: Mapping[str, Tensor] | None) -> None:
+        """Set the trained parameters to these tensors, those of `held_weights`. None: they are emptied."""
         if self.shares is not None and self.trained.lora is None:
             self.shares.hold(weights)
             return
         for name, parameter in self.trained_slices().items():
-            parameter.data = weights.get(name, parameter.data.new_empty(0))
+            parameter.data = parameter.data.new_empty(0) if weights is None else weights[name]
 
     def fill(self, name: str, values: Tensor) -> None:
         """Set one parameter. values: of this rank's slice, or one number for all."""

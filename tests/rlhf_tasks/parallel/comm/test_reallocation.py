@@ -169,6 +169,16 @@ def test_adapters_are_whole_where_the_weights_below_are_sharded(ranks):
 
 
 @pytest.mark.dist
+def test_a_share_may_have_no_element(ranks):
+    """Of 24 elements, a first share of 16 leaves none for the last of four ranks."""
+    one = {"query_heads": 1, "kv_heads": 1, "layers": 1, "hidden": 1, "head_dim": 2, "intermediate": 1}
+    shape = ModelShape(family="llama", vocab=1, context=8, qk_norm=None, **one)
+    places = [SHARDED[2], place([0])]
+
+    assert ranks.run(4, there_and_back, shape, "lm", places, torch.float32, 2**28) == [[]] * 4
+
+
+@pytest.mark.dist
 def test_messages_longer_than_a_round(ranks):
     some = [PLACEMENTS[i] for i in (0, 4, 6)]
 
