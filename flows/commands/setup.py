@@ -11,6 +11,8 @@ from prefect_rlhf.rlhf_tasks.config.generation import VLLM, default_python
 
 REQUIREMENTS = Path(__file__).parents[2] / "deployments" / "vllm-requirements.txt"
 TIMEOUT_S = 3600.0
+PYTHON = (3, 11)
+TORCH_FOR_CPUS = "https://download.pytorch.org/whl/cpu"
 
 
 def setup(engine: str) -> None:
@@ -27,17 +29,42 @@ def setup(engine: str) -> None:
     folder = python.parents[1]
     if python.is_file():
         raise ConfigError(f"{folder} is there already. Remove it to make it anew.")
+    if folder.exists():
+        raise ConfigError(f"{folder} is there, without {python.name}. Remove it, or set PREFECT_RLHF_HOME.")
+    if sys.version_info[:2] != PYTHON:
+        wanted, here = (".".join(map(str, version)) for version in (PYTHON, sys.version_info[:2]))
+        raise ConfigError(
+            f"The versions were tried together on Python {wanted}, and this is {here}. Use {wanted}."
+        )
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     try:
         venv.create(unfinished, clear=True, with_pip=True)
-    except OSError as error:
+        _install(unfinished / "bin" / "python", folder)
+        unfinished.rename(folder)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{unfinished}: not done after {error.timeout:.0f} s. Begin again.") from None
+    except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
-            f"{unfinished}: cannot be made ({error}). Set PREFECT_RLHF_HOME to a folder."
+            f"{unfinished}: cannot be made ({error}). Install Python's venv and pip, or set PREFECT_RLHF_HOME to a "
+            "folder that can be written."
         ) from None
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--requirement", str(REQUIREMENTS)]
+    tell(f"done: {python}")
+
+
+def _install(python: Path, folder: Path) -> None:
+    """Raises ConfigError where pip fails, or vLLM cannot be imported afterwards."""
+    torch = next(line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("torch=="))
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps"]
     tell(f"installing {REQUIREMENTS.name} into {folder}: about 3 GB")
-    done = subprocess.run([unfinished / "bin" / "python", *install], timeout=TIMEOUT_S, check=False)
-    if done.returncode:
+    if _fails([*pip, torch]):
+        tell(f"{torch} is not in pip's index: taken from {TORCH_FOR_CPUS}")
+        if _fails([*pip, torch, "--extra-index-url", TORCH_FOR_CPUS]):
+            raise ConfigError(f"pip could not install {torch}; what it said is above.")
+    if _fails([*pip, "--requirement", str(REQUIREMENTS)]):
         raise ConfigError(f"pip could not install {REQUIREMENTS}; what it said is above.")
-    unfinished.rename(folder)
-    tell(f"done: {python} (Python {sys.version_info.major}.{sys.version_info.minor})")
+    if _fails([python, "-I", "-c", "import torch, vllm"]):
+        raise ConfigError("torch and vLLM are installed, but cannot be imported; what they said is above.")
+
+
+def _fails(command: list[str | Path]) -> bool:
+    return subprocess.run(command, timeout=TIMEOUT_S, check=False).returncode != 0

@@ -65,7 +65,33 @@ _LEFT_OUT = (
     "{first}: training must leave out the tokens that it left out, and vLLM does not say which these are. Leave it "
     "out, or choose generation.engine=builtin."
 )
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises what is lower, but 0, to this."""
+
+
+def _too_cold(temperature: float | None) -> bool:
+    return temperature is not None and 0 < temperature < LEAST_TEMPERATURE
+
+
+_COLD = (
+    "{first}: with {second} the lowest that is not 0 is "
+    f"{LEAST_TEMPERATURE:g}. Raise it to that, or choose 0 where that is allowed."
+)
 ENGINE_PAIRS = (
+    Pair(
+        "sampling.temperature",
+        "generation.engine",
+        _COLD,
+        lambda config: _by_vllm(config) and _too_cold(config.sampling.temperature),
+    ),
+    Pair(
+        "evaluation.temperature",
+        "generation.engine",
+        _COLD,
+        lambda config: (
+            _by_vllm(config) and _too_cold(getattr(getattr(config, "evaluation", None), "temperature", None))
+        ),
+    ),
     Pair(
         "sampling.segment_tokens",
         "generation.engine",

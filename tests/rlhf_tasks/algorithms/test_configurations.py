@@ -185,6 +185,8 @@ def test_staleness_without_a_correction_is_warned_about_and_has_no_call_for_it()
             {"actor_generate": 1} if staleness else {}
         )
         assert (config.warning or "").count("staleness=1 with correction.kind=none") == warned
+    of_others = make_config(ppo(generation={"engine": "vllm"}, correction={"kind": "none"}))
+    assert "generation.engine=vllm with correction.kind=none" in (of_others.warning or "")
 
 
 @pytest.mark.parametrize(
@@ -355,6 +357,7 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
         ),
         ({"correction": {"lower": 3}}, "lower=3 is above upper=2. Exchange them."),
         ({"importance_cap": 3.0}, "correction.upper"),
+        ({"importance_cap": None}, "correction.kind"),
         ({"correction": {"veto": 1.5}}, "correction.veto: input should be less than 1, found 1.5."),
         (
             {"staleness": 1, "filter_groups": 2},

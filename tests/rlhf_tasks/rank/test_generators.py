@@ -153,6 +153,13 @@ def test_an_abort_from_another_thread_ends_a_draw_that_hangs(start: Any, monkeyp
         ),
         ({"generation": {"engine": "vllm"}, "dtype": "float64"}, "computes in float32 or bfloat16"),
         (
+            {
+                "generation": {"engine": "vllm"},
+                "sampling": {"max_completion_length": 8, "temperature": 0.005},
+            },
+            "sampling.temperature=0.005: with generation.engine=vllm the lowest that is not 0 is 0.01",
+        ),
+        (
             {"generation": {"engine": "vllm"}, "sampling": {"max_completion_length": 8, "top_k": 4}},
             "top_k",
         ),
