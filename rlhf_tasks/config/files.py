@@ -209,6 +209,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("stop_token", "stop_token_id"), ("sampling.stop",)),
     **dict.fromkeys(
         (
+            "importance_cap",
             "importance_sampling_cap",
             "vllm_importance_sampling_cap",
             "vllm_importance_sampling_clip_max",
@@ -216,7 +217,6 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
         ),
         ("correction.upper",),
     ),
-    "importance_cap": ("correction.upper", "correction.kind"),  # null was `kind: none`
     "vllm_importance_sampling_clip_min": ("correction.lower",),
     **dict.fromkeys(("vllm_importance_sampling_correction", "rollout_correction"), ("correction",)),
     **dict.fromkeys(("vllm_importance_sampling_mode", "rollout_rs"), ("correction.kind",)),

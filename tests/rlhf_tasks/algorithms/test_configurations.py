@@ -357,7 +357,6 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
         ),
         ({"correction": {"lower": 3}}, "lower=3 is above upper=2. Exchange them."),
         ({"importance_cap": 3.0}, "correction.upper"),
-        ({"importance_cap": None}, "correction.kind"),
         ({"correction": {"veto": 1.5}}, "correction.veto: input should be less than 1, found 1.5."),
         (
             {"staleness": 1, "filter_groups": 2},
