@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 314,
-    "hundreds of lines": 688,
+    "hundreds of lines": 689,
     "lines of the longest file": 672,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 131,

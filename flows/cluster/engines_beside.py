@@ -105,7 +105,9 @@ def _refuse_missing(engine: str) -> None:
             f"generation.engine={engine}: there is no module {place!r}. Install it, or name another."
         ) from None
     except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigError(f"generation.engine={engine}: {place} cannot be read ({error}). Mend it.") from None
+        raise ConfigError(
+            f"generation.engine={engine}: {place} cannot be read ({error}). Correct the file."
+        ) from None
     if known is not None and not {name, "*"} & set(known):
         raise ConfigError(f"generation.engine={engine}: {path} has no {name!r}. Name a class that is there.")
 
