@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from uuid import UUID, uuid4
 
+from httpx import HTTPError
 from prefect.client.orchestration import get_client
-from prefect.exceptions import FlowPauseTimeout
+from prefect.exceptions import FlowPauseTimeout, ObjectNotFound, PrefectException
 from prefect.flow_runs import apause_flow_run, asuspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Running
 from pydantic import Field, ValidationError
 
@@ -66,6 +68,22 @@ async def ask(what: str, timeout_s: int, name: str) -> Answer:
 def unanswered(timeout_s: int) -> str:
     """Why there is no answer."""
     return f"nobody has answered within {timeout_s} s"
+
+
+def is_resumed(flow_run_id: str) -> bool:
+    """Whether a flow run that was suspended for an answer has been resumed and not ended; True where its server does
+    not tell. The answer is in Prefect then, whether or not a worker has started the process that takes it.
+    """
+    if not PREFECT_API_URL.value():
+        return True
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(UUID(flow_run_id)).state
+    except ObjectNotFound:
+        return False
+    except (HTTPError, PrefectException, OSError):
+        return True
+    return state is None or not (state.is_paused() or state.is_final())
 
 
 def question(

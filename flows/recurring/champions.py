@@ -108,7 +108,7 @@ def ask_until(
 
 def waiting_for(series: Path, asking: str | None = None) -> str | None:
     """A sentence where another flow run, which has no process, waits for a person's word about the last run. If the
-    time for it is over, the run is decided instead.
+    time for it is over, and that flow run has no answer, the run is decided instead.
 
     asking  the present flow run
     """
@@ -119,11 +119,20 @@ def waiting_for(series: Path, asking: str | None = None) -> str | None:
         question = read_json(path)
         if question["flow_run"] == asking and asking is not None:
             return None
-        if question["until"] < time.time():
-            decide(series, run, question["unanswered"])
-        elif question["flow_run"] is not None:
-            return f"run {run} waits for a person's word, in the flow run {question['flow_run']}"
+        over = question["until"] < time.time()
+        if question["flow_run"] is None or (over and not _may_be_answered(question["flow_run"])):
+            if over:
+                decide(series, run, question["unanswered"])
+            return None
+        return f"run {run} waits for a person's word, in the flow run {question['flow_run']}"
     return None
+
+
+def _may_be_answered(flow_run: str) -> bool:
+    """Whether the flow run that asked is resumed, or may be: its process can still wait for a worker."""
+    from prefect_rlhf.flows.recurring.approval import is_resumed  # Prefect takes seconds to import
+
+    return is_resumed(flow_run)
 
 
 def settle(series: Path) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prefect import flow, states
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_rlhf.flows.cli import run_command
 from prefect_rlhf.flows.recurring import champions
@@ -121,16 +124,61 @@ def test_while_a_suspended_flow_run_waits_for_a_person_no_other_goes_on(document
     assert 39 < ask(again, 100, "flow-run-1") < 41, "the time began with the first question"
 
 
-def test_without_an_answer_in_time_the_next_run_keeps_the_champion_and_takes_the_rows(document, monkeypatch):
+@flow
+def asks():
+    pass
+
+
+@pytest.fixture
+def asking(prefect):
+    """(id, set state) of a flow run that is suspended."""
+    with get_client(sync_client=True) as client:
+        made = client.create_flow_run(asks, state=states.Suspended())
+        yield str(made.id), lambda state: client.set_flow_run_state(made.id, state, force=True)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("ended", [False, True])
+def test_without_an_answer_in_time_the_next_run_keeps_the_champion_and_takes_the_rows(
+    document, monkeypatch, asking, ended
+):
+    flow_run, becomes = asking
+    if ended:
+        becomes(states.Crashed())
     first = begin(document)
-    ask(first, 100, "flow-run-1")
+    ask(first, 100, flow_run)
     later = time.time() + 101
     monkeypatch.setattr(champions.time, "time", lambda: later)
-    assert begin(document, "flow-run-1")[:4] == first[:4], "an answer of the last moment counts"
+    assert begin(document, flow_run)[:4] == first[:4], "an answer of the last moment counts"
     assert begin(document) is None, "its rows were tried"
     assert champions.decision_of(first.folder, "0001")["reason"] == "nobody has answered"
     write(Path(document["training"]["data"]["train"]) / "b.jsonl", range(8, 12))
     assert begin(document).name == "0002"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("state", [states.Scheduled(name="Resuming"), states.Pending(), states.Running()])
+def test_an_answer_in_time_counts_while_its_flow_run_waits_for_a_worker(document, monkeypatch, asking, state):
+    flow_run, becomes = asking
+    becomes(state)
+    first = begin(document)
+    ask(first, 100, flow_run)
+    later = time.time() + 101
+    monkeypatch.setattr(champions.time, "time", lambda: later)
+    assert begin(document) is None
+    assert champions.decision_of(first.folder, "0001") is None
+    assert champions.waiting_for(first.folder).startswith("run 0001 waits")
+    assert begin(document, flow_run)[:4] == first[:4]
+
+
+def test_a_server_that_does_not_tell_whether_somebody_has_answered_decides_nothing(document, monkeypatch):
+    first = begin(document)
+    ask(first, 0, "00000000-0000-0000-0000-000000000000")
+    later = time.time() + 101
+    monkeypatch.setattr(champions.time, "time", lambda: later)
+    with temporary_settings({PREFECT_API_URL: None}):
+        assert begin(document) is None
+    assert champions.decision_of(first.folder, "0001") is None
 
 
 def test_a_process_that_was_killed_while_it_asked_asks_anew(document):
