@@ -57,7 +57,7 @@ def fullest_folder() -> int:
 
 COUNTS = {
     "files": lambda: len(PRODUCT),
-    "hundreds of lines": 692lambda: round(sum(map(lines, PRODUCT)) / 100),
+    "hundreds of lines": lambda: round(sum(map(lines, PRODUCT)) / 100),
     "lines of the longest file": lambda: max(map(lines, PRODUCT)),
     "modules of the fullest folder": fullest_folder,
     "configuration paths of PPO": lambda: paths_of(algorithm("ppo").config),
