@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 314,
-    "hundreds of lines": 692,
+    "files": 315,
+    "hundreds of lines": 693,
     "lines of the longest file": 672,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 131,

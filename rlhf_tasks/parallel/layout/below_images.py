@@ -9,7 +9,8 @@ PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.
 
 _HEADS = ("lm_head.", "score.")
 _LIFTED = ("auto_map", "quantization_config")
-_TIED = ("tie_word_embeddings", "tie_embedding")
+TIED_KEYS = ("tie_word_embeddings", "tie_embedding")
+"""What configs say of tied embeddings by."""
 
 
 def is_below_images(config: Mapping[str, Any]) -> bool:
@@ -27,7 +28,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     below = dict(cast(Mapping[str, Any], config["text_config"]))
     below |= {key: config[key] for key in _LIFTED if key in config}
     if config.get("tie_word_embeddings") is not None:
-        below = {key: value for key, value in below.items() if key not in _TIED}
+        below = {key: value for key, value in below.items() if key not in TIED_KEYS}
         below["tie_word_embeddings"] = config["tie_word_embeddings"]
     return below
 

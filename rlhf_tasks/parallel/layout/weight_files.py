@@ -4,7 +4,6 @@ A folder may hold a LoRA adapter in peft's format: it means its base model with 
 """
 
 import hashlib
-import json
 import math
 import re
 from collections import defaultdict
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.below_images import (
+    TIED_KEYS,
     is_below_images,
     language_config,
     names_in_files,
@@ -32,6 +32,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import (
     reading,
     shown,
 )
+from prefect_rlhf.rlhf_tasks.system.tensor_files import LENGTH_BYTES, header_of, same_tensor
 
 ADAPTER = "adapter_model.safetensors"  # peft's
 ADAPTER_CONFIG = "adapter_config.json"
@@ -182,13 +183,8 @@ BESIDE_WEIGHTS = (
 NEW_HEAD = "score.weight"
 """The parameter that a folder of a language model lacks when it becomes a critic or a reward model."""
 
-BITS: Mapping[str, int] = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-}
-"""Bits of an element of each dtype."""
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes in which a parameter may be stored. Others are quantised and would be read as if they were not."""
@@ -199,10 +195,7 @@ _IDLE = re.compile(
 """Tensors that a folder may have beyond the model's: the other head, tied embeddings once more, old angles, GPT-2's
 masks, heads that predict further tokens (which neither train nor are exported)."""
 
-SAVE_ANEW, FETCH_AGAIN = "Save the model again with save_pretrained.", "Fetch or save it again."
-MOST_HEADER_BYTES = 100_000_000  # as the safetensors format defines
-MOST_DIMS = 8  # dims of a tensor
-LENGTH_BYTES = 8  # a safetensors file begins with this many bytes, its header's length, little-endian
+SAVE_ANEW = "Save the model again with save_pretrained."
 
 
 class LowRank(NamedTuple):
@@ -337,7 +330,7 @@ def _through_adapter(
     file = adapter.folder / ADAPTER
     if not file.is_file():
         raise ConfigError(f"Model folder {str(adapter.folder)!r} has no {ADAPTER}. {SAVE_ANEW}")
-    header, shapes = _header(file), dict[str, tuple[int, ...]]()
+    header, shapes = header_of(file), dict[str, tuple[int, ...]]()
     own_head = f"{WRAPPED}{NEW_HEAD}"
     held = weight_files(adapter.base, specs, needs_head and own_head not in header)
     for spec in specs:
@@ -368,7 +361,7 @@ def _check_adapter(adapter: AdapterFolder, held: Mapping[str, InFile]) -> None:
     known = {f"{WRAPPED}{NEW_HEAD}"} | {
         name for its in held.values() if its.added is not None for name in (its.added.a, its.added.b)
     }
-    header = _header(file)
+    header = header_of(file)
     odd = [name for name in header if name not in known]
     if odd:
         raise ConfigError(
@@ -418,7 +411,7 @@ def check_weights(folder: Path, specs: Collection[ParameterSpec], needs_head: bo
         and not (below and own_name(name) is None)
         and not _IDLE.fullmatch(own_name(name) or name)
         and not name.startswith(idle)
-        and 0 not in _header(file).get(name, {}).get("shape", ())  # it has no elements
+        and 0 not in header_of(file).get(name, {}).get("shape", ())  # it has no elements
     ]
     if extra:
         raise ConfigError(
@@ -515,9 +508,33 @@ def read_shape(folder: str | Path) -> ModelShape:
     weights = None
     if has_weights(whole) and (below or not tested):
         weights = {own_name(name) or name: shape for name, shape in tensor_shapes(whole).items()}
-        if below:  # of which transformers ties the embeddings of those without a head in their files
-            language = {**language, "tie_word_embeddings": "lm_head.weight" not in weights}
+        if below and _is_tied(whole, language):
+            language = {**language, "tie_word_embeddings": True}
+            weights.pop(_HEAD, None)
+        elif below:
+            language = {**language, "tie_word_embeddings": False}
+    elif below and (whole / INDEX).is_file():  # all that is here of a model on the Hub before its weights are
+        language = {**language, "tie_word_embeddings": _head_in(_names_in_index(whole)) is None}
     return ModelShape.from_config(language, str(folder), None if tested else weights)
+
+
+def _is_tied(folder: Path, language: Mapping[str, Any]) -> bool:
+    """Whether embeddings are tied in a model of which the language model is a part, as transformers has it: its files
+    have no head, or its config ties it and the files have the embeddings once more in its place."""
+    files = _files_of(folder)
+    head = _head_in(files)
+    if head is None:
+        return True
+    family = FAMILIES.get(str(language.get("model_type")))
+    said = [language[key] for key in TIED_KEYS if isinstance(language.get(key), bool)]
+    if not (said[0] if said else family is not None and family.tied):
+        return False
+    embeddings = _name_in_files(_EMBEDDINGS, files)
+    return embeddings in files and same_tensor((files[head], head), (files[embeddings], embeddings))
+
+
+def _head_in(names: Collection[str]) -> str | None:
+    return next((name for name in names_in_files(_HEAD) if name in names), None)
 
 
 def has_weights(folder: Path) -> bool:
@@ -532,21 +549,25 @@ def has_weights(folder: Path) -> bool:
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in a folder's weight files. Raises ConfigError for damaged files."""
     files = _files_of(folder)
-    headers = {file: _header(file) for file in set(files.values())}
+    headers = {file: header_of(file) for file in set(files.values())}
     return {
         name: tuple(headers[file][name]["shape"]) for name, file in files.items() if name in headers[file]
     }
 
 
-def other_tensors(folder: Path) -> dict[str, InFile]:
+def other_tensors(folder: Path, specs: Collection[ParameterSpec]) -> dict[str, InFile]:
     """Where the tensors of a folder are that do not belong to its language model, but to one of images or sound above
-    it. None, where it holds a language model alone, or no weights."""
+    it. None, where it holds a language model alone, or no weights.
+
+    specs  the parameters of the language model
+    """
     if not is_below_images(_config_of(folder)) or not has_weights(folder):
         return {}
+    own = {name for spec in specs for stored in spec.stored for name in names_in_files(stored)}
     return {
         name: InFile(file, name)
         for name, file in _files_of(folder).items()
-        if own_name(name) is None and not _IDLE.fullmatch(name)
+        if name not in own and own_name(name) is None and not _IDLE.fullmatch(name)
     }
 
 
@@ -554,9 +575,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
     """Parameter name -> its file, from the index, or from the header of the only file."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
-        names: dict[Any, Any] | None = read_json(index, remedy=SAVE_ANEW).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise ConfigError(f"{index} has no weight_map {{parameter: file}}. {SAVE_ANEW}")
+        names = _names_in_index(folder)
         elsewhere = next((file for file in names.values() if Path(file).name != file), None)
         if elsewhere is not None:
             raise ConfigError(
@@ -571,7 +590,15 @@ def _files_of(folder: Path) -> dict[str, Path]:
             f"Model folder {str(folder)!r} has neither {SINGLE} nor {INDEX}. "
             "Save the model with save_pretrained, which writes safetensors."
         )
-    return dict.fromkeys(_header(single), single)
+    return dict.fromkeys(header_of(single), single)
+
+
+def _names_in_index(folder: Path) -> dict[str, str]:
+    """Name of a tensor -> its file's, as the index says."""
+    names: dict[Any, Any] | None = read_json(folder / INDEX, remedy=SAVE_ANEW).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ConfigError(f"{folder / INDEX} has no weight_map {{parameter: file}}. {SAVE_ANEW}")
+    return names
 
 
 def _check_shapes(
@@ -580,7 +607,7 @@ def _check_shapes(
     says: str = "config.json says",
     dtypes: Collection[str] = FLOATS,
 ) -> None:
-    header = _header(file)
+    header = header_of(file)
     for name, shape in wanted.items():
         if name not in header:
             raise ConfigError(f"{file} lacks {name}, which {INDEX} says is in it.")
@@ -593,53 +620,3 @@ def _check_shapes(
                 f"{file}: {name} has dtype {header[name]['dtype']}, not one of {', '.join(dtypes)}. Save the model "
                 "unquantised."
             )
-
-
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file: parameter name -> dtype, shape and data_offsets.
-
-    Raises ConfigError when the header is damaged, or when the file has more or fewer bytes than it describes.
-    """
-    size_bytes = file.stat().st_size
-    with reading(file, "not valid safetensors", remedy=FETCH_AGAIN), file.open("rb") as opened:
-        length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
-        if length > min(MOST_HEADER_BYTES, size_bytes - LENGTH_BYTES):
-            raise ValueError(f"its first bytes announce a header of {length:,} bytes")
-        header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        ends = _ends(header)
-    whole_bytes = LENGTH_BYTES + length + ends
-    if size_bytes < whole_bytes:
-        raise ConfigError(f"{file} is cut off: {size_bytes} of {whole_bytes} bytes. {FETCH_AGAIN}")
-    if size_bytes > whole_bytes:
-        raise ConfigError(
-            f"{file} has {size_bytes - whole_bytes} bytes more than its header names. {FETCH_AGAIN}"
-        )
-    return header
-
-
-def _ends(header: Mapping[str, Mapping[str, Any]]) -> int:
-    """Bytes of all tensors together.
-
-    Raises ValueError or another error that `reading` reports, unless the tensors follow each other without gaps and
-    each has the bytes that its dtype and shape require.
-    """
-    at = 0
-    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (first, end) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
-        if dtype not in BITS:
-            raise ValueError(f"{shown(name)} has the unknown dtype {shown(dtype)}")
-        if len(shape) > MOST_DIMS or not all(
-            type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, end)
-        ):
-            raise ValueError(
-                f"{shown(name)} has the shape {shown(shape)} and the offsets {shown(first)}, {shown(end)}"
-            )
-        n_bytes = math.prod(shape) * BITS[dtype] // 8
-        if (first, end) != (at, at + n_bytes):
-            raise ValueError(
-                f"{shown(name)} has {shown(n_bytes)} bytes from byte {at} on by dtype and shape, but its "
-                f"data_offsets are {first} and {end}"
-            )
-        at = end
-    return at

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from prefect_rlhf.rlhf_tasks.parallel.layout.below_images import PREFIXES, is_below_images, name_below
 from prefect_rlhf.rlhf_tasks.parallel.layout.families import FAMILIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.family import Family
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, FACTOR, FileTensor, Head, ParameterSpec
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import CORRECTION, FACTOR, FileTensor, ParameterSpec
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     ADAPTER,
@@ -417,11 +417,11 @@ class FolderWriter:
         self._shard_bytes = shard_bytes
         if layout.lora is None:
             if layout.head == "lm":
-                self._others = other_tensors(base_of(source))
+                self._others = other_tensors(base_of(source), layout.parameters)
                 self._below = _prefix_in(base_of(source)) if self._others else ""
             alone = SINGLE if not self._others else ""
             self._file_of = _files(layout, dtype.itemsize, shard_bytes, alone)
-            _write_config(self._unfinished, source, layout.head, dtype, whole=bool(self._others))
+            _write_config(self._unfinished, source, layout, dtype, whole=bool(self._others))
         else:
             self._file_of = dict.fromkeys(layout.specs, ADAPTER)
             self._prefix, self._below = WRAPPED, _prefix_for_peft(base_of(source))
@@ -468,6 +468,8 @@ class FolderWriter:
                 for name, file in self._file_of.items()
                 for stored in self._specs[name].stored
             }
+            both = files.keys() & self._others
+            assert not both, f"{len(both)} tensors would be copied over trained ones, such as {min(both)}"
             files |= self._copy_others()
             total = sum((self._unfinished / file).stat().st_size for file in set(files.values()))
             index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -557,12 +559,14 @@ def _files(layout: Layout, itemsize: int, shard_bytes: int, alone: str) -> dict[
     return {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
 
 
-def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype, whole: bool) -> None:
+def _write_config(folder: Path, source: Path, layout: Layout, dtype: torch.dtype, whole: bool) -> None:
     """whole  of all that `source` holds, also where that is more than a language model"""
     config = _whole_config(base_of(source)) if whole else load_config(source)
     config.dtype = dtype
     family = config.model_type
-    if head == "scalar":
+    if whole and not layout.shape.tied:  # whatever the source says: its files have a head of their own
+        config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
+    if layout.head == "scalar":
         config.num_labels = 1
         # transformers has no such class of some families.
         named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family].replace("ForCausalLM", "ForSequenceClassification")

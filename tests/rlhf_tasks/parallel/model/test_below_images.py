@@ -121,31 +121,33 @@ def test_it_computes_what_transformers_does_and_returns_beside_the_untouched_par
     assert stored(again).keys() == after.keys()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "gemma4"])
 def test_of_most_kinds_transformers_reads_the_language_model_alone_from_it(tmp_path: Path, kind: str):
     source, folder = tmp_path / "source", tmp_path / "out"
     save_whole(source, kind)
     stage, micro = make_stage(source), packed(tokens(9))
     write(folder, source, stage.layout, stage.named_slices())
-    alone = AutoModelForCausalLM.from_pretrained(folder).eval()
+    alone = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
     assert_close(stage(micro.input_ids, micro), reference(alone, "lm", tokens(9)), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_moe", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "gemma3", "gemma4"])
 def test_a_reward_model_is_written_without_the_other_parts(tmp_path: Path, kind: str):
     source, folder = tmp_path / "source", tmp_path / "out"
     save_whole(source, kind)
     layout = Layout(read_shape(source), "scalar", Placement((0,), ParallelStrategy()))
     write(folder, source, layout, {s.name: torch.ones(s.shape) for s in layout.parameters})
     assert json.loads((folder / "config.json").read_text())["model_type"] == WHOLE[kind][0]
-    assert all(own_name(name) == name for name in stored(folder))
+    assert set(stored(folder)) == {name for spec in layout.parameters for name in spec.stored}
     if kind == "gemma3":  # transformers has no class for the other one
         _, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
         assert not info["missing_keys"]
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
-@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "mistral3", "smolvlm"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3", "lfm2_vl", "smolvlm"]
+)
 def test_adapters_are_those_of_the_model_that_transformers_makes_of_the_folder(tmp_path: Path, kind: str):
     source, folder, sequences = tmp_path / "source", tmp_path / "out", tokens(9)
     save_whole(source, kind)
@@ -154,8 +156,10 @@ def test_adapters_are_those_of_the_model_that_transformers_makes_of_the_folder(t
     for adapter in stage.trained_slices().values():
         adapter.data.normal_(0.0, 0.3)
     write(folder, source, stage.trained, stage.trained_slices())
-    loader = AutoModelForCausalLM if kind in ("qwen3_5", "gemma3") else AutoModelForImageTextToText
-    adapted: Any = peft.PeftModel.from_pretrained(loader.from_pretrained(source), folder).eval()
+    alone = kind in ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
+    loader = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+    base = loader.from_pretrained(source, experts_implementation="eager")
+    adapted: Any = peft.PeftModel.from_pretrained(base, folder).eval()
     expected = stage(micro.input_ids, micro)
     assert_close(expected, adapted(sequences[0][None]).logits[0], 1e-4)
     merged = make_stage(folder)
@@ -198,6 +202,45 @@ def test_a_head_in_the_files_says_that_embeddings_are_not_tied(tmp_path: Path):
         assert not read_shape(tmp_path).tied
 
 
+def test_embeddings_that_files_have_twice_are_tied_where_the_config_ties_them(tmp_path: Path):
+    save_whole(tmp_path, "gemma3", tie_word_embeddings=True)
+    file, embeddings = tmp_path / "model.safetensors", "language_model.model.embed_tokens.weight"
+    tensors = load_file(file)
+    for change, tied in ((0.0, True), (1.0, False)):
+        tensors["language_model.lm_head.weight"] = tensors[embeddings] + change
+        save_file(tensors, file, metadata={"format": "pt"})
+        assert read_shape(tmp_path).tied == tied
+        stage, folder = make_stage(tmp_path), tmp_path / f"out-{tied}"
+        write(folder, tmp_path, stage.layout, stage.named_slices())
+        says = json.loads((folder / "config.json").read_text())
+        assert says.get("tie_word_embeddings", True) == tied
+        assert ("language_model.lm_head.weight" in stored(folder)) != tied
+        assert read_shape(folder).tied == tied
+
+
+def test_without_weights_their_index_says_whether_there_is_a_head(tmp_path: Path):
+    save_whole(tmp_path, "gemma3")
+    (tmp_path / "model.safetensors").unlink()
+    for names, tied in ((["lm_head.weight"], False), (["model.norm.weight"], True)):
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert read_shape(tmp_path).tied == tied
+
+
+def test_trained_tensors_are_in_exports_whatever_they_are_called(tmp_path: Path):
+    """Also under the names of a language model alone."""
+    source, folder, file = tmp_path / "source", tmp_path / "out", "model.safetensors"
+    save_whole(source, "gemma4")
+    own = {name.replace("model.language_model.", "model."): t for name, t in load_file(source / file).items()}
+    save_file(own, source / file, metadata={"format": "pt"})
+    stage = make_stage(source)
+    write(folder, source, stage.layout, {name: 1.5 * value for name, value in stage.named_slices().items()})
+    after, trained = stored(folder), {n for spec in stage.layout.parameters for n in spec.stored}
+    assert after.keys() == own.keys()
+    for name, tensor in own.items():
+        assert torch.equal(after[name], 1.5 * tensor if name in trained else tensor), name
+
+
 def test_a_tensor_of_the_language_model_that_it_has_not_is_found(tmp_path: Path):
     save_whole(tmp_path, "gemma3")
     file = tmp_path / "model.safetensors"
@@ -219,7 +262,10 @@ def _examine(rank: int, world: int, case: Case) -> list[Finding]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3_5", *(pytest.param(k, marks=pytest.mark.whole) for k in ("qwen3_5_moe", "gemma3", "mistral3"))],
+    [
+        "qwen3_5",
+        *(pytest.param(k, marks=pytest.mark.whole) for k in ("qwen3_5_moe", "gemma3", "gemma4", "mistral3")),
+    ],
 )
 def test_the_doctor_compares_it_with_the_whole_model(ranks, tmp_path: Path, kind: str):
     save_whole(tmp_path / "model", kind)
