@@ -563,11 +563,11 @@ def other_tensors(folder: Path, specs: Collection[ParameterSpec]) -> dict[str, I
     """
     if not is_below_images(_config_of(folder)) or not has_weights(folder):
         return {}
-    own = {name for spec in specs for stored in spec.stored for name in names_in_files(stored)}
+    trained = {name for spec in specs for stored in spec.stored for name in names_in_files(stored)}
     return {
         name: InFile(file, name)
         for name, file in _files_of(folder).items()
-        if name not in own and own_name(name) is None and not _IDLE.fullmatch(name)
+        if name not in trained and own_name(name) is None and not _IDLE.fullmatch(name)
     }
 
 
