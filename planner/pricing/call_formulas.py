@@ -252,8 +252,14 @@ class OnMesh:
         return local.kv if cp == 1 else max(local.kv, cp * local.head_dim)
 
     def counted(self, tokens: float) -> float:
-        """How many of these tokens pass the head: of a language model, only those that predict a counted token."""
-        return tokens if self.local.vocab == 1 else tokens * self.workload.counted_share
+        """How many of these tokens pass the head: of a language model, only those that predict a counted token.
+
+        tokens  of a rank. Of cp ranks the last ones have a micro-batch's answers: the fullest one may have all of
+                these, and has no more than its tokens
+        """
+        if self.local.vocab == 1:
+            return tokens
+        return min(tokens, self.strategy.cp * tokens * self.workload.counted_share)
 
     @property
     def has_adapters(self) -> bool:

@@ -4,9 +4,11 @@ The search proves optimality within this class of options:
 - Meshes: aligned parts of a host, or whole consecutive hosts. On at most 16 hosts, all of them. On more hosts, those
   that begin and end at sixteenths of the cluster; within the first sixteenth, the first 1, 2, 4, ... hosts and the
   same number of hosts after them; and the aligned parts of the first host.
-- Strategies: dp x tp x pp = size of the mesh. tp divides the number of devices of a host or is a multiple of it, and
-  is at most the problem's limit and what the model's heads allow. pp is at most the number of layers. dp is at most
-  the number of groups of a mini-batch or part.
+- Strategies: dp x cp x tp x pp = size of the mesh. tp divides the number of devices of a host or is a multiple of
+  it, and is at most the problem's limit and what the model's heads allow. pp is at most the number of layers. dp is
+  at most the number of groups of a mini-batch or part. cp is 1; for long sequences (LONG_TOKENS), where no state
+  passes from token to token and the call does not generate, also a power of 2 that divides a tp rank's query heads
+  inside a host.
 - Micro-batches: 1, 2, 4, ..., pp times these, and the number of sequences of a dp rank; at most the latter. The few
   with which a search begins are 2 pp (1 and 2 without a pipeline) and the number of sequences of a dp rank. Of a
   generation 1, 2, 4, 8 or 16: the fewest with which it fits memory.

@@ -8,7 +8,7 @@ the device, all the time. Copies for commits are left out there: two of them at 
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import NamedTuple
 
@@ -496,7 +496,7 @@ def loaded_bytes(plan: ExecutionPlan, model: CostModel) -> dict[int, float]:
     """Device -> bytes of the models' files that it reads before its first call.
 
     What several devices of a host read alike, such as replicas of one model, is read from the disk once: each has an
-    equal share of it.
+    equal share of it. Where weights are sharded, each rank reads what it would have without.
     """
     # A part of a model's files is named by its weights, stage, pp, tp rank and tp.
     readers: dict[tuple[int, tuple[Hashable, ...]], list[int]] = defaultdict(list)
@@ -505,8 +505,9 @@ def loaded_bytes(plan: ExecutionPlan, model: CostModel) -> dict[int, float]:
         for number, placement in enumerate(where.placements):
             if where.trained and number and model.models[role].lora is None:
                 continue  # a copy, which comes from the trained role
-            frozen = model.frozen_bytes(role, placement)
-            whole = [a + b for a, b in zip(model.parameter_bytes(role, placement), frozen, strict=True)]
+            unsharded = replace(placement, strategy=replace(placement.strategy, shard="gradients"))
+            frozen = model.frozen_bytes(role, unsharded)
+            whole = [a + b for a, b in zip(model.parameter_bytes(role, unsharded), frozen, strict=True)]
             weights = model.frozen_weights(role, where.changes)
             pp, tp = placement.strategy.pp, placement.strategy.tp
             for device, at, size_bytes in _on_devices(placement, whole):

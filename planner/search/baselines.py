@@ -337,10 +337,13 @@ class _SideBySide:
     """The best choices for tuples of mesh sizes, in devices: one size for each of some sets of roles.
 
     regroups  whether a role's generation may only regroup the devices of its training
+    deadline  after it a choice is taken as far as its descent has come
     """
 
-    def __init__(self, tables: Tables, sets: RoleSets, regroups: bool = False) -> None:
-        self.tables = tables
+    def __init__(
+        self, tables: Tables, sets: RoleSets, regroups: bool = False, deadline: Deadline = NO_DEADLINE
+    ) -> None:
+        self.tables, self.deadline = tables, deadline
         graph = tables.problem.graph
         self.sets = sets
         self.calls = [[i for i, call in enumerate(graph.calls) if call.role in roles] for roles in sets]
@@ -410,6 +413,8 @@ class _SideBySide:
             improved = False
             for call, numbers in enumerate(allowed):
                 for number in numbers:
+                    if self.deadline.is_past():
+                        return best, choice
                     changed = [*choice[:call], number, *choice[call + 1 :]]
                     if number != choice[call] and (rank := self._rank(changed)) < best:
                         choice, best, improved = changed, rank, True
@@ -530,13 +535,19 @@ def colocated_choice(tables: Tables, deadline: Deadline = NO_DEADLINE) -> tuple[
     best: tuple[Rank, list[int]] | None = None
     evaluations = 0
     for sets in divisions(tables.problem.graph.roles):
-        search = _SideBySide(tables, sets, regroups=True)
+        search = _SideBySide(tables, sets, regroups=True, deadline=deadline)
         ranked = search.best_within(deadline) if all(search.sizes) else None
         evaluations += search.evaluations
         if ranked is not None and ranked[0][0] <= 0 and (best is None or ranked[0] < best[0]):
             best = ranked
         if deadline.is_past():
             break
+    if best is None and deadline.is_past():
+        raise PlanError(
+            f"Of the divisions of the roles {', '.join(tables.problem.graph.roles)} into sets on devices of their "
+            f"own, none of those tried in time fits a cluster of {tables.problem.cluster}. Raise the time limit, "
+            "enlarge the cluster, or choose another mode."
+        )
     if best is None:
         raise PlanError(
             f"No division of the roles {', '.join(tables.problem.graph.roles)} into sets on devices of their own "

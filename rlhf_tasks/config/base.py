@@ -136,9 +136,10 @@ class RunConfig(Settings):
         default="heuristic",
         description="heuristic, auto (searched), adaptive (searched, and during the run again where measured times "
         "drift from planned ones), a YAML file, or {call: placement}. A placement is devices or hosts in rank order "
-        "and what is not the default, e.g. 0-3 d2 t2 p1 m4 tokens sharded offload order0, or hosts 0,2 t8. d, t, p: "
-        "degrees of data, tensor and pipeline parallelism (1); m: micro-batches of a dp rank's (mini-)batch (1), of "
-        "which a generation decodes one at a time; tokens: dp ranks get equal shares of tokens, not of samples; "
+        "and what is not the default, e.g. 0-3 d2 t2 p1 m4 tokens sharded offload order0, or hosts 0,2 t8. d, t, p, "
+        "c: degrees of data, tensor, pipeline and context parallelism (1); m: micro-batches of a dp rank's "
+        "(mini-)batch (1), of which a generation decodes one at a time; tokens: dp ranks get equal shares of tokens, "
+        "not of samples; "
         "sharded: dp ranks have shares of the weights (ZeRO-3); offload: host memory has an idle frozen model; of "
         "a train_step, the optimizer's state and an idle model; order: the call's number, for all calls or none.",
     )

@@ -476,6 +476,20 @@ def test_ranks_that_divide_tokens_take_a_little_longer_than_those_that_divide_se
     assert by_sequences < by_tokens < 1.2 * by_sequences < alone / 4
 
 
+def test_the_cp_rank_with_all_of_a_short_answer_decides(ppo_cost, llama):
+    """Shares of tokens are contiguous: of one micro-batch's counted tokens, which are at its end, the last rank has
+    as many as it has tokens. Without cp, their share of all tokens passes the head."""
+    local, workload = sizes(llama(), "lm", 1), ppo_cost(CLUSTER, counted_tokens=64).workload
+    timing = Roofline(preset("a100-80g-sxm"), local, "lm", 1, False, 2)
+
+    def counted(cp: int) -> float:
+        here = ParallelStrategy(cp=cp), Crossings(False, False, False)
+        return OnMesh(timing, workload, local, local, *here).counted(1000.0)
+
+    assert counted(1) == 1000 * workload.counted_share < 1000
+    assert counted(8) == 1000
+
+
 def test_a_sequence_whose_tokens_are_divided_takes_a_part_of_the_memory_of_activations(
     active, ppo_cost, assign
 ):

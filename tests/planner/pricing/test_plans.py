@@ -467,6 +467,20 @@ def test_a_host_reads_each_model_once_however_it_is_laid_out(strategy):
     )  # rewards and critics have no lm head
 
 
+def test_sharded_weights_are_read_as_whole_ones():
+    _, asked = problem("plan-ppo-7b-7b")
+    plan = everywhere(asked, 8, ParallelStrategy(8))
+    strategies = {call.name: ParallelStrategy(8) for call in asked.graph.calls}
+    for call in asked.graph.calls:
+        if call.kind != "generate":
+            strategies[call.name] = ParallelStrategy(8, shard="parameters")
+    assignments = {
+        name: CallAssignment(placement=Placement(tuple(range(8)), s)) for name, s in strategies.items()
+    }
+    sharded = build_plan(asked.graph, assignments, asked.cluster)
+    assert loaded_bytes(sharded, asked.model) == pytest.approx(loaded_bytes(plan, asked.model))
+
+
 def test_each_host_reads_its_own():
     _, asked = problem("plan-ppo-7b-7b", "cluster.n_hosts=2")
     replicated = loaded_bytes(everywhere(asked, 16, ParallelStrategy(16)), asked.model)

@@ -153,6 +153,12 @@ def test_a_rule_ends_its_first_try_and_begins_no_other_after_the_deadline(make_g
     assert shortfall(heuristic_plan(graph, model).price, model) is None
 
 
+def test_divisions_that_were_not_tried_in_time_are_not_said_to_fail(small_problem):
+    past = Deadline(inf, lambda: True)
+    with pytest.raises(PlanError, match="none of those tried in time fits"):
+        colocated_choice(Tables(small_problem(Cluster(1, 1), memory=0.8e9)), past)
+
+
 def test_a_model_with_few_heads_takes_a_smaller_mesh(make_graph):
     found = heuristic(make_graph(n_seqs=4), Cluster(1, 8), {"actor": Limits(max_tp=1)})
     assert found["actor_train"].placement.devices == (0, 1)
