@@ -21,7 +21,7 @@ def test_a_setting_is_measured_and_told(small_problem, capsys):
         assert 0 < run["lower_bound_s"] <= run["iteration_time_s"]
         assert run["replay_error"] < 1e-9
         assert set(run["cost_after_s"]) == {"0.1", "5"}
-    assert set(report["rules_s"]) == {"heuristic", "symmetric"}
+    assert set(report["rules_s"]) == {"heuristic", "symmetric", "hybrid", "colocated"}
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in told] == ["search", "mcmc", "rules"]
     assert f"best {runs[0]['iteration_time_s']:.3f} s" in told[0]
