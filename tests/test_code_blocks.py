@@ -259,7 +259,9 @@ def test_python_is_carried_out(block: Block, tmp_path: Path, monkeypatch: pytest
         (tmp_path / str(other.file)).write_text(other.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    exec(code, {"__name__": "page"})
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(code, names)
+    assert names.keys() - {"__name__", "__builtins__"}, "a block defines or imports something"
     for name, module in list(sys.modules.items()):
         if str(tmp_path) in str(getattr(module, "__file__", "")):
             del sys.modules[name]

@@ -20,6 +20,7 @@ from prefect_rlhf.rlhf_tasks.system.durable import no_link
 from prefect_rlhf.rlhf_tasks.system.reading import printable
 
 LOOK_EVERY_S = 0.25
+END_S = 10.0  # that a keeper may take to kill all its descendants
 
 
 class Lines:
@@ -147,3 +148,16 @@ class ChildOutput:
         with contextlib.suppress(OSError):  # nobody reads it, or the disk is full
             while data:
                 data = data[os.write(self._log, data) :]
+
+
+def end_keeper(keeper: subprocess.Popen[Any]) -> None:
+    """Close a keeper's input, upon which it kills all below it; wait for that, and reap it."""
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # what is still buffered is no longer needed
+        keeper.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        keeper.wait(END_S)
+    keeper.kill()
+    keeper.wait()
+    keeper.stdout.close()

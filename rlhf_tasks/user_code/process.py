@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from prefect_rlhf.rlhf_tasks.system.child_pipes import LOOK_EVERY_S, ChildOutput, Lines
+from prefect_rlhf.rlhf_tasks.system.child_pipes import END_S, LOOK_EVERY_S, ChildOutput, Lines, end_keeper
 from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call, users_environment
 from prefect_rlhf.rlhf_tasks.user_code.child import STACK_SIGNAL
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, at_line, late_message, traced, users_frames
@@ -32,7 +32,6 @@ ENDING_S = 20.0
 """After its time is over, until late code is reported: its stack is asked for and its processes are ended."""
 SEARCH_S = 5.0  # that the search for the answer that the code fails on may take
 STACK_S = 1.0  # that the process may take to dump its stack
-END_S = 10.0  # that a keeper may take to kill all its descendants
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -260,14 +259,6 @@ class _Running:
 
     def close(self) -> None:
         """Kill everything and reap the keeper."""
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # what is still buffered is no longer needed
-            self._keeper.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(END_S)
-        self._keeper.kill()
-        self._keeper.wait()
-        self._keeper.stdout.close()
+        end_keeper(self._keeper)
         self._output.close()
         os.close(self._stacks)

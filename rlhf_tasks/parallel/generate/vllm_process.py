@@ -24,14 +24,13 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
-from prefect_rlhf.rlhf_tasks.system.child_pipes import ChildOutput, Lines
+from prefect_rlhf.rlhf_tasks.system.child_pipes import END_S, ChildOutput, Lines, end_keeper
 from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call_of, users_environment
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 
 SERVE = "prefect_rlhf.rlhf_tasks.parallel.generate.vllm_server:serve"
 START_S = 600.0  # to import vLLM, build the model and its caches: 13 s for a small one on two cores
 STALL_S = 120.0  # without any token, or to take weights
-END_S = 10.0
 LEAST_S = 1.0
 
 
@@ -113,15 +112,7 @@ class VllmProcess:
 
     def close(self) -> None:
         """End it and everything it has started, and wait for that."""
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._keeper.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(END_S)
-        self._keeper.kill()
-        self._keeper.wait()
-        self._keeper.stdout.close()
+        end_keeper(self._keeper)
         self._output.close()
 
 
