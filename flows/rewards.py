@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.examples import first_example
-from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, is_pickled
 from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.rows import prompt_example
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from prefect_rlhf.rlhf_tasks.system.reading import FUNCTIONS, module_file, names_bound, parsed

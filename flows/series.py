@@ -35,7 +35,7 @@ from prefect_rlhf.flows.view.artifacts import show_result
 from prefect_rlhf.flows.view.prefect_api import PrefectApi, send_event
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
 from prefect_rlhf.rlhf_tasks.algorithms.series import CANDIDATE, CHAMPION, SeriesConfig, series_folder
-from prefect_rlhf.rlhf_tasks.config.base import OnePass
+from prefect_rlhf.rlhf_tasks.config.sampling import OnePass
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
 from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 

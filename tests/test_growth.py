@@ -21,9 +21,9 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 315,
+    "files": 317,
     "hundreds of lines": 693,
-    "lines of the longest file": 672,
+    "lines of the longest file": 650,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 131,
     "configuration paths of GRPO": 126,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from prefect_rlhf.flows.cluster.this_machine import gpus_here
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from prefect_rlhf.rlhf_tasks.config.base import Samples
 from prefect_rlhf.rlhf_tasks.config.generation import VLLM, default_python, most_drawn
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
 from prefect_rlhf.rlhf_tasks.system.reading import module_file, names_bound, parsed, read_json

@@ -37,7 +37,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from prefect_rlhf.rlhf_tasks.algorithms.series import SERIES, SeriesConfig, load_series
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.system.reading import printable
 
 console = Console(highlight=False, soft_wrap=True)

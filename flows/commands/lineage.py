@@ -14,7 +14,8 @@ from prefect_rlhf.flows.run.origins import Lesson, content_hash, lessons_of, mod
 from prefect_rlhf.flows.run.run_folder import existing_run_folder
 from prefect_rlhf.flows.view.terminal import tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 
 SHOWN = 12  # digits of a hash
 FEWEST_DIGITS = 8

@@ -40,7 +40,8 @@ from prefect_rlhf.planner.pricing.device_classes import Hardware
 from prefect_rlhf.planner.pricing.plans import COPIES, PlanPrice, loaded_bytes, price_plan, saved_bytes
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, load_config
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.protocol.messages import RunSpec
 from prefect_rlhf.rlhf_tasks.rehearsal import rehearsal
 from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from prefect_rlhf.flows.view.terminal import downloading
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import section_of
-from prefect_rlhf.rlhf_tasks.config.base import OnePass, RunConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import ADAPTERS, HubName, hub_data, hub_model
+from prefect_rlhf.rlhf_tasks.config.sampling import OnePass
 from prefect_rlhf.rlhf_tasks.data.hub import Pin, fetch_data, fetch_model, read_pins
 from prefect_rlhf.rlhf_tasks.data.hub_files import CARD
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (

@@ -22,8 +22,9 @@ from prefect_rlhf.flows.run.run_folder import exported_step
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder, steps_of
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.dataset import row_file, row_hash
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
 from prefect_rlhf.rlhf_tasks.system.durable import append_lines

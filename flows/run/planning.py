@@ -56,10 +56,12 @@ from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
     section_of,
 )
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import FORM_OF_MODEL
 from prefect_rlhf.rlhf_tasks.config.models import Role
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape

@@ -39,9 +39,11 @@ from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
 )
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
 from prefect_rlhf.rlhf_tasks.config.models import ActorOnly
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
 from prefect_rlhf.rlhf_tasks.data.hub import Pin
 from prefect_rlhf.rlhf_tasks.data.token_file import SKIPPED, TokenFile

@@ -27,7 +27,7 @@ from prefect_rlhf.flows.view.terminal import RunProgress, tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
-from prefect_rlhf.rlhf_tasks.config.base import OnePass
+from prefect_rlhf.rlhf_tasks.config.sampling import OnePass
 from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Aborted,
     Committed,

@@ -53,8 +53,9 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     resolve_paths,
 )
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import ATTEMPTS, step_folders
-from prefect_rlhf.rlhf_tasks.config.base import Judges, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import Judges
 from prefect_rlhf.rlhf_tasks.config.functions import keep_function
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters, trained_parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.protocol.commit import MOST_UNWRITTEN

@@ -68,8 +68,9 @@ from prefect_rlhf.flows.view.prefect_api import PrefectApi
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
-from prefect_rlhf.rlhf_tasks.config.base import OnePass, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.models import HubPush
+from prefect_rlhf.rlhf_tasks.config.sampling import OnePass
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.user_code.rewards import mean_scores

@@ -19,12 +19,13 @@ from pydantic import Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema
 
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
 from prefect_rlhf.rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
 from prefect_rlhf.rlhf_tasks.config.hub_names import HubName, hub_data, hub_model, is_address
 from prefect_rlhf.rlhf_tasks.config.row_objects import Rows
 from prefect_rlhf.rlhf_tasks.config.settings import Settings
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, reading, shown
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm, algorithm
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples
 from prefect_rlhf.rlhf_tasks.data import chat_template, dataset, rows, tokenizer
 from prefect_rlhf.rlhf_tasks.data.chat_template import Conversation
 from prefect_rlhf.rlhf_tasks.data.dataset import (

@@ -6,11 +6,13 @@ from typing import Any
 
 from prefect_rlhf.rlhf_tasks.algorithms.evaluate import AnsweringConfig, EvaluateConfig
 from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig
 from prefect_rlhf.rlhf_tasks.config.generation import GenerationConfig
 from prefect_rlhf.rlhf_tasks.config.models import ActorOnly, RolloutModels
 from prefect_rlhf.rlhf_tasks.config.responses import EvaluationConfig, RewardConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
 
 MOST_AT_ONCE = 64  # answers to held-out rows

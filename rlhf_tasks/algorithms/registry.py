@@ -18,8 +18,9 @@ from pydantic import create_model
 from prefect_rlhf.rlhf_tasks import algorithms
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import STAYS, from_older_versions, with_environment
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.rows import DatasetValue, Reader
 from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 from prefect_rlhf.rlhf_tasks.system.reading import (

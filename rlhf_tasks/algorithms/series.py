@@ -21,10 +21,10 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     stages_of,
     with_file,
 )
-from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.cluster import ClusterConfig
 from prefect_rlhf.rlhf_tasks.config.files import faults_of, read_yaml
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_SECONDS, Settings
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 
 SERIES = "series"
 """The `type` of a file with a series."""

@@ -1,17 +1,16 @@
-"""The base classes of run configurations, built from the sections in the modules beside it. Torch-free.
+"""The base class of run configurations, built from the sections in the modules beside it. Torch-free.
 
-Every configuration is a `RunConfig`. Its other bases say what its runs do: `TrainingConfig` trains, `Samples`
-generates, `SamplesGroups` several times for each prompt, `Scores` generates and scores, `OnePass` does that once for
-each row; `Judges` has rewards, of its own samples or of answers to held-out rows. Code outside `algorithms/` checks
-for these bases, never for an algorithm.
+Every configuration is a `RunConfig`. Its other bases say what its runs do: `TrainingConfig` (training.py) trains; of
+sampling.py, `Samples` generates, `SamplesGroups` several times for each prompt, `Scores` generates and scores,
+`OnePass` does that once for each row; `Judges` has rewards, of its own samples or of answers to held-out rows. Code
+outside `algorithms/` checks for these bases, never for an algorithm.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     Field,
     GetJsonSchemaHandler,
     ValidationError,
@@ -32,32 +31,21 @@ from prefect_rlhf.rlhf_tasks.config.cluster import (
 )
 from prefect_rlhf.rlhf_tasks.config.data import DataConfig, RunRows
 from prefect_rlhf.rlhf_tasks.config.files import faults_of
-from prefect_rlhf.rlhf_tasks.config.generation import ENGINE_PAIRS, GenerationConfig
 from prefect_rlhf.rlhf_tasks.config.models import (
-    HubPush,
-    LoraConfig,
-    OptimizerConfig,
     Role,
-    RolloutModels,
-    named_alone,
 )
 from prefect_rlhf.rlhf_tasks.config.responses import (
-    EnvironmentConfig,
-    EvaluationConfig,
     RewardConfig,
-    RewardModelScore,
-    SamplingConfig,
 )
 from prefect_rlhf.rlhf_tasks.config.settings import (
     MOST_ITERATIONS,
     MOST_SECONDS,
     MOST_SEQS,
-    MOST_TOKENS,
     Pair,
     Settings,
 )
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 RUN_NAME, MOST_OF_A_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 200
@@ -330,341 +318,3 @@ class Judges(RunConfig):
     def scoring_rewards(self) -> tuple[RewardConfig, ...]:
         """The rewards of the run's own samples."""
         return self.rewards
-
-
-class TrainingConfig(Judges):
-    """The configuration that training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
-
-    groups: ClassVar[Groups] = {
-        "": ("total_iterations",),
-        "Training": ("num_mini_batches", "optimizer", "lora", "gradient_checkpointing", "micro_batch_tokens"),
-        "Evaluation": ("evaluation",),
-        "Run": ("push_to_hub",),
-    }
-    pairs: ClassVar[tuple[Pair, ...]] = (
-        Pair(
-            "num_mini_batches",
-            "batch_size",
-            "{first} does not divide {second}. Make batch_size a multiple of it.",
-            lambda config: config.batch_size % config.num_mini_batches,
-        ),
-        Pair(
-            "evaluation.every",
-            "total_iterations",
-            "{first} is more than {second}. Lower it.",
-            lambda config: config.evaluation and config.evaluation.every > config.total_iterations,
-        ),
-        Pair(
-            "evaluation.every",
-            "snapshot_every",
-            "evaluation.keep_best keeps evaluated snapshots, but {first} is no multiple of {second}. Make it one.",
-            lambda config: (
-                config.evaluation
-                and config.evaluation.keep_best
-                and isinstance(config.snapshot_every, int)
-                and config.evaluation.every % config.snapshot_every
-            ),
-        ),
-    )
-
-    total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
-    num_mini_batches: int = Field(
-        default=1, gt=0, le=MOST_SEQS, description="Optimizer steps per pass over the batch."
-    )
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The actor's optimizer.")
-    lora: LoraConfig | None = Field(
-        default=None, description="Train low-rank adapters of every role that trains; default: all weights."
-    )
-    gradient_checkpointing: Recompute = Field(
-        default="none",
-        description="Activations that the backward pass computes again, to save memory: none; selective (what is "
-        "cheap: saves half of the memory, costs little time); full (all: costs a forward pass). false "
-        "means none, true full.",
-    )
-    micro_batch_tokens: int | None = Field(
-        default=None,
-        gt=0,
-        le=MOST_TOKENS,
-        description="Most tokens of a micro-batch in training and inference; a longer sample has its own. A "
-        "rank's batch is cut into as many as that takes, at least micro_batches. Default: no limit.",
-    )
-    evaluation: EvaluationConfig | None = Field(
-        default=None,
-        description="Scores of answers to held-out rows during the run, as metrics eval/...; default: none.",
-    )
-
-    push_to_hub: Annotated[HubPush | None, BeforeValidator(named_alone)] = Field(
-        default=None,
-        description="ORG/NAME of a private model on the Hugging Face Hub that gets the finished model; "
-        "{repo: ORG/NAME, private: false}: of a public one.",
-    )
-
-    def adapters_of(self, role: str, shape: ModelShape) -> Lora | None:
-        """Those of `lora`, for a role that trains."""
-        trains = self.roles()[role].optimizer is not None
-        return self.lora.adapters(shape) if self.lora is not None and trains else None
-
-    @property
-    def exports_adapters(self) -> bool:
-        return self.lora is not None and self.lora.export == "adapter"
-
-    def iterations(self, n_rows: int) -> int:
-        """`total_iterations`, whatever the number of rows."""
-        return self.total_iterations
-
-    @property
-    def evaluated_every(self) -> int | None:
-        asked = self.evaluation
-        return asked.every if asked is not None and asked.keep_best else None
-
-    @property
-    def scoring_rewards(self) -> tuple[RewardConfig, ...]:
-        return tuple(reward for reward in self.rewards if reward.used_in != "evaluation")
-
-    @property
-    def rewards_of_evaluation(self) -> tuple[RewardConfig, ...]:
-        """The rewards of the answers to held-out rows."""
-        asked = self.evaluation is not None
-        return tuple(reward for reward in self.rewards if asked and reward.used_in != "training")
-
-    @field_validator("gradient_checkpointing", mode="before")
-    @classmethod
-    def _all_or_none(cls, value: Any) -> Any:
-        return {False: "none", True: "full"}[value] if isinstance(value, bool) else value
-
-    @model_validator(mode="after")
-    def _can_be_evaluated(self) -> Self:
-        asked = self.evaluation
-        if asked is None:
-            return self
-        actor = self.roles().get("actor")
-        if actor is None or actor.optimizer is None or actor.head != "lm":
-            raise ValueError(
-                f"evaluation: its answers are those of a language model that trains, and a run of type {self.type!r} "
-                "trains none. Leave it out."
-            )
-        played = self.environment if isinstance(self, Scores) else None
-        if not self.rewards_of_evaluation and played is None and not asked.loss:
-            raise ValueError(
-                "evaluation: nothing scores the answers. Name a function under rewards, or set evaluation.loss: true "
-                "for the loss on the rows' completions."
-            )
-        if (
-            self.rewards_of_evaluation
-            and asked.max_completion_length is None
-            and not isinstance(self, Samples)
-        ):
-            raise ValueError(
-                f"evaluation: a run of type {self.type!r} has no sampling.max_completion_length. Give "
-                "evaluation.max_completion_length."
-            )
-        names = [reward.name for reward in self.rewards_of_evaluation]
-        refuse_equal_names(names if played is None else [*names, played.name])
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_have_a_use(self) -> Self:
-        for number, reward in enumerate(self.rewards):
-            if reward.used_in == "evaluation" and self.evaluation is None:
-                raise ValueError(
-                    f"rewards.{number}.used_in=evaluation: the run has no section evaluation. Add one, or leave out "
-                    f"{reward.name!r}."
-                )
-            if not isinstance(self, Scores) and (self.evaluation is None or reward.used_in == "training"):
-                raise ValueError(
-                    f"rewards.{number}: a run of type {self.type!r} uses rewards in its evaluation only. Add a "
-                    f"section evaluation and used_in: evaluation, or leave out {reward.name!r}."
-                )
-        return self
-
-
-class Samples(RunConfig):
-    """The configuration of runs that generate."""
-
-    groups: ClassVar[Groups] = {"": ("sampling",), "Execution": ("generation",)}
-    pairs: ClassVar[tuple[Pair, ...]] = (
-        Pair(
-            "sampling.segment_tokens",
-            "type",
-            "{first}: {second} has no policy ratio that could correct for the older weights of a response's "
-            "beginning. Leave it out, or choose an algorithm that has one, such as grpo or ppo.",
-            lambda config: (
-                config.sampling.segment_tokens is not None and "staleness" not in type(config).model_fields
-            ),
-        ),
-        *ENGINE_PAIRS,
-    )
-
-    sampling: SamplingConfig
-    generation: GenerationConfig = Field(
-        default=GenerationConfig(), description="What draws responses: the built-in engine, or vLLM."
-    )
-
-    @property
-    def records_kept(self) -> bool:
-        """Whether samples record which tokens top-k and top-p kept: later calls must leave out the same ones."""
-        return False
-
-    @property
-    def scoring_role(self) -> str:
-        """The role on whose mesh scores are computed: the reward model, else the reference, else the actor."""
-        roles = self.roles()
-        return next(role for role in ("reward", "ref", "actor") if role in roles)
-
-
-class SamplesGroups(Samples):
-    """The configuration of runs that sample several responses to each prompt, which form a group."""
-
-    groups: ClassVar[Groups] = {"Batch": ("num_generations",)}
-    pairs: ClassVar[tuple[Pair, ...]] = (
-        Pair(
-            "num_generations",
-            "batch_size",
-            "{first} does not divide {second}. Make batch_size a multiple of num_generations.",
-            lambda config: config.batch_size % config.num_generations,
-        ),
-    )
-
-    num_generations: int = Field(
-        default=1, gt=0, le=MOST_SEQS, description="Samples per prompt, which form a group."
-    )
-
-    @property
-    def group_size(self) -> int:
-        return self.num_generations
-
-    @model_validator(mode="after")
-    def _groups_stay_whole(self) -> Self:
-        size, batch = self.num_generations, self.batch_size
-        if isinstance(self, TrainingConfig) and batch // self.num_mini_batches % size:
-            raise ValueError(
-                f"num_mini_batches={self.num_mini_batches} cuts batch_size={batch} into mini-batches of "
-                f"{batch // self.num_mini_batches} samples, which split groups of num_generations={size}. "
-                f"Choose a num_mini_batches that divides batch_size / num_generations = {batch // size}."
-            )
-        return self
-
-
-class Scores(Samples, Judges):
-    """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
-
-    groups: ClassVar[Groups] = {
-        "": ("rewards", "environment"),
-        "Batch": ("chunks",),
-        "Score": ("reward_model", "missing_eos_penalty"),
-    }
-    pairs: ClassVar[tuple[Pair, ...]] = (
-        Pair(
-            "sampling.segment_tokens",
-            "environment.factory",
-            "{first} cuts responses of one turn, but {second} has several. Leave out one of the two.",
-        ),
-        Pair(
-            "sampling.min_new_tokens",
-            "environment.max_turn_tokens",
-            "{first} exceeds {second}, so no turn could end. Lower the one or raise the other.",
-            lambda config: (
-                config.environment
-                and config.environment.max_turn_tokens is not None
-                and config.sampling.min_new_tokens > config.environment.max_turn_tokens
-            ),
-        ),
-    )
-
-    environment: EnvironmentConfig | None = Field(
-        default=None,
-        description="What answers the model turn by turn, and rewards it; default: a response is one turn.",
-    )
-    chunks: int = Field(
-        default=1,
-        gt=0,
-        le=32,
-        description="Equal parts into which the batch is cut: one is scored while the next is generated, on other "
-        "devices.",
-    )
-    reward_model: RewardModelScore = Field(
-        default=RewardModelScore(), description="How the reward model's score enters the sum."
-    )
-    missing_eos_penalty: float = Field(
-        default=0.0, ge=0, description="Subtracted where a response has no end token."
-    )
-
-    @property
-    def scores_tokens(self) -> bool:
-        """Whether some reward judges single tokens or steps."""
-        return any(reward.per != "sequence" for reward in self.scoring_rewards)
-
-    @property
-    def skipped_leave(self) -> bool:
-        """Whether a sample that a reward fails on leaves the batch; else it is judged as 0."""
-        return True
-
-    @property
-    def score_names(self) -> list[str]:
-        """The names, in metrics, of everything that contributes to a score, except the reward model."""
-        own = [] if self.environment is None else [self.environment.name]
-        return [*(reward.name for reward in self.scoring_rewards), *own]
-
-    @model_validator(mode="after")
-    def _parts_are_whole_groups(self) -> Self:
-        groups = self.batch_size // self.group_size
-        if groups % self.chunks:
-            what = (
-                f"batch_size={groups}" if self.group_size == 1 else f"batch_size / num_generations = {groups}"
-            )
-            raise ValueError(
-                f"chunks={self.chunks} does not divide {what}, so its parts would not be equal. "
-                "Choose a number that does, or 1."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _learns_from_scores(self) -> Self:
-        if isinstance(self, TrainingConfig) and not self.score_names and self.scoring_role != "reward":
-            raise ValueError(
-                "nothing scores the responses. Name a function under rewards, an environment, or a reward model in "
-                "models.reward."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_equal_names(self) -> Self:
-        refuse_equal_names(self.score_names)
-        return self
-
-
-class OnePass(Scores, SamplesGroups):
-    """The configuration of runs that answer all rows once, in file order, with a frozen model."""
-
-    models: RolloutModels
-
-    def samples(self, n_rows: int) -> int:
-        """The number of samples of `n_rows` rows. The last iteration may have more: it begins the rows again."""
-        return n_rows * self.num_generations
-
-    def iterations(self, n_rows: int) -> int:
-        """The number of iterations that pass once over all rows."""
-        return -(-self.samples(n_rows) // self.batch_size)
-
-    def row_of(self, rows: RunRows, sample: int) -> int:
-        """The index of the row of a sample: rows in file order, `num_generations` samples each."""
-        return sample // self.num_generations % len(rows)
-
-    def roles(self) -> dict[str, Role]:
-        """The frozen actor, and reward where there is a reward model."""
-        roles = {"actor": Role.of(self.models.actor, "lm")}
-        if self.models.reward is not None:
-            roles["reward"] = Role.of(self.models.reward, "scalar")
-        return roles
-
-    @model_validator(mode="after")
-    def _rewards_have_one_use(self) -> Self:
-        if any(reward.used_in != "both" for reward in self.rewards):
-            raise ValueError(f"rewards: a run of type {self.type!r} uses all of them. Leave used_in out.")
-        return self
-
-
-def refuse_equal_names(names: Sequence[str]) -> None:
-    """Raises ValueError where two rewards would have one name in metrics."""
-    if len(set(names)) != len(names):
-        raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")

@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from prefect_rlhf.rlhf_tasks.config.base import Groups, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import Groups
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, Pair
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 
 
 class MovesReference(TrainingConfig):

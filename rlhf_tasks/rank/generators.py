@@ -2,8 +2,9 @@
 
 from pkgutil import resolve_name
 
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Samples
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.generation import BUILT_IN, VLLM, default_python, most_drawn
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import BuiltIn, Generator, Terms
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 

@@ -19,8 +19,9 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
 from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import functions_of
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import BEFORE
 from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, share_batch

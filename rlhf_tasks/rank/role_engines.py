@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
-from prefect_rlhf.rlhf_tasks.config.base import Samples, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig, Role
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
 from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import Reallocated, reallocate, union_set

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.chat_template import TokenizerError
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations
 from prefect_rlhf.rlhf_tasks.user_code.episodes import TIMEOUT_KEY, Answer, Episode, FailedAnswer

@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.functions import is_pickled
 from prefect_rlhf.rlhf_tasks.config.responses import RewardConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Values
 from prefect_rlhf.rlhf_tasks.user_code.judge import TIMEOUT_KEY

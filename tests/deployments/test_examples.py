@@ -15,7 +15,8 @@ from prefect_rlhf.planner.search.search import find_plan
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config, load_pipeline, stages_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from prefect_rlhf.rlhf_tasks.algorithms.series import load_series, stages_of_run
-from prefect_rlhf.rlhf_tasks.config.base import Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import Machines
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment

@@ -6,8 +6,9 @@ from pydantic import model_validator
 
 from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import SEQUENCES, GenerateSizes, Handle, Models, traced
-from prefect_rlhf.rlhf_tasks.config.base import Samples, TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.models import DistillationModels, Role
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 

@@ -6,8 +6,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from prefect_rlhf.rlhf_tasks.algorithms.rollout import ALGORITHM as ROLLOUT
-from prefect_rlhf.rlhf_tasks.config.base import OnePass
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import OnePass
 
 
 class AnsweringConfig(SamplingConfig):

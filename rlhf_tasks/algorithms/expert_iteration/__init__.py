@@ -14,9 +14,11 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     scored,
     traced,
 )
-from prefect_rlhf.rlhf_tasks.config.base import Groups, SamplesGroups, Scores, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import Groups
 from prefect_rlhf.rlhf_tasks.config.models import Role, RolloutModels
+from prefect_rlhf.rlhf_tasks.config.sampling import SamplesGroups, Scores
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_SEQS, Pair
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 

@@ -16,7 +16,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     scored_tokens,
     traced,
 )
-from prefect_rlhf.rlhf_tasks.config.base import Groups, SamplesGroups
+from prefect_rlhf.rlhf_tasks.config.base import Groups
+from prefect_rlhf.rlhf_tasks.config.sampling import SamplesGroups
 from prefect_rlhf.rlhf_tasks.config.settings import Pair
 from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 

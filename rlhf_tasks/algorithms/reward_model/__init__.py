@@ -6,8 +6,9 @@ from pydantic import Field
 
 from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import Handle, Models, traced
-from prefect_rlhf.rlhf_tasks.config.base import Groups, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import Groups
 from prefect_rlhf.rlhf_tasks.config.models import ActorOnly, Role
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.rows import PairExample, pair_example
 
 

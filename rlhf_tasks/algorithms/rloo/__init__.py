@@ -15,7 +15,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     rollout,
     traced,
 )
-from prefect_rlhf.rlhf_tasks.config.base import Groups, SamplesGroups
+from prefect_rlhf.rlhf_tasks.config.base import Groups
+from prefect_rlhf.rlhf_tasks.config.sampling import SamplesGroups
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_SEQS
 from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import PROMPT_KEYS, Handle, Models, RolloutSizes, traced
-from prefect_rlhf.rlhf_tasks.config.base import OnePass
+from prefect_rlhf.rlhf_tasks.config.sampling import OnePass
 from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
 
 

@@ -6,9 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prefect_rlhf.rlhf_tasks.config.base import Groups, Scores
+from prefect_rlhf.rlhf_tasks.config.base import Groups
 from prefect_rlhf.rlhf_tasks.config.models import GRPOModels, ReferenceModels, Role
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.config.settings import Pair, Settings
 
 MOST_STALENESS = 16

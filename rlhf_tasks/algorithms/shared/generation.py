@@ -20,8 +20,8 @@ from torch import Tensor
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
-from prefect_rlhf.rlhf_tasks.config.base import Samples, Scores
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch

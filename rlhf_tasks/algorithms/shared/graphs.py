@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
-from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.spec import WHOLE, CallKind, ModelFunctionCall, Part
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 

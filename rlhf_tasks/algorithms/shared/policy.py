@@ -39,7 +39,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import (
     optimizer_steps,
     planned_share,
 )
-from prefect_rlhf.rlhf_tasks.config.base import Samples
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms

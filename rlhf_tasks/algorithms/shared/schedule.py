@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
-from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
 from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import mini_batch_blocks
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, Loss

@@ -20,8 +20,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     STAYS,
     TOKEN_REWARDS,
 )
-from prefect_rlhf.rlhf_tasks.config.base import Scores
 from prefect_rlhf.rlhf_tasks.config.responses import RewardModelScore
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine

@@ -14,7 +14,7 @@ from prefect_rlhf.flows.run.prepare import make_plan
 from prefect_rlhf.planner.pricing.figures import RanCall, keep_figures
 from prefect_rlhf.planner.pricing.plans import price_plan
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
-from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import Machines
 from prefect_rlhf.rlhf_tasks.spec import CallNode
 from tests.flows.plan_documents import ppo

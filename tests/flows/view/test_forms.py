@@ -14,8 +14,9 @@ from prefect_rlhf.flows.view.forms import Form, title_of
 from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.registry import OURS, algorithm, algorithm_names
 from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
-from prefect_rlhf.rlhf_tasks.config.base import Groups, TrainingConfig
+from prefect_rlhf.rlhf_tasks.config.base import Groups
 from prefect_rlhf.rlhf_tasks.config.models import ActorOnly
+from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 
 FLOWS = [rlhf_ppo, grpo, sft, reward_model, rollout, plan]
 SFT = {"models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}

@@ -16,8 +16,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch, load_functions
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import functions_of, nothing_left
-from prefect_rlhf.rlhf_tasks.config.base import Samples
 from prefect_rlhf.rlhf_tasks.config.models import Role
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets

@@ -19,7 +19,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
 from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from prefect_rlhf.rlhf_tasks.algorithms.rollout import RolloutConfig
-from prefect_rlhf.rlhf_tasks.config.base import Scores
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.protocol.progress import Timeouts

@@ -166,7 +166,7 @@ def test_names_are_listed_and_others_run_without_importing_a_package(tuned):
         (RECORD.replace("config=TunedConfig", "config=int"), "a configuration that is not a RunConfig"),
         (RECORD.replace("config=TunedConfig", "config=SFTConfig"), "has configurations of type 'sft'"),
         (
-            "from prefect_rlhf.rlhf_tasks.config.base import TrainingConfig"
+            "from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig"
             + RECORD.replace("(SFTConfig)", "(TrainingConfig)"),
             "a configuration without the field 'models'",
         ),

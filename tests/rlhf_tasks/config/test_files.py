@@ -7,8 +7,9 @@ import yaml
 
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, apply_override, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
-from prefect_rlhf.rlhf_tasks.config.base import RunConfig, Scores
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.files import ELSEWHERE
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 
 WHOLE: dict[str, Any] = {
     "models": {"actor": "a"},

@@ -1,0 +1,198 @@
+"""The base classes of configurations whose runs generate, and score what they generate. Torch-free."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from prefect_rlhf.rlhf_tasks.config.base import Groups, Judges, RunConfig
+from prefect_rlhf.rlhf_tasks.config.data import RunRows
+from prefect_rlhf.rlhf_tasks.config.generation import ENGINE_PAIRS, GenerationConfig
+from prefect_rlhf.rlhf_tasks.config.models import (
+    Role,
+    RolloutModels,
+)
+from prefect_rlhf.rlhf_tasks.config.responses import (
+    EnvironmentConfig,
+    RewardModelScore,
+    SamplingConfig,
+)
+from prefect_rlhf.rlhf_tasks.config.settings import (
+    MOST_SEQS,
+    Pair,
+)
+
+
+class Samples(RunConfig):
+    """The configuration of runs that generate."""
+
+    groups: ClassVar[Groups] = {"": ("sampling",), "Execution": ("generation",)}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "sampling.segment_tokens",
+            "type",
+            "{first}: {second} has no policy ratio that could correct for the older weights of a response's "
+            "beginning. Leave it out, or choose an algorithm that has one, such as grpo or ppo.",
+            lambda config: (
+                config.sampling.segment_tokens is not None and "staleness" not in type(config).model_fields
+            ),
+        ),
+        *ENGINE_PAIRS,
+    )
+
+    sampling: SamplingConfig
+    generation: GenerationConfig = Field(
+        default=GenerationConfig(), description="What draws responses: the built-in engine, or vLLM."
+    )
+
+    @property
+    def records_kept(self) -> bool:
+        """Whether samples record which tokens top-k and top-p kept: later calls must leave out the same ones."""
+        return False
+
+    @property
+    def scoring_role(self) -> str:
+        """The role on whose mesh scores are computed: the reward model, else the reference, else the actor."""
+        roles = self.roles()
+        return next(role for role in ("reward", "ref", "actor") if role in roles)
+
+
+class SamplesGroups(Samples):
+    """The configuration of runs that sample several responses to each prompt, which form a group."""
+
+    groups: ClassVar[Groups] = {"Batch": ("num_generations",)}
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "num_generations",
+            "batch_size",
+            "{first} does not divide {second}. Make batch_size a multiple of num_generations.",
+            lambda config: config.batch_size % config.num_generations,
+        ),
+    )
+
+    num_generations: int = Field(
+        default=1, gt=0, le=MOST_SEQS, description="Samples per prompt, which form a group."
+    )
+
+    @property
+    def group_size(self) -> int:
+        return self.num_generations
+
+
+class Scores(Samples, Judges):
+    """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
+
+    groups: ClassVar[Groups] = {
+        "": ("rewards", "environment"),
+        "Batch": ("chunks",),
+        "Score": ("reward_model", "missing_eos_penalty"),
+    }
+    pairs: ClassVar[tuple[Pair, ...]] = (
+        Pair(
+            "sampling.segment_tokens",
+            "environment.factory",
+            "{first} cuts responses of one turn, but {second} has several. Leave out one of the two.",
+        ),
+        Pair(
+            "sampling.min_new_tokens",
+            "environment.max_turn_tokens",
+            "{first} exceeds {second}, so no turn could end. Lower the one or raise the other.",
+            lambda config: (
+                config.environment
+                and config.environment.max_turn_tokens is not None
+                and config.sampling.min_new_tokens > config.environment.max_turn_tokens
+            ),
+        ),
+    )
+
+    environment: EnvironmentConfig | None = Field(
+        default=None,
+        description="What answers the model turn by turn, and rewards it; default: a response is one turn.",
+    )
+    chunks: int = Field(
+        default=1,
+        gt=0,
+        le=32,
+        description="Equal parts into which the batch is cut: one is scored while the next is generated, on other "
+        "devices.",
+    )
+    reward_model: RewardModelScore = Field(
+        default=RewardModelScore(), description="How the reward model's score enters the sum."
+    )
+    missing_eos_penalty: float = Field(
+        default=0.0, ge=0, description="Subtracted where a response has no end token."
+    )
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether some reward judges single tokens or steps."""
+        return any(reward.per != "sequence" for reward in self.scoring_rewards)
+
+    @property
+    def skipped_leave(self) -> bool:
+        """Whether a sample that a reward fails on leaves the batch; else it is judged as 0."""
+        return True
+
+    @property
+    def score_names(self) -> list[str]:
+        """The names, in metrics, of everything that contributes to a score, except the reward model."""
+        own = [] if self.environment is None else [self.environment.name]
+        return [*(reward.name for reward in self.scoring_rewards), *own]
+
+    @model_validator(mode="after")
+    def _parts_are_whole_groups(self) -> Self:
+        groups = self.batch_size // self.group_size
+        if groups % self.chunks:
+            what = (
+                f"batch_size={groups}" if self.group_size == 1 else f"batch_size / num_generations = {groups}"
+            )
+            raise ValueError(
+                f"chunks={self.chunks} does not divide {what}, so its parts would not be equal. "
+                "Choose a number that does, or 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_equal_names(self) -> Self:
+        refuse_equal_names(self.score_names)
+        return self
+
+
+class OnePass(Scores, SamplesGroups):
+    """The configuration of runs that answer all rows once, in file order, with a frozen model."""
+
+    models: RolloutModels
+
+    def samples(self, n_rows: int) -> int:
+        """The number of samples of `n_rows` rows. The last iteration may have more: it begins the rows again."""
+        return n_rows * self.num_generations
+
+    def iterations(self, n_rows: int) -> int:
+        """The number of iterations that pass once over all rows."""
+        return -(-self.samples(n_rows) // self.batch_size)
+
+    def row_of(self, rows: RunRows, sample: int) -> int:
+        """The index of the row of a sample: rows in file order, `num_generations` samples each."""
+        return sample // self.num_generations % len(rows)
+
+    def roles(self) -> dict[str, Role]:
+        """The frozen actor, and reward where there is a reward model."""
+        roles = {"actor": Role.of(self.models.actor, "lm")}
+        if self.models.reward is not None:
+            roles["reward"] = Role.of(self.models.reward, "scalar")
+        return roles
+
+    @model_validator(mode="after")
+    def _rewards_have_one_use(self) -> Self:
+        if any(reward.used_in != "both" for reward in self.rewards):
+            raise ValueError(f"rewards: a run of type {self.type!r} uses all of them. Leave used_in out.")
+        return self
+
+
+def refuse_equal_names(names: Sequence[str]) -> None:
+    """Raises ValueError where two rewards would have one name in metrics."""
+    if len(set(names)) != len(names):
+        raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")
