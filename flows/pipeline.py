@@ -39,7 +39,7 @@ from prefect_rlhf.flows.demo import (
     write_jsonl,
 )
 from prefect_rlhf.flows.run.orders import cancelled_by_signals
-from prefect_rlhf.flows.run.reporting import leave_report
+from prefect_rlhf.flows.run.reporting import keep_stages, leave_report
 from prefect_rlhf.flows.run.run_folder import CONFIG, SUMMARY, newest_flow_run
 from prefect_rlhf.flows.run.run_identity import CheckedStages, check_stages, prepare_stage, summary_of
 from prefect_rlhf.flows.run.runs import run_stage
@@ -67,6 +67,7 @@ EVALUATIONS = ("evaluate",)  # types of stages whose mean reward is a pipeline's
 REACHED = 2  # metrics of a stage that are shown
 RANKS = 4
 BEFORE_PPO = ("sft", "pairs", "reward-model", "calibration")
+DEMO_STAGES = (*BEFORE_PPO, "accuracy-before", "ppo", "accuracy-after")
 
 
 def _run_name() -> str:
@@ -148,6 +149,8 @@ class PipelineStages:
         self._cluster: DaskCluster | None = None
 
     def __enter__(self) -> Self:
+        (place,) = {config.output_dir for config in self._configs.values()}
+        keep_stages(Path(place), self._configs)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -220,13 +223,13 @@ async def _demo(folder: str, seed: int) -> dict[str, Any]:
         settle_seed(place, seed)
         return read_json(finished, remedy="Remove it: the demo's last stage writes it again.")
     with demo_at(place, seed) as demo:
+        keep_stages(place / "stages", DEMO_STAGES)
         policy = await make_models(demo)
         before = await measure(demo, policy.roles()["actor"].folder, "before")
         trained = await demo.run(policy)
         after = await measure(demo, trained["model"], "after")
-        stages = [*BEFORE_PPO, "accuracy-before", "ppo", "accuracy-after"]
         heading = f"Exact-match accuracy on held-out words: {before:.3f} before PPO, {after:.3f} after"
-        await show_pipeline(place.name, place / "stages", stages, heading)
+        await show_pipeline(place.name, place / "stages", DEMO_STAGES, heading)
     summary = {
         **trained,
         "ppo_seconds": trained["seconds"],

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from prefect_rlhf.flows.view.terminal import uploading
 from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder, without_login
 from prefect_rlhf.rlhf_tasks.config.models import HubPush
-from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import ADAPTER_CONFIG, VERDICT
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import ADAPTER_CONFIG, ORIGIN, VERDICT
 from prefect_rlhf.rlhf_tasks.system.child_processes import die_with_parent, python_call
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, one_line, read_json
 
@@ -189,6 +189,9 @@ def _push(repo: str, private: bool, folder: str, message: str) -> str:
     contents: dict[str, Path | bytes] = {**files}
     if ADAPTER_CONFIG in files:
         contents[ADAPTER_CONFIG] = _for_everybody(read_json(files[ADAPTER_CONFIG]))
+    if ORIGIN in files:  # the run's name, not where it lies on this machine
+        origin = read_json(files[ORIGIN])
+        contents[ORIGIN] = json.dumps({**origin, "run": Path(origin["run"]).name}, indent=2).encode()
     operations = [
         *(CommitOperationDelete(name) for name in _left_over(api.list_repo_files(repo), files)),
         *(

@@ -10,11 +10,20 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from prefect_rlhf.flows.commands.options import check_writable
-from prefect_rlhf.flows.run.origins import Lesson, content_hash, lessons_of, models_of, run_that_made
+from prefect_rlhf.flows.run.origins import (
+    Lesson,
+    Maker,
+    content_hash,
+    lessons_of,
+    maker_of,
+    models_of,
+    refuse_another,
+)
 from prefect_rlhf.flows.run.run_folder import existing_run_folder
 from prefect_rlhf.flows.view.terminal import tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 
 SHOWN = 12  # digits of a hash
@@ -63,11 +72,11 @@ def _taught(folder: Path, config: RunConfig, out: Path | None) -> None:
     attempts = len(list((folder / "attempts").glob("*")))
     tell(f"{folder}: {attempts} attempts, {max(0, attempts - 1)} of them retries")
     _tell_lessons(lessons)
-    for line, ancestor in _ancestors(folder, config):
+    for line, maker in _ancestors(folder, config):
         tell(line)
-        if ancestor is not None:
+        if maker is not None:
             with _only_told():
-                _tell_lessons(lessons_of(ancestor))
+                _tell_lessons(lessons_of(maker.run, maker.samples))
     if out is not None:
         with out.open("w", encoding="utf-8") as file:
             for lesson in lessons:
@@ -107,12 +116,12 @@ def _seen(row: str, runs: tuple[Path, ...]) -> None:
         raise ConfigError(f"--row {row}: neither FILE:LINE nor at least {FEWEST_DIGITS} digits of a hash.")
     for run in runs:
         folder, config = _training(run)
-        tell(f"{folder}: {_learned(folder, digest)}")
-        for line, ancestor in _ancestors(folder, config):
+        tell(f"{folder}: {_learned(folder, None, digest)}")
+        for line, maker in _ancestors(folder, config):
             tell(f"  {line}")
-            if ancestor is not None:
+            if maker is not None:
                 with _only_told():
-                    tell(f"  {ancestor}: {_learned(ancestor, digest)}")
+                    tell(f"  {maker.run}: {_learned(maker.run, maker.samples, digest)}")
 
 
 @contextmanager
@@ -124,9 +133,9 @@ def _only_told() -> Iterator[None]:
         tell(f"  {error}")
 
 
-def _learned(folder: Path, digest: str) -> str:
+def _learned(folder: Path, samples: int | None, digest: str) -> str:
     times = Counter[str]()
-    for lesson in lessons_of(folder):
+    for lesson in lessons_of(folder, samples):
         for place, content, often in _rows(lesson):
             if content.startswith(digest):
                 times[f"{place} ({content[:SHOWN]})"] += often
@@ -134,22 +143,36 @@ def _learned(folder: Path, digest: str) -> str:
     return f"learned {said}" if said else "has not learned from it"
 
 
-def _ancestors(folder: Path, config: RunConfig) -> Iterator[tuple[str, Path | None]]:
-    """A sentence for each model of a run that another run has made, and for those of that one, with its folder; None
-    where it is gone or cannot be read."""
+def _ancestors(folder: Path, config: RunConfig) -> Iterator[tuple[str, Maker | None]]:
+    """A sentence for each model that a run began with, and for those of the runs that have made them, with its maker;
+    None where that is not known, gone or cannot be read. A model is told of once."""
     known, waiting = {folder}, [(folder, config)]
     while waiting:
         run, its = waiting.pop(0)
-        for role, model in models_of(its).items():
+        for role, (named, model) in models_of(run, its).items():
             where = f"{run}: its {role} began as"
-            made = run_that_made(model)
-            if made is None and not model.exists():
-                yield f"{where} {model}, which is gone: what has taught it is not known", None
-            if made is not None and made not in known:
-                known.add(made)
-                try:
-                    waiting.append(_training(made))
-                except ConfigError as error:
-                    yield f"{where} the model of {made}; what has taught it is not known: {error}", None
-                else:
-                    yield f"{where} the model of {made}", made
+            try:
+                maker = maker_of(model, run)
+            except ConfigError as error:
+                yield f"{where} {named}; what has taught it is not known: {error}", None
+                continue
+            place = model if maker is None else maker.run
+            if place in known:
+                continue
+            known.add(place)
+            if maker is None:
+                gone = hub_model(named) is None and not model.exists()
+                yield f"{where} {named}{', which is gone' if gone else ''}: not known who made it", None
+                continue
+            after = "" if maker.step is None else f" after {maker.step} iterations"
+            try:
+                begun = _training(maker.run)
+                refuse_another(maker)
+            except ConfigError as error:
+                yield (
+                    f"{where} the model of {maker.run}{after}; what has taught it is not known: {error}",
+                    None,
+                )
+            else:
+                waiting.append(begun)
+                yield f"{where} the model of {maker.run}{after}", maker

@@ -22,6 +22,7 @@ from prefect_rlhf.flows.recurring.beginning import NOTHING_NEW, begin_run, open_
 from prefect_rlhf.flows.rewards import refuse_blocks_without_server
 from prefect_rlhf.flows.run import run_identity
 from prefect_rlhf.flows.run.downloads import fetched
+from prefect_rlhf.flows.run.origins import leave_origin
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.flows.run.run_folder import (
     CONFIG,
@@ -301,6 +302,7 @@ def export(
     with nullcontext(folder) if folder is not None else TemporaryDirectory(dir=run_folder) as place:
         written = folder or Path(place, "model")
         export_commit(commit.folder, config, chosen, written, merged or None)
+        leave_origin(run_folder, commit, written)
         if folder is not None:
             tell(f"{chosen} after {commit.step} iterations: {folder}")
         if target is not None:

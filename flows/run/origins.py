@@ -3,7 +3,8 @@
 A commit's samples follow from its cursor, the configuration and the token file, for sample ids are positions in a
 stream whose order is a function of the seed. So no commit lists its rows. `origins.jsonl` has a line where something
 else begins to teach: at the start, and after a change of data, configuration, reward code or models. Token files that
-were replaced are kept as `rows-KEY.arrow`; each has the hash of every row's content. Loads neither Prefect nor torch.
+were replaced are kept as `rows-KEY.arrow`; each has the hash of every row's content. An exported model says in its
+`origin.json` which run has made it. Loads neither Prefect nor torch.
 """
 
 import hashlib
@@ -17,21 +18,39 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from prefect_rlhf.flows.run.downloads import REVISIONS
 from prefect_rlhf.flows.run.prepare import Prepared
 from prefect_rlhf.flows.run.run_folder import exported_step
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
-from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder, steps_of
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import Commit, step_folder, steps_of
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.dataset import row_file, row_hash
+from prefect_rlhf.rlhf_tasks.data.hub import read_pins, snapshot_folder
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
-from prefect_rlhf.rlhf_tasks.system.durable import append_lines
-from prefect_rlhf.rlhf_tasks.system.reading import module_file, reading
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import ORIGIN, base_of, missing_base
+from prefect_rlhf.rlhf_tasks.system.durable import append_lines, replace_file
+from prefect_rlhf.rlhf_tasks.system.reading import module_file, read_json, reading
 
 ORIGINS = "origins.jsonl"
 _KEY_CHARACTERS = 12
+
+
+class Maker(NamedTuple):
+    """What has made a model: a run, which may be gone.
+
+    step     number of its iterations
+    samples  number of samples that it has learned from, those of each iteration counted
+    digest   of the lines of origins.jsonl up to there
+    These three are None where the model lies in the run's folder, whose summary has its step.
+    """
+
+    run: Path
+    step: int | None = None
+    samples: int | None = None
+    digest: str | None = None
 
 
 class Lesson(NamedTuple):
@@ -96,14 +115,15 @@ def code_hashes(config: RunConfig) -> dict[str, str]:
     return hashes
 
 
-def lessons_of(folder: Path) -> Iterator[Lesson]:
-    """What has taught a run up to the commit of its exported model, else to the newest, in order. Memory is needed
-    for a number for each row.
+def lessons_of(folder: Path, samples: int | None = None) -> Iterator[Lesson]:
+    """What has taught a run, in order. Memory is needed for a number for each row.
 
+    samples  number of the first ones that are meant; default: those up to the commit of the run's exported model,
+             else to the newest
     Raises ConfigError where the run has no commit, or is older than origins.
     """
     lines, manifest = _lines(folder), newest_manifest(folder)
-    if (step := exported_step(folder)) is not None:
+    if samples is None and (step := exported_step(folder)) is not None:
         with suppress(CheckpointError):  # one that continues may have removed it
             manifest = read_manifest(step_folder(folder, step))
     if manifest is None or not lines:
@@ -112,7 +132,7 @@ def lessons_of(folder: Path) -> Iterator[Lesson]:
         )
     for number, line in enumerate(lines):
         later = [other["sample"] for other in lines[number + 1 :]]
-        end = min([manifest.cursor, *later])
+        end = min([manifest.cursor if samples is None else samples, *later])
         if end <= line["sample"]:
             continue
         path = folder / ROWS if line["rows"] == lines[-1]["rows"] else _rows_of(folder, line["rows"])
@@ -122,19 +142,65 @@ def lessons_of(folder: Path) -> Iterator[Lesson]:
         yield Lesson(line, end, rows, rows.times(first, last, order["seed"], order["weights"]))
 
 
-def models_of(config: RunConfig) -> dict[str, Path]:
-    """Role -> folder, of the models that a run has begun with; without those on a Hub."""
-    stated = {role: getattr(config.models, role) for role in type(config.models).model_fields}
-    texts = {role: text for role, text in stated.items() if isinstance(text, str)}
-    return {
-        role: Path(text) for role, text in texts.items() if hub_model(text) is None or Path(text).exists()
-    }
+def models_of(run: Path, config: RunConfig) -> dict[str, tuple[str, Path]]:
+    """Role, or role's base of an adapter -> a model that a run has begun with: as it is named, and its folder. That
+    of a model on a Hub is where the cache had it. Raises ConfigError where the run's record of the Hub is damaged."""
+    pins, models = read_pins(run / REVISIONS), dict[str, tuple[str, Path]]()
+
+    def folder_of(text: str) -> Path:
+        name, pin = hub_model(text), pins.get(f"model {text}")
+        return Path(text) if name is None or pin is None else snapshot_folder(name, pin.commit)
+
+    for role in type(config.models).model_fields:
+        if isinstance(text := getattr(config.models, role), str):
+            models[role] = text, folder_of(text)
+            if (base := _base_named(models[role][1])) is not None:
+                models[f"{role}'s base"] = base, folder_of(base)
+    return models
 
 
-def run_that_made(model: Path) -> Path | None:
-    """The folder of the run that has exported a model's folder; None of any other model."""
-    run = model.resolve().parent
-    return run if (run / ORIGINS).is_file() and model.exists() else None
+def _base_named(folder: Path) -> str | None:
+    """An adapter's base model, as a folder or a name on a Hub; None of any other folder."""
+    with suppress(ConfigError):  # one that cannot be read
+        base = missing_base(folder) or str(base_of(folder))
+        return None if base == str(folder) else base
+    return None
+
+
+def leave_origin(run: Path, commit: Commit, model: Path) -> None:
+    """Write beside the weights of a model that a commit of a run is its origin. Raises OSError."""
+    step, samples = commit.step, commit.manifest.cursor
+    origin = {"run": str(run), "step": step, "samples": samples, "digest": _taught_digest(run, step)}
+    replace_file(model / ORIGIN, json.dumps(origin, indent=2) + "\n")
+
+
+def maker_of(model: Path, near: Path) -> Maker | None:
+    """The run that has made a model; None where that is not known, and of one that is not there.
+
+    near  the folder of a run that began with it: a model from a Hub has its maker's name alone, which is looked for
+          beside that folder
+    Raises ConfigError for an origin.json that is damaged.
+    """
+    run, path = model.resolve().parent, model / ORIGIN
+    if model.exists() and (run / ORIGINS).is_file():
+        return Maker(run)
+    if not path.is_file():
+        return None
+    with reading(path, "not as an export wrote it", remedy="Remove it, or put it back."):
+        origin = read_json(path)
+        step, samples = int(origin["step"]), int(origin["samples"])
+        return Maker(near.parent / origin["run"], step, samples, str(origin["digest"]))
+
+
+def refuse_another(maker: Maker) -> None:
+    """Raises ConfigError where another run has taken the place of the one that made a model."""
+    if maker.step is not None and maker.digest != _taught_digest(maker.run, maker.step):
+        raise ConfigError(f"{maker.run} is another run than the one that made it.")
+
+
+def _taught_digest(run: Path, step: int) -> str:
+    """Of what has taught a run in its first `step` iterations. Lines are only added to origins.jsonl."""
+    return _digest(json.dumps([line for line in _lines(run) if line["step"] < step]).encode())
 
 
 def content_hash(where: str) -> str | None:

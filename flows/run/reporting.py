@@ -8,7 +8,7 @@ import logging
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
@@ -21,7 +21,7 @@ import yaml
 from prefect_rlhf.flows.run.downloads import REVISIONS
 from prefect_rlhf.flows.run.origins import lessons_of
 from prefect_rlhf.flows.run.records import Comparison, is_number, json_lines, metrics_rows
-from prefect_rlhf.flows.run.run_folder import CONFIG, FORMAT, SUMMARY, existing_run_folder
+from prefect_rlhf.flows.run.run_folder import CONFIG, SUMMARY, existing_run_folder
 from prefect_rlhf.flows.run.summary import model_name, rows_by_plan, versions
 from prefect_rlhf.flows.view.clocks import Span, predecessors_of, spans_of, work_s
 from prefect_rlhf.flows.view.pictures.bars import Measured
@@ -46,6 +46,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import read_json, reading, shown
 from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES
 
 REPORT = "report.html"
+STAGES = "stages.json"  # in a pipeline's folder: the names of its stages, which are those of their folders
 NEWEST_BYTES = 32 << 20  # of the lineage that are read: tens of thousands of nodes
 TIMELINE_ITERATIONS = 3  # more would be too fine to read
 SAMPLES_READ = 64  # of an iteration, among which those of equal prompts are looked for
@@ -71,6 +72,11 @@ def write_report(folder: Path, ended: str | None = None, to: Path | None = None)
     to     the file; default: `report.html` in the run folder
     """
     file = to or folder / REPORT
+    if not (folder / CONFIG).exists() and not (folder / STAGES).is_file():
+        raise ConfigError(
+            f"{folder} is neither a run's folder, which has {CONFIG}, nor a pipeline's, which has {STAGES}. Name one "
+            "that a run or a pipeline has written."
+        )
     stages = _stages(folder)
     page = pipeline_page(folder.resolve().name, stages) if stages else run_page(contents_of(folder, ended))
     replace_file(file, page)
@@ -78,11 +84,22 @@ def write_report(folder: Path, ended: str | None = None, to: Path | None = None)
 
 
 def _stages(folder: Path) -> list[Contents]:
-    """The runs in a pipeline's folder, in the order in which they began; none of a run's own folder."""
-    if (folder / CONFIG).exists() or not folder.is_dir():
+    """The stages of a pipeline that have begun, in order; none of a run's own folder."""
+    if (folder / CONFIG).exists():
         return []
-    runs = [path.parent for path in folder.glob(f"*/{CONFIG}") if (path.parent / FORMAT).is_file()]
-    return [contents_of(run) for run in sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime)]
+    path, remedy = folder / STAGES, "The pipeline writes it again when it continues."
+    with reading(path, "not as a pipeline wrote it", remedy=remedy):
+        runs = [folder / Path(name).name for name in read_json(path)["stages"]]
+    begun = [contents_of(run) for run in runs if (run / CONFIG).is_file()]
+    if not begun:
+        raise ConfigError(f"no stage of {folder} has begun, so there is nothing to report.")
+    return begun
+
+
+def keep_stages(folder: Path, names: Iterable[str]) -> None:
+    """Write the order of a pipeline's stages into its folder. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_file(folder / STAGES, json.dumps({"stages": list(names)}) + "\n")
 
 
 def write_comparison(compared: Comparison, to: Path) -> Path:

@@ -36,6 +36,7 @@ from prefect_rlhf.flows.run.orders import (
     leave_to_prefect,
     watched_orders,
 )
+from prefect_rlhf.flows.run.origins import leave_origin
 from prefect_rlhf.flows.run.prepare import Prepared, prepare
 from prefect_rlhf.flows.run.progress import RunView
 from prefect_rlhf.flows.run.replanning import Replanning
@@ -307,6 +308,7 @@ def _leave_model(
         shutil.rmtree(model, ignore_errors=True)
         reach(Point.EXPORT)
         _export(commit.folder, prepared, role, model)
+        leave_origin(folder, commit, model)
         reach(Point.EXPORTED)
     card = model_card(prepared, folder.name, role, metrics_of_step(metrics, commit.step))
     (model / "README.md").write_text(card, encoding="utf-8")

@@ -112,7 +112,7 @@ def _fetch(
 ) -> Snapshot:
     with _in_a_sentence(name, pin):
         if pin is not None:
-            known = Snapshot(_folder(name, pin.commit), pin)
+            known = Snapshot(snapshot_folder(name, pin.commit), pin)
             if all(_is_whole(known.folder, file) for file in pin.files):
                 return known
         commit, reached = (pin.commit, True) if pin is not None else _commit_of(name)
@@ -127,7 +127,8 @@ def _fetch(
         return Snapshot(repository.folder, Pin(commit=commit, files=tuple(files)))
 
 
-def _folder(name: HubName, commit: str) -> Path:
+def snapshot_folder(name: HubName, commit: str) -> Path:
+    """Where the Hub's cache has a commit's files, if it has them."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -164,7 +165,7 @@ class _Repository:
     reached: bool
 
     def __post_init__(self) -> None:
-        self.folder = _folder(self.name, self.commit)
+        self.folder = snapshot_folder(self.name, self.commit)
         self._files: Mapping[str, int] | None = None
 
     @property

@@ -12,6 +12,7 @@ from prefect_rlhf.flows import pipeline
 from prefect_rlhf.flows.pipeline import Demo, rlhf_pipeline, settle_seed
 from prefect_rlhf.flows.ppo import rlhf_ppo
 from prefect_rlhf.flows.run import prepare
+from prefect_rlhf.flows.run.reporting import write_report
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_pipeline
 from prefect_rlhf.rlhf_tasks.data.token_file import new_token_file
 from tests.tiny_runs import write_model, write_prompts
@@ -74,6 +75,10 @@ def test_the_demo_goes_from_random_weights_to_a_policy_and_ppo_goes_on_from_its_
     }
     assert measured == {"before": str(demo / "stages" / "sft" / "model"), "after": summary["model"]}
     assert stage_config(demo, "ppo")["reward_model"]["std"] != 1.0, "the calibration's"
+
+    page = write_report(demo / "stages").read_text()
+    order = "sft, pairs, reward-model, calibration, accuracy-before, ppo, accuracy-after"
+    assert f"A pipeline: {order}." in page
 
     made = {path: path.stat().st_mtime_ns for path in demo.glob("stages/*/summary.json")}
     again = asyncio.run(rlhf_ppo())
@@ -182,6 +187,8 @@ def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypa
     assert len(tokenised) == 3, "the rows and held-out rows of the first stage, and the rows of the second"
     folder = tmp_path / "runs" / "mine"
     assert summary == json.loads((folder / "summary.json").read_text())
+    assert json.loads((folder / "stages.json").read_text()) == {"stages": ["sft", "score"]}
+    assert "A pipeline: sft, score." in (folder / "report.html").read_text()
     assert {name: stage["type"] for name, stage in summary["stages"].items()} == {
         "sft": "sft",
         "score": "evaluate",

@@ -12,7 +12,7 @@ MOST_SAMPLES = 2
 
 
 def pipeline_page(name: str, stages: Sequence[Contents]) -> str:
-    """The page of a pipeline's stages, in the order in which they began. Each has a page of its own in its folder."""
+    """The page of a pipeline's stages, in their order. Each has a page of its own in its folder."""
     parts = [
         ("stages", "Stages", table([_row(stage) for stage in stages])),
         *((f"stage-{number}", stage.run, _stage(stage)) for number, stage in enumerate(stages, 1)),

@@ -168,6 +168,9 @@ INDEX = "model.safetensors.index.json"
 VERDICT = "prefect-rlhf-doctor.json"
 """Beside the weights of a model of an untested family: what the doctor has found, which exports take along."""
 
+ORIGIN = "origin.json"
+"""Beside the weights of a model that a run has made: which run, and after how many iterations."""
+
 BESIDE_WEIGHTS = (
     "tokenizer*",
     "special_tokens_map.json",

@@ -7,13 +7,22 @@ from collections import Counter
 
 import pytest
 
-from prefect_rlhf.flows.run.origins import lessons_of
+from prefect_rlhf.flows.pushes import push_model
+from prefect_rlhf.flows.run.origins import leave_origin, lessons_of
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.flows.run.reporting import write_report
 from prefect_rlhf.flows.run.run_folder import new_run_folder
 from prefect_rlhf.flows.run.run_identity import accept_changes, keep_identity
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.checkpoint.commits import Commit, step_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import read_manifest
+from prefect_rlhf.rlhf_tasks.config.models import HubPush
+from tests.adapter_folders import commit_of, write_adapter
 from tests.flows.run.test_run_identity import commit, snapshots_of
+from tests.loopback_hub import WRITER
+from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.algorithms.one_rank import world_of_one
+from tests.tiny_runs import ppo_config, write_model
 
 
 def write(path, letters):
@@ -59,16 +68,7 @@ def test_the_rows_are_those_that_the_samples_mean(run, call, tmp_path):
 
 def test_a_row_is_looked_for_in_the_runs_whose_models_a_run_began_with(run, call, document, tmp_path):
     shutil.copytree(tmp_path / "model", run / "model")
-    write(tmp_path / "others.jsonl", "xyz")
-    later = {**document, "name": "later", "models": {"actor": str(run / "model")}}
-    prepared = prepare(make_config({**later, "data": {"train": str(tmp_path / "others.jsonl")}}))
-    folder = new_run_folder(prepared.config)
-    keep_identity(folder, prepared)
-    prepared.keep_rows(folder)
-    snapshots = snapshots_of(folder, prepared)
-    snapshots.latest()
-    for step in range(2):
-        commit(snapshots, prepared, folder, step)
+    folder = began_with(run / "model", document, tmp_path)
     (lesson,) = lessons_of(run)
     row = f"{tmp_path / 'prompts.jsonl'}:1"
     status, out, err = call("lineage", "--row", row, str(folder))
@@ -86,7 +86,104 @@ def test_a_row_is_looked_for_in_the_runs_whose_models_a_run_began_with(run, call
         assert f"the model of {run}; what has taught it is not known: {run} has the format 3" in out
     shutil.rmtree(run)
     status, out, _ = call("lineage", "--row", "0" * 32, str(folder))
-    assert f"its actor began as {run / 'model'}, which is gone: what has taught it is not known" in out
+    assert f"its actor began as {run / 'model'}, which is gone: not known who made it" in out
+
+
+def began_with(model, document, tmp_path, **changes):
+    """The folder of a run that has committed an iteration on other rows, and began with a model."""
+    write(tmp_path / "others.jsonl", "xyz")
+    models = {"models": {"actor": str(model)}, "data": {"train": str(tmp_path / "others.jsonl")}}
+    prepared = prepare(make_config({**document, "name": "later", **models, **changes}))
+    folder = new_run_folder(prepared.named)
+    keep_identity(folder, prepared)
+    prepared.keep_rows(folder)
+    snapshots = snapshots_of(folder, prepared)
+    snapshots.latest()
+    for step in range(2):
+        commit(snapshots, prepared, folder, step)
+    return folder
+
+
+def exported(run, step, model, to):
+    """A copy of a model as the export of a commit of a run."""
+    shutil.copytree(model, to)
+    leave_origin(run, Commit(step, run, read_manifest(step_folder(run, step))), to)
+    return to
+
+
+def test_an_exported_model_names_the_run_that_made_it_wherever_it_lies(run, call, document, tmp_path):
+    model = exported(run, 1, tmp_path / "model", tmp_path / "exported")
+    folder = began_with(model, document, tmp_path)
+    (lesson,) = lessons_of(run, 8)
+    row = f"{tmp_path / 'prompts.jsonl'}:{lesson.times.argmax() + 1}"
+    status, out, err = call("lineage", str(folder))
+    assert status == 0, err
+    assert f"{folder}: its actor began as the model of {run} after 1 iterations\n" in out
+    assert "from iteration 1: samples 0 to 7 of" in out, "not what has taught that run later"
+    assert f"{run}: its actor began as {tmp_path / 'model'}: not known who made it\n" in out
+    assert call("lineage", "--row", row, str(folder))[1].count(f"learned {lesson.times.max()} times") == 1
+    first, *others = (run / "origins.jsonl").read_text().splitlines()
+    (run / "origins.jsonl").write_text("\n".join([first.replace('"seed": 0', '"seed": 1'), *others, ""]))
+    assert f"{run} is another run than the one that made it." in call("lineage", str(folder))[1]
+    shutil.rmtree(run)
+    out = call("lineage", str(folder))[1]
+    assert f"what has taught it is not known: {run} is not a run folder" in out
+    (model / "origin.json").write_text("{}")
+    assert "origin.json: not as an export wrote it" in call("lineage", str(folder))[1]
+
+
+def test_what_an_accepted_change_teaches_later_is_no_part_of_an_earlier_export(run, call, document, tmp_path):
+    model = exported(run, 2, tmp_path / "model", tmp_path / "exported")
+    write(tmp_path / "prompts.jsonl", "cdx")
+    accept_changes(run, prepare(make_config(json.loads((run / "config.json").read_text())), run))
+    folder = began_with(model, document, tmp_path)
+    assert f"its actor began as the model of {run} after 2 iterations\n" in call("lineage", str(folder))[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_an_adapters_base_is_followed_too(run, call, document, tmp_path):
+    base = exported(run, 2, write_model(tmp_path / "base"), tmp_path / "exported")
+    write_adapter(tmp_path / "adapter", base)
+    folder = began_with(tmp_path / "adapter", document, tmp_path)
+    out = call("lineage", str(folder))[1]
+    assert f"{folder}: its actor began as {tmp_path / 'adapter'}: not known who made it\n" in out
+    assert f"{folder}: its actor's base began as the model of {run} after 2 iterations\n" in out
+
+
+def test_the_command_exports_a_model_with_its_origin(call, document, tmp_path):
+    alone = {"plan": dict.fromkeys(PPO_CALLS, "0"), "cluster": {"devices_per_host": 1}}
+    config = ppo_config(tmp_path / "ppo", name="mine", lora={"rank": 4, "alpha": 6.0}, **alone)
+    prepared = prepare(config)
+    run = new_run_folder(prepared.config)
+    keep_identity(run, prepared)
+    prepared.keep_rows(run)
+    with world_of_one():
+        commit_of(config, prepared.plan, run)  # step 1, after 16 samples
+    status, _, err = call("export", str(run), str(tmp_path / "out"))
+    assert status == 0, err
+    folder = began_with(tmp_path / "out", document, tmp_path)
+    out = call("lineage", str(folder))[1]
+    assert f"its actor began as the model of {run} after 1 iterations\n" in out
+    assert "samples 0 to 15 of" in out
+    assert f"{folder}: its actor's base began as {config.models.actor}: not known who made it\n" in out
+
+
+def test_a_model_from_the_hub_names_its_maker_where_that_lies_beside_the_run(
+    run, call, hub, document, tmp_path
+):
+    model = exported(run, 2, tmp_path / "model", tmp_path / "exported")
+    with hub.used_here(tmp_path / "home", WRITER):
+        push_model(model, HubPush(repo="org/mine"), "after 2 iterations")
+        assert json.loads(hub.files("org/mine")["origin.json"])["run"] == "mine", "no folder of this machine"
+        folder = began_with("org/mine", document, tmp_path)
+        out = call("lineage", str(folder))[1]
+        assert f"{folder}: its actor began as the model of {run} after 2 iterations\n" in out
+        shutil.rmtree(run)
+        assert f"the model of {run} after 2 iterations; what" in call("lineage", str(folder))[1]
+        hub.add_folder("org/other", tmp_path / "model")
+        shutil.rmtree(folder)
+        folder = began_with("org/other", document, tmp_path)
+        assert "its actor began as org/other: not known who made it\n" in call("lineage", str(folder))[1]
 
 
 def test_the_report_says_which_rows_have_taught_the_model(run, tmp_path):

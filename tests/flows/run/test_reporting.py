@@ -13,7 +13,7 @@ import pytest
 
 from prefect_rlhf.flows.cli import run_command
 from prefect_rlhf.flows.run import reporting
-from prefect_rlhf.flows.run.reporting import contents_of, leave_report, newest_part, write_report
+from prefect_rlhf.flows.run.reporting import contents_of, keep_stages, leave_report, newest_part, write_report
 from prefect_rlhf.flows.view.clocks import running_s
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import Accepted, write_accepted
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
@@ -72,13 +72,19 @@ def test_the_page_of_a_run_has_all_its_parts(tmp_path):
     assert len(labels) > 10
 
 
-def test_a_pipeline_has_a_page_of_its_stages(tmp_path):
+def pipeline(tmp_path: Path) -> Path:
+    """The folder of a pipeline of three stages, two of which have begun; the first was resumed last."""
     first, second = (recorded_run(tmp_path / place) for place in "ab")
     stages = tmp_path / "pipeline"
-    stages.mkdir()
+    keep_stages(stages, ["sft", "then <i>", "score"])
     first.rename(stages / "sft")
     second.rename(stages / "then <i>")
-    os.utime(stages / "sft" / "config.json", (1, 1))
+    os.utime(stages / "then <i>" / "config.json", (1, 1))
+    return stages
+
+
+def test_a_pipeline_has_a_page_of_its_stages(tmp_path):
+    stages = pipeline(tmp_path)
     assert run_command(["report", str(stages)]) == 0
     page = Tags((stages / "report.html").read_text())
     links = {values["href"] for tag, values in page.tags if tag == "a"}
@@ -87,6 +93,20 @@ def test_a_pipeline_has_a_page_of_its_stages(tmp_path):
     for words in ("A pipeline: sft, then <i>.", "12 of 12", "It has finished.", "More is in sft/report.html"):
         assert words in page.text
     assert ("i", {}) not in page.tags
+
+
+def test_runs_in_a_folder_are_no_pipeline(tmp_path, capsys):
+    stages = pipeline(tmp_path)
+    (stages / "stages.json").write_text("{}")
+    assert run_command(["report", str(stages)]) == 2
+    assert "stages.json: not as a pipeline wrote it" in capsys.readouterr().err
+    (stages / "stages.json").write_text('{"stages": ["score"]}')
+    assert run_command(["report", str(stages)]) == 2
+    assert "no stage of" in capsys.readouterr().err
+    (stages / "stages.json").unlink()
+    assert run_command(["report", str(stages)]) == 2
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "is neither a run's folder, which has config.json, nor a pipeline's, which has stages.json" in said
 
 
 def test_a_report_can_be_sent_it_names_no_other_address_and_runs_only_its_own_script(tmp_path):
@@ -203,7 +223,7 @@ def test_the_command_writes_the_page_into_the_run_folder_or_elsewhere(tmp_path, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["report", "NOTHING"], "is not a run folder"),
+        (["report", "NOTHING"], "is neither a run's folder"),
         (["report", "RUN", "--html", "FOLDER"], "is a folder"),
         (["report", "RUN", "--html", "a.html", "--trace", "b.json"], "two files"),
         (["report", "EMPTY", "--trace", "trace.json"], "no committed iteration"),
