@@ -156,7 +156,7 @@ def _sentence(fault: ErrorDetails, model: type[BaseModel] | None, kinds: Sequenc
     message = one_line(fault["msg"].removeprefix("Value error, "), most=2000)
     match fault["type"]:
         case "extra_forbidden":
-            return f"{field or repr('')}: unknown key{suggestion(path, model)}"
+            return f"{field or repr('')}: unknown key{suggestion(path, model, fault['input'])}"
         case "missing":
             return f"{field}: required, but not given.{example(path, model)}"
         case "value_error":
@@ -253,6 +253,9 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """What TRL, transformers, peft, verl and earlier versions call it -> its names here; the first there is counts."""
 
+SWITCHED_OFF = dict.fromkeys(("correction", "correction.upper"), "correction.kind: none")
+"""A name of these -> what to write where the other one was given null or false."""
+
 GONE: Mapping[str, str] = {
     **dict.fromkeys(
         ("subset", "split", "dataset_config", "dataset_train_split", "dataset_test_split"),
@@ -289,8 +292,11 @@ _EXAMPLES: Mapping[str, str] = {
 """A required key -> a value to write for it."""
 
 
-def suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:
-    """The end of the sentence about an unknown key: its name here, the most similar key, or all."""
+def suggestion(path: Sequence[str], model: type[BaseModel] | None, value: Any = ...) -> str:
+    """The end of the sentence about an unknown key: its name here, the most similar key, or all.
+
+    value  that it was given, where it matters: what is switched off elsewhere may have another key here
+    """
     known = list(dict.fromkeys(name for m in _models_at(path[:-1], model) for name in m.model_fields))
     if not known:
         return "."
@@ -304,6 +310,8 @@ def suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:
         *ELSEWHERE.get(key, ()),
     )
     here = [found for found in candidates if found.replace(".0.", ".") in everywhere]
+    if here and value in (None, False) and here[0] in SWITCHED_OFF:
+        return f": here it is {SWITCHED_OFF[here[0]]}."
     if here:
         return f": here it is {here[0]}."
     last = {found.rpartition(".")[2]: found for found in reversed(everywhere)}

@@ -356,7 +356,12 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
             "correction weights the tokens that another policy has drawn, but with staleness=0",
         ),
         ({"correction": {"lower": 3}}, "lower=3 is above upper=2. Exchange them."),
-        ({"importance_cap": 3.0}, "correction.upper"),
+        ({"importance_cap": 3.0}, "importance_cap: unknown key: here it is correction.upper."),
+        ({"importance_cap": None}, "importance_cap: unknown key: here it is correction.kind: none."),
+        (
+            {"vllm_importance_sampling_correction": False},
+            "vllm_importance_sampling_correction: unknown key: here it is correction.kind: none.",
+        ),
         ({"correction": {"veto": 1.5}}, "correction.veto: input should be less than 1, found 1.5."),
         (
             {"staleness": 1, "filter_groups": 2},
