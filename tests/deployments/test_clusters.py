@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kubernetes_validate import ValidationError, validate
 
 FOLDER = Path(__file__).parents[2] / "deployments" / "clusters"
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "several-hosts.md"
@@ -24,6 +25,16 @@ def test_the_manifest_is_a_list_whose_pods_share_their_volumes():
         volumes = {volume["name"] for volume in pod["volumes"]}
         for container in pod["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_the_manifest_is_valid_by_the_schemas_that_kubernetes_publishes(version: str):
+    items = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())["items"]
+    for item in items:
+        validate(item, version, strict=True)
+    items[2]["spec"]["template"]["spec"]["containers"][0]["resources"]["limit"] = {"nvidia.com/gpu": 8}
+    with pytest.raises(ValidationError, match="limit"):
+        validate(items[2], version, strict=True)
 
 
 @pytest.mark.parametrize("command", ["scheduler", "worker"])

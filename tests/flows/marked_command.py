@@ -12,6 +12,19 @@ from uuid import uuid4
 ROOT = Path(__file__).parents[2]
 
 
+def marked(mark: str) -> dict[int, str]:
+    """Command lines of the live processes that have a mark in their environment, by pid."""
+    commands = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                commands[int(process.name)] = command
+        except OSError:
+            continue
+    return commands
+
+
 class MarkedCommand:
     """`prefect-rlhf ARGUMENTS`, its output in a file.
 
@@ -64,15 +77,7 @@ class MarkedCommand:
 
     def processes(self) -> dict[int, str]:
         """Command lines of the live processes that have the mark, by pid."""
-        found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark.encode() in (process / "environ").read_bytes():
-                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    found[int(process.name)] = command
-            except OSError:
-                continue
-        return found
+        return marked(self._mark)
 
     def alive(self) -> list[str]:
         """The same without pids."""
