@@ -21,7 +21,7 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 317,
+    "files": 318,
     "hundreds of lines": 693,
     "lines of the longest file": 650,
     "modules of the fullest folder": 15,
