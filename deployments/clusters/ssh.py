@@ -76,9 +76,9 @@ def main() -> int:
         "kwargs": {"host": first, "port": 8786, "protocol": "tls", "dashboard": False},
     }
     dask.config.set(SAFE)
-    with SpecCluster(workers, {"cls": Scheduler, "options": scheduler}, name="ssh") as cluster:
+    with SpecCluster(workers, {"cls": Scheduler, "options": scheduler}, name="ssh"):
         where = (
-            f"cluster.address={cluster.scheduler_address}",
+            f"cluster.address=tls://{first}:8786",
             f"cluster.n_hosts={len(place.hosts)}",
             f"cluster.devices_per_host={place.devices}",
         )
