@@ -1,6 +1,7 @@
 """Generation with long tails beside its work bound, and prompts that a group shares, on the CPU.
 
     python -m bench.generation [--sequences 256] [--median 24] [--rounds 3]
+    python -m bench.generation --beside vllm [--models tiny small smollm2] [--dtypes float32 bfloat16] [--rounds 5]
 
 A Llama of 5M parameters, float32, one thread, one rank. The lengths of the responses are lognormal: their 99th
 percentile is ten times the median, the longest are cut at 16 medians. They are forced: a sequence draws the stop id
@@ -13,26 +14,37 @@ at its last token, and never before.
              responses that all have the mean length, prompts included
 
 Then as many short responses to prompts of their own, and to a prompt for each eight.
+
+`--beside vllm` compares with vLLM in a process of its own, in turn, each with `--threads` threads: response tokens
+per second, the ratio of each round (above 1 where ours is faster), and the seconds in which vLLM takes the weights.
+64 responses (smollm2: 16) of exactly 64 tokens to 8 (4) prompts of 32, random weights; as in training, what vLLM
+keeps of prompts goes with each version. Seconds are of the wall; of CPU time beside them, all threads together.
 """
 
+import os
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.harness import Spread, in_turn, options
-from bench.models import CPU, batch_of, build_engine, random_tokens, sizes
+from bench.harness import Spread, cpu_s, in_turn, options
+from bench.models import CPU, batch_of, build_engine, random_tokens, sizes, write_model
+from prefect_rlhf.rlhf_tasks.config.generation import default_python
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate import slots
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import BuiltIn, Generator, Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import KVCache
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import Draw, SamplingParams, sample, uniform
+from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import Vllm
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 CONFIG = LlamaConfig(**sizes(256, 4, 4, 4, 1024, 4096))
@@ -137,13 +149,83 @@ def shared(engine: Engine, sequences: int, rounds: int, group: int = 8) -> None:
         print(f"{sequences} responses of 8 tokens, {name}: {Spread.of([one.seconds for one in took])} s")
 
 
+NEW = 64
+SHAPES = {
+    "tiny": sizes(256, 4, 4, 4, 1024, 4096),
+    "small": sizes(512, 7, 8, 8, 1408, 4096),
+    "smollm2": sizes(576, 30, 9, 3, 1536, 49152),
+}
+
+
+class Turn(NamedTuple):
+    """A generation by one engine, in tokens of responses per second, and the seconds before it in which it took the
+    weights. per_cpu_s: the same per second of CPU time, of this process and all below"""
+
+    per_s: float
+    per_cpu_s: float
+    take_s: float
+
+
+def turn(generator: Generator, engine: Engine, prompts: SampleBatch) -> Turn:
+    engine.version += 1
+    began_s = time.perf_counter()
+    generator.take(engine)
+    taken_s, used_s = time.perf_counter(), cpu_s(os.getpid())
+    samples = generator.draw(prompts, Order(SamplingParams(max_new_tokens=NEW), 0, engine.version))
+    drawn_s, used_s = time.perf_counter() - taken_s, cpu_s(os.getpid()) - used_s
+    assert samples is not None
+    assert int(samples["response_mask"].values.sum()) == NEW * len(prompts)
+    return Turn(NEW * len(prompts) / drawn_s, NEW * len(prompts) / used_s, taken_s - began_s)
+
+
+def beside(python: str, models: Sequence[str], dtypes: Sequence[str], rounds: int) -> None:
+    """Our engine and vLLM in turn."""
+    print(f"{'':18} {'ours':>26} {'vLLM':>26} {'ratio':>24} {'ratio, CPU time':>24} {'taken in s':>24}")
+    for name in models:
+        n, group = (16, 4) if name == "smollm2" else (64, 8)
+        for dtype in dtypes:
+            torch.manual_seed(0)
+            whole = LlamaForCausalLM(LlamaConfig(**SHAPES[name])).to(getattr(torch, dtype))
+            groups: Any = Alone()
+            with tempfile.TemporaryDirectory(prefix="beside-vllm-") as folder:
+                write_model(whole, Path(folder))
+                terms = Terms(
+                    folder, folder, dtype, None, PROMPT + NEW, 4.0, {"python": python, "kv_bytes": 1 << 30}
+                )
+                engine, vllm = build_engine(whole, groups), Vllm(terms)
+                prompts = prompts_of(n, group)
+                try:
+                    ways = {
+                        way: partial(turn, generator, engine, prompts)
+                        for way, generator in (("ours", BuiltIn()), ("vLLM", vllm))
+                    }
+                    took = in_turn(ways, rounds, warm_up=1)
+                finally:
+                    vllm.close()
+            per_s = [Spread.of([one.per_s for one in took[way]]) for way in ways]
+            pairs = list(zip(took["ours"], took["vLLM"], strict=True))
+            by_wall = Spread.of([ours.per_s / theirs.per_s for ours, theirs in pairs])
+            by_cpu = Spread.of([ours.per_cpu_s / theirs.per_cpu_s for ours, theirs in pairs])
+            taken = Spread.of([one.take_s for one in took["vLLM"]])
+            figures = "".join(f" {figure!s:>26}" for figure in per_s)
+            print(f"{f'{name} {dtype}':18}{figures} {by_wall!s:>24} {by_cpu!s:>24} {taken!s:>24}", flush=True)
+
+
 def main() -> None:
     parser = options(__doc__)
+    parser.add_argument("--beside", choices=["vllm"])
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--python", default=default_python(), help="of the environment that has vLLM")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--median", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
+    if given.beside:
+        beside(given.python, given.models, given.dtypes, given.rounds)
+        return
     torch.manual_seed(0)
     groups: Any = Alone()
     engine = build_engine(LlamaForCausalLM(CONFIG), groups)

@@ -1,13 +1,16 @@
 """Checks of an engine that draws in another environment, before anything starts."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
 from prefect_rlhf.flows.cluster.this_machine import gpus_here
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from prefect_rlhf.rlhf_tasks.config.generation import VLLM, default_python, most_drawn
+from prefect_rlhf.rlhf_tasks.config.generation import OPENAI, VLLM, default_python, most_drawn
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples
+from prefect_rlhf.rlhf_tasks.parallel.generate.completions import Completions
+from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
 from prefect_rlhf.rlhf_tasks.system.reading import module_file, names_bound, parsed, read_json
@@ -53,6 +56,10 @@ def check_generation(config: RunConfig, shape: ModelShape) -> None:
     """
     if not isinstance(config, Samples) or config.generation.is_own:
         return
+    if config.generation.engine == OPENAI:
+        if config.cluster.address is None:
+            _ask_server(config, shape)
+        return
     if config.generation.engine != VLLM:
         if config.cluster.address is None:
             _refuse_missing(config.generation.engine)
@@ -92,6 +99,34 @@ def check_generation(config: RunConfig, shape: ModelShape) -> None:
                 f"models.actor={config.models.actor}: vLLM {vllm} does not know {architecture}. Leave out "
                 "generation.engine, or choose another model."
             )
+
+
+def _ask_server(config: Samples, shape: ModelShape) -> None:
+    """Raises ConfigError where a server cannot draw for the run, or nothing can be written where it reads weights."""
+    section = config.generation
+    assert section.url is not None
+    assert section.weights_dir is not None
+    if not os.access(section.weights_dir, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"generation.weights_dir: nothing can be written into {section.weights_dir}. Make it, or name another."
+        )
+    if not Path(section.weights_dir).is_absolute():
+        raise ConfigError(
+            f"generation.weights_dir={section.weights_dir}: the server reads it from a folder of its own. Name the "
+            "whole path."
+        )
+    try:
+        server = Completions(section.url, section.model, section.key(), config.patience)
+        server.examine(shape.vocab, most_drawn(config, shape.context))
+        if shape.tied and server.is_on_cpus():
+            raise ConfigError(
+                f"models.actor={config.models.actor}: its head is tied to its embedding, and a vLLM server on CPUs "
+                "keeps the first weights of such a head. Choose generation.engine=vllm, or another model."
+            )
+    except GenerationFault as fault:
+        raise ConfigError(f"generation: {fault}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _refuse_missing(engine: str) -> None:

@@ -22,7 +22,7 @@ from prefect_rlhf.flows.cluster.this_machine import (
 )
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
-from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, RoleModel, Workload
+from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, OtherEngine, RoleModel, Workload
 from prefect_rlhf.planner.pricing.analytic import computed_profile, recalibrated
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.device_classes import (
@@ -57,6 +57,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
 )
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
+from prefect_rlhf.rlhf_tasks.config.generation import OPENAI, VLLM, longest_wait_s
 from prefect_rlhf.rlhf_tasks.config.hub_names import FORM_OF_MODEL
 from prefect_rlhf.rlhf_tasks.config.models import Role
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
@@ -351,7 +352,16 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         reward_s=planning.reward_seconds_per_sequence,
         evaluation=_evaluation(config),
         sync_every=config.ref_model_sync_steps if isinstance(config, MovesReference) else 1,
+        other=_other_engine(config),
     )
+
+
+def _other_engine(config: RunConfig) -> OtherEngine | None:
+    """What the run's own ranks do not draw with; a class of the user's is priced as these."""
+    if not isinstance(config, Samples):
+        return None
+    of_vllm = OtherEngine(copies=2, kv_bytes=config.generation.kv_bytes)
+    return {VLLM: of_vllm, OPENAI: OtherEngine(copies=1)}.get(config.generation.engine)
 
 
 def _mean(tokens: Sequence[int]) -> int:
@@ -588,8 +598,8 @@ def fastest(
 
 
 def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) -> dict[str, float]:
-    """Node that calls Python rewards, services or environments -> seconds that these may take there, until they are
-    late.
+    """Node that calls Python rewards, services or environments, or draws with another engine -> seconds that these
+    may take there, until they are late by deadlines of their own.
 
     held_out_rows  rows that an evaluation answers; it judges them batch by batch
     A call judges, or answers, one batch on each head, all at the same time.
@@ -597,18 +607,19 @@ def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) ->
     answers = evaluation_of(config)
     seconds: dict[str, float] = {}
     play_s = longest_play_s(config) if isinstance(config, Scores) else 0.0
+    other_s = longest_wait_s(config) if isinstance(config, Samples) else 0.0
     for node in plan.nodes:
         match node:
             case CallNode(call=call):
                 gives = {call.remap.get(key, key) for key in call.outputs}
                 if isinstance(config, Scores) and config.scoring_rewards and "scores" in gives:
                     seconds[node.name] = longest_s(config)
-                elif play_s and call.kind == "generate":
-                    seconds[node.name] = play_s
+                elif (play_s or other_s) and call.kind == "generate":
+                    seconds[node.name] = play_s + other_s
             case EvaluateNode() if answers is not None:
-                seconds[node.name] = -(-held_out_rows // rows_at_once(config)) * (
-                    (longest_s(answers) if answers.rewards else 0.0) + play_s
-                )
+                batches = -(-held_out_rows // rows_at_once(config))
+                judged_s = longest_s(answers) if answers.rewards else 0.0
+                seconds[node.name] = batches * (judged_s + play_s) + other_s
             case _:
                 pass
     return seconds

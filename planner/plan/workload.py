@@ -87,6 +87,18 @@ class EvaluationWork(Frozen):
     completion_tokens: int = Field(0, ge=0)
 
 
+class OtherEngine(Frozen):
+    """An engine beside the ranks that draws for them (docs/adr/0028-generators.md).
+
+    copies    whole models in the memory of a replica's host: the memory by which weights are handed over, and on
+              hosts without GPUs the engine's own
+    kv_bytes  of its keys and values on each device, or on a host without GPUs in all; None: it is on another machine
+    """
+
+    copies: int = Field(ge=1)
+    kv_bytes: int | None = Field(None, gt=0)
+
+
 class Workload(Frozen):
     """Sizes of an iteration, in addition to those in the graph.
 
@@ -108,6 +120,7 @@ class Workload(Frozen):
     reward_s         seconds of the Python rewards per sequence
     evaluation       of the role that the graph has evaluated
     sync_every       iterations from one blend to the next of a role that follows another
+    other            that draws instead of the ranks; None: they do
     """
 
     prompt_tokens: int = Field(gt=0)
@@ -129,6 +142,7 @@ class Workload(Frozen):
     reward_s: float = Field(0.0, ge=0)
     evaluation: EvaluationWork | None = None
     sync_every: int = Field(1, gt=0)
+    other: OtherEngine | None = None
 
     @property
     def mean_tokens(self) -> float:

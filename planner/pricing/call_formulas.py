@@ -625,3 +625,29 @@ def generate_in_turns(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int)
     seconds = sum(cost.seconds for cost in costs) + workload.turns * workload.environment_s
     stages = zip(*(cost.active_bytes for cost in costs), strict=True)
     return CallCost(seconds, tuple(map(max, stages)))
+
+
+def generate_beside(
+    mesh: OnMesh, call: ModelFunctionCall, cached: float, weights: int, take_s: float
+) -> CallCost:
+    """The cost of a generation by another engine: seconds as of our own, in as many parts as its keys and values
+    leave no room for at once, and those in which it takes the weights; its memory instead of ours.
+
+    cached   bytes of a token's keys and values in all layers
+    weights  bytes of the whole model
+    take_s   seconds in which the weights are handed over
+    On a host without GPUs the engine of a replica is one process beside its head, so all counts at the first stage.
+    """
+    other, stages = mesh.workload.other, mesh.strategy.pp
+    assert other is not None, "the ranks draw"
+    ranks = 1 if not mesh.gpus else mesh.strategy.tp * stages
+    parts = 1
+    if other.kv_bytes is not None:
+        of_sequence = mesh.workload.cache_tokens * cached / ranks
+        parts = -(-mesh.share(call) // max(1, int(other.kv_bytes // of_sequence)))
+    seconds = generate_in_turns(mesh, call, parts).seconds + take_s
+    kv_bytes = other.kv_bytes or 0
+    if not mesh.gpus:
+        return CallCost(seconds, (other.copies * weights + kv_bytes, *(0.0,) * (stages - 1)))
+    own = weights / ranks + kv_bytes if other.kv_bytes is not None else 0.0
+    return CallCost(seconds, (own,) * stages)

@@ -15,6 +15,7 @@ from prefect_rlhf.planner.pricing.call_formulas import (
     CallCost,
     Crossings,
     OnMesh,
+    generate_beside,
     generate_in_turns,
     infer,
     train,
@@ -40,6 +41,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, P
 from prefect_rlhf.rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
 
 MASTER_BYTES = 4  # per parameter: master weight in float32 (optimizer.py)
+PASSES_OF_HANDOVER = 4  # over the weights: they are written, hashed by both sides, and read
 OPTIMIZER_BYTES = 3 * MASTER_BYTES  # per parameter: master weight and two moments
 
 
@@ -151,6 +153,9 @@ class CostModel:
                     given = ran.assignment
                     where, count = self._where(given.placement, call, given.offload), given.micro_batches
                     (priced,) = self._profiled(call, where, [count])
+                    if call.kind == "generate" and self.workload.other is not None:
+                        # Of the rank; the engine's is not measured.
+                        ran = ran.model_copy(update={"active_bytes": None})
                     found[where, count] = factor_of(ran, priced.seconds, max(priced.active_bytes))
         return self._factors[call.name]
 
@@ -175,13 +180,25 @@ class CostModel:
         known = self._costs.setdefault(key, {})
         if missing := [count for count in counts if count not in known]:
             price: Callable[[OnMesh, ModelFunctionCall, int], CallCost] = {
-                "generate": generate_in_turns,
+                "generate": self._generated,
                 "inference": infer,
                 "train_step": train,
             }[call.kind]
             mesh = self._mesh(call.role, where, self.workload)
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
+
+    def _generated(self, mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
+        """The price of a generation, by whoever draws. Another engine knows no micro-batches."""
+        if self.workload.other is None:
+            return generate_in_turns(mesh, call, micro_batches)
+        whole, itemsize = self._sizes(call.role, ParallelStrategy()), self.workload.itemsize
+        (parameters,) = whole.parameters_by_stage(1)
+        size_bytes = parameters * itemsize
+        slowest = min(profile.host_copy_bytes_per_s for profile in self.classes.profiles)
+        take_s = PASSES_OF_HANDOVER * size_bytes / slowest
+        cached = 2 * whole.cached * whole.layers * itemsize
+        return generate_beside(mesh, call, cached, size_bytes, take_s)
 
     def _mesh(self, role: str, where: _Circumstances, workload: Workload) -> OnMesh:
         s, devices = where.strategy, [self._inside_calls[number] for number in where.classes]
@@ -327,7 +344,7 @@ class CostModel:
             if asked.answers:
                 call = _evaluates(role, "generate", at_once * asked.answers)
                 on = mesh(asked.prompt_tokens, asked.new_tokens)
-                generated, rewards_s = generate_in_turns(on, call, 1), on.share(call) * on.workload.reward_s
+                generated, rewards_s = self._generated(on, call, 1), on.share(call) * on.workload.reward_s
                 parts.append(CallCost(generated.seconds + rewards_s, generated.active_bytes))
             if asked.completion_tokens:
                 on = mesh(max(1, asked.completion_tokens - 1), 1)

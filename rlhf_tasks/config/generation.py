@@ -1,6 +1,7 @@
 """The section that names what draws responses. Torch-free."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,9 +18,9 @@ class GenerationConfig(Settings):
 
     engine: str = Field(
         default=BUILT_IN,
-        pattern=rf"^({BUILT_IN}|{VLLM}|{MODULE})$",
-        description="builtin; vllm (in a process of its own, as `prefect-rlhf setup vllm` installs it); or "
-        "module:Class of an engine of yours.",
+        pattern=rf"^({BUILT_IN}|{VLLM}|{OPENAI}|{MODULE})$",
+        description="builtin; vllm (in a process of its own, as `prefect-rlhf setup vllm` installs it); openai (a "
+        "server of vLLM or SGLang that runs somewhere); or module:Class of an engine of yours.",
     )
     python: str | None = Field(
         default=None,
@@ -33,6 +34,30 @@ class GenerationConfig(Settings):
         description="With vllm: bytes of the keys and values that it keeps, on each replica's devices.",
     )
 
+    url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/?#\s@]+(/[^?#\s]*)?$",
+        max_length=2000,
+        description="With openai: address of the server, with or without /v1.",
+    )
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=2000,
+        description="With openai: the model's name there; default: the only one.",
+    )
+    api_key_env: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="With openai: the environment variable that has the server's key.",
+    )
+    weights_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="With openai: a folder that the server sees under the same path; each version's weights are "
+        "written there.",
+    )
+
     @property
     def is_own(self) -> bool:
         """Whether the run's own ranks draw, with the arithmetic that trains."""
@@ -40,11 +65,31 @@ class GenerationConfig(Settings):
 
     @model_validator(mode="after")
     def _only_what_is_read(self) -> Self:
-        if self.engine != VLLM:
-            for name in ("python", "kv_bytes"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name}: only engine=vllm reads it, not {self.engine}. Leave it out.")
+        for engine, names in READ_BY.items():
+            for name in names:
+                if engine != self.engine and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name}: only engine={engine} reads it, not {self.engine}. Leave it out."
+                    )
+        for name in ("url", "weights_dir"):
+            if self.engine == OPENAI and getattr(self, name) is None:
+                raise ValueError(f"engine=openai needs {name}. Name it.")
         return self
+
+    def key(self) -> str | None:
+        """The server's key, from this process's environment. Raises ValueError where it is not set."""
+        if self.api_key_env is None:
+            return None
+        if not (key := os.environ.get(self.api_key_env)):
+            raise ValueError(f"generation.api_key_env: {self.api_key_env} is not set here. Set it.")
+        return key
+
+
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    VLLM: ("python", "kv_bytes"),
+    OPENAI: ("url", "model", "api_key_env", "weights_dir"),
+}
+"""Engine -> the fields that it alone reads."""
 
 
 def most_drawn(config: Any, context: int) -> int:
@@ -57,13 +102,28 @@ def most_drawn(config: Any, context: int) -> int:
     return min(config.data.max_prompt_tokens + max(answers, config.sampling.max_completion_length), context)
 
 
+START_S = 600.0
+"""For vLLM to import itself, and to build the model and its caches: 13 s for a small one on two cores."""
+STALL_S = 120.0
+"""For another engine to take weights; for vLLM also without any token, for a server without the end of a response,
+beside SECONDS_A_TOKEN for each that it may have."""
+SECONDS_A_TOKEN = 0.2
+
+
+def longest_wait_s(config: Any) -> float:
+    """Seconds of the longest wait for another engine, after which it is a fault by itself; 0 for others."""
+    tokens_s = SECONDS_A_TOKEN * config.sampling.max_completion_length
+    return config.patience * {VLLM: START_S, OPENAI: STALL_S + tokens_s}.get(config.generation.engine, 0.0)
+
+
 def _by_vllm(config: Any) -> bool:
-    return config.generation.engine == VLLM
+    """vLLM, or a server that may be one."""
+    return config.generation.engine in (VLLM, OPENAI)
 
 
 _LEFT_OUT = (
-    "{first}: training must leave out the tokens that it left out, and vLLM does not say which these are. Leave it "
-    "out, or choose generation.engine=builtin."
+    "{first}: training must leave out the tokens that it left out, and {second} does not say which these are. Leave "
+    "it out, or choose generation.engine=builtin."
 )
 LEAST_TEMPERATURE = 0.01
 """vLLM raises what is lower, but 0, to this."""

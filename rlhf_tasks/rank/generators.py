@@ -3,13 +3,14 @@
 from pkgutil import resolve_name
 
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
-from prefect_rlhf.rlhf_tasks.config.generation import BUILT_IN, VLLM, default_python, most_drawn
+from prefect_rlhf.rlhf_tasks.config.generation import BUILT_IN, OPENAI, VLLM, default_python, most_drawn
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import BuiltIn, Generator, Terms
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 
 GENERATORS = {
     BUILT_IN: f"{BuiltIn.__module__}:{BuiltIn.__name__}",
+    OPENAI: "prefect_rlhf.rlhf_tasks.parallel.generate.openai_server:OpenAI",
     VLLM: "prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process:Vllm",
 }
 
@@ -30,6 +31,10 @@ def make_generator(config: RunConfig, tokens: int | None) -> Generator:
         tokens=tokens,
         most_tokens=most_drawn(config, read_shape(actor.folder).context),
         patience=config.patience,
-        settings=section.model_dump() | {"python": section.python or default_python()},
+        settings={
+            **section.model_dump(),
+            "python": section.python or default_python(),
+            "key": section.key(),
+        },
     )
     return resolve_name(GENERATORS.get(section.engine, section.engine))(terms)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import all_reduce, broadcast_json
-from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import SharedWeights, described, places_of
+from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import Place, SharedWeights, described, places_of
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import write_rows
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
@@ -21,6 +21,7 @@ class Handover:
 
     def __init__(self) -> None:
         self._memory: SharedWeights | None = None
+        self._described: tuple[list[Place], torch.dtype] = ([], torch.float32)
         self._of: tuple[int, str] = (-1, "")
 
     def write(self, engine: Engine) -> dict[str, Any] | None:
@@ -40,7 +41,8 @@ class Handover:
         if self._of != (size, path):
             self._open(size, path)
         assert self._memory is not None
-        tensors = self._memory.tensors(places, stage.dtype)
+        self._described = places, stage.dtype
+        tensors = self.tensors()
         parameters, rows_here = stage.named_slices(), layout.held(stage.holder)
         for name, rows in layout.primary(stage.holder).items():
             if rows.size:
@@ -59,6 +61,11 @@ class Handover:
             "version": engine.version,
             "digest": self._memory.digest(),
         }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What was written last, by the names of files."""
+        assert self._memory is not None, "tensors before write"
+        return self._memory.tensors(*self._described)
 
     def _open(self, size: int, path: str | None) -> None:
         self.close()

@@ -15,27 +15,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.config.generation import STALL_S, START_S
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
+from prefect_rlhf.rlhf_tasks.parallel.generate.drawn import requests_of, samples_of, sampling_of
+from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
-from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.child_pipes import END_S, ChildOutput, Lines, end_keeper
 from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call_of, users_environment
-from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 
 SERVE = "prefect_rlhf.rlhf_tasks.parallel.generate.vllm_server:serve"
-START_S = 600.0  # to import vLLM, build the model and its caches: 13 s for a small one on two cores
-STALL_S = 120.0  # without any token, or to take weights
 LEAST_S = 1.0
-
-
-class GenerationFault(RuntimeError):
-    """vLLM has failed, ended or said nothing for too long. The run repeats the iteration."""
 
 
 class VllmProcess:
@@ -183,55 +177,11 @@ class Vllm:
         return answered
 
     def _drawn(self, engine: Engine, batch: SampleBatch, order: Order) -> SampleBatch:
-        prompts = [prompt.tolist() for prompt in batch["prompt_ids"].to(torch.device("cpu")).split()]
-        lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        ids = torch.tensor(batch.ids, dtype=torch.int64)
-        seeds = counter_bits(order.seed, order.purpose, order.iteration, ids, lengths).tolist()
-        params = order.params
-        sampling = {
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_tokens": params.min_new_tokens,
-            "stop_token_ids": list(params.stop_ids),
-            "stop": list(order.stop_strings),
-        }
-        requests = [
-            [prompt, seed, params.max_new_tokens] for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        answers = []
+        requests, answers = requests_of(batch, order), []
         if requests:
-            answers = self._reply_to({"draw": {"requests": requests, "sampling": sampling}})["answers"]
-        return self._samples(engine, batch, prompts, answers)
-
-    def _samples(
-        self, engine: Engine, batch: SampleBatch, prompts: list[list[int]], answers: list[Any]
-    ) -> SampleBatch:
-        types = {
-            "input_ids": torch.int64,
-            "response_mask": torch.bool,
-            "old_logprobs": engine.dtype_of_rows,
-            "truncated": torch.bool,
-        }
-        parts: dict[str, list[Tensor]] = {key: [] for key in types}
-        for prompt, (tokens, logprobs, reason) in zip(prompts, answers, strict=True):
-            sample = {
-                "input_ids": [*prompt, *tokens],
-                "response_mask": [False] * len(prompt) + [True] * len(tokens),
-                "old_logprobs": [0.0] * len(prompt) + logprobs,
-                "truncated": [reason == "length"],
-            }
-            for key, values in sample.items():
-                parts[key].append(torch.tensor(values, dtype=types[key]))
-        lengths = [len(ids) for ids in parts["input_ids"]]
-        new_tokens = sum(lengths) - sum(map(len, prompts))
-        engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
-        device = batch["prompt_ids"].values.device
-        packed = {
-            key: Packed.of(of) if of else Packed(torch.empty(0, dtype=types[key]), ())
-            for key, of in parts.items()
-        }
-        return SampleBatch(batch.ids, {key: of.to(device) for key, of in packed.items()})
+            draw = {"requests": requests, "sampling": sampling_of(order)}
+            answers = self._reply_to({"draw": draw})["answers"]
+        return samples_of(engine, batch, requests, answers)
 
     def _reply_to(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:

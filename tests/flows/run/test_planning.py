@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.flows.run import prepare as prepare_module
 from prefect_rlhf.flows.run.planning import hardware_of, problem_of, typed, users_seconds, workload_of
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.pricing.figures import cache_file, write_profiles
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import rows_at_once
 from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
@@ -497,3 +499,17 @@ def test_both_of_remaxs_calls_judge(tmp_path):
     ppo = ppo_config(tmp_path).model_dump(include={"data", "output_dir", "sampling", "rewards", "batch_size"})
     document = ppo | {"type": "remax", "models": {"actor": str(tmp_path / "actor")}, "total_iterations": 1}
     assert seconds(make_config(document)).keys() == {"reward_inference", "greedy_reward_inference"}
+
+
+def test_another_engine_has_deadlines_of_its_own_before_that_of_its_node(tmp_path, monkeypatch):
+    """vLLM may take ten minutes to start in the node that draws first; `patience` counts for both."""
+    monkeypatch.setattr(prepare_module, "check_generation", lambda config, shape: None)
+    vllm = ppo_config(tmp_path, rewards=[], patience=2.0, generation={"engine": "vllm"})
+    assert seconds(vllm) == {"actor_generate": 2 * 600}
+    server = {"engine": "openai", "url": "http://127.0.0.1:1", "weights_dir": str(tmp_path)}
+    answers = {"data": str(tmp_path / "prompts.jsonl")}
+    config = ppo_config(tmp_path, reward_timeout_s=50, generation=server, evaluation=answers)
+    wait_s, once = 120 + 0.2 * config.sampling.max_completion_length, 50 + ENDING_S
+    batches = -(-100 // rows_at_once(config))
+    judged = {"reward_inference": once, "evaluate_actor": wait_s + batches * once}
+    assert seconds(config, 100) == judged | {"actor_generate": wait_s}

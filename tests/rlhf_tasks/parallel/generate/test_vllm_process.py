@@ -9,9 +9,10 @@ import torch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.generate import vllm_process
+from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
-from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import GenerationFault, Vllm, VllmProcess
+from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import Vllm, VllmProcess
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from tests.rlhf_tasks.parallel.comm.test_reallocation import whole_model
 from tests.rlhf_tasks.parallel.generate.test_handover import CPU, engine_of

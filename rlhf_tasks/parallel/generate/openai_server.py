@@ -1,0 +1,151 @@
+"""The `Generator` on a server that somebody else has started: OpenAI's completions, weights from a folder.
+
+One server, or one address of several, draws for all replicas. So weights change for all at once: the first replica
+writes them, when every replica has drawn what it had to, and the others wait for that.
+"""
+
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from prefect_rlhf.rlhf_tasks.config.generation import SECONDS_A_TOKEN, STALL_S
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
+from prefect_rlhf.rlhf_tasks.parallel.generate.completions import (
+    NEVER,
+    Answer,
+    Completions,
+)
+from prefect_rlhf.rlhf_tasks.parallel.generate.drawn import Request, requests_of, samples_of, sampling_of
+from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
+from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of, beside_weights
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+
+POLICY = "policy"  # the folder in weights_dir
+AT_ONCE = 256  # requests of a replica
+SEEDS = 2**31  # servers take fewer bits than ours have
+
+
+class OpenAI:
+    """A run's responses from a server.
+
+    Its settings: `url`, `model`, `key` and `weights_dir`, which the server sees under the same path.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        settings = terms.settings
+        self.version = -1
+        self._terms = terms
+        self._server = Completions(settings["url"], settings["model"], settings["key"], terms.patience)
+        self._handover = Handover()
+        self._engine: Engine | None = None
+        self._name = ""  # of the weights that the server was given
+        self._taken: tuple[int, int] | None = None
+
+    def take(self, engine: Engine) -> None:
+        """Write an engine's weights and have them loaded, unless the server has them. Collective over the mesh."""
+        self._engine, self.version = engine, engine.version
+        ours = (id(engine), engine.version)
+        is_first = engine.is_head and engine.coordinate.dp == 0
+        has = is_first and self._taken == ours and self._server.current() in (self._name, None)
+        if self._said(engine, has):
+            return
+        self._taken = None
+        handed = self._handover.write(engine) if engine.coordinate.dp == 0 else None
+        if handed is not None:
+            self._name = f"{engine.version}-{handed['digest']}"
+            self._write(Path(self._terms.settings["weights_dir"]))
+            self._server.take(str(Path(self._terms.settings["weights_dir"], POLICY)), self._name)
+        self._name = self._said(engine, self._name)
+        self._taken = ours
+
+    def _said(self, engine: Engine, value: Any) -> Any:
+        """What the first head has, on all ranks of the mesh."""
+        mesh = tuple(sorted(engine.placement.devices))
+        return broadcast_json(value, engine.placement.heads[0], engine.groups[mesh], engine.device)
+
+    def _write(self, folder: Path) -> None:
+        """Replace the folder of the weights by those of the handover."""
+        base, whole = base_of(self._terms.folder), folder / POLICY
+        unfinished = folder / f".{POLICY}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for path in (base / "config.json", *beside_weights(base)):
+            shutil.copy2(path, unfinished / path.name)
+        save_file(self._handover.tensors(), unfinished / "model.safetensors", {"format": "pt"})
+        shutil.rmtree(whole, ignore_errors=True)
+        unfinished.rename(whole)
+
+    def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:
+        """Ask for one response to each prompt. Collective over the replica: no rank is ahead of its head."""
+        engine = self._engine
+        assert engine is not None, "draw before take"
+        assert order.segments is None, "the configuration refuses segments"
+        assert not order.record_kept, "the configuration refuses top-k and top-p"
+        drawn = None
+        if engine.is_head:
+            requests = requests_of(batch, order)
+            drawn = samples_of(engine, batch, requests, self._answers(engine, requests, order))
+        dp = engine.coordinate.dp
+        replica = engine.groups[engine.placement.replica(dp)]
+        broadcast_json(True, engine.placement.heads[dp], replica, engine.device)
+        return drawn
+
+    def _answers(self, engine: Engine, requests: Sequence[Request], order: Order) -> list[Answer]:
+        if not requests:
+            return []
+        tokens, vocabulary = self._terms.tokens, engine.layout.shape.vocab
+        beyond = () if tokens is None else range(tokens, vocabulary)
+        sampling = sampling_of(order) | {"logit_bias": {str(token): NEVER for token in beyond} or None}
+        pool = ThreadPoolExecutor(min(AT_ONCE, len(requests)), "completions")
+        try:
+            futures = [
+                pool.submit(self._server.complete, prompt, seed % SEEDS, most, sampling)
+                for prompt, seed, most in requests
+            ]
+            self._wait(futures, requests[0].most)
+            answers = [future.result()[0] for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        most = vocabulary if tokens is None else tokens
+        strange = next((token for answer in answers for token in answer.tokens if token >= most), None)
+        if strange is not None:
+            raise GenerationFault(
+                f"{self._server.url} has drawn token {strange}, and the model has {most}: it is another model"
+            )
+        if (current := self._server.current()) not in (self._name, None):
+            raise GenerationFault(
+                f"{self._server.url} has weights {current}, and was given {self._name}: another user has changed them"
+            )
+        return answers
+
+    def _wait(self, futures: Sequence["Future[Any]"], most: int) -> None:
+        """Until all have ended, or one has failed. Each that ends moves the deadline on."""
+        within_s, pending = (STALL_S + most * SECONDS_A_TOKEN) * self._terms.patience, set(futures)
+        while pending:
+            done, pending = wait(pending, within_s, FIRST_COMPLETED)
+            failed = next((future for future in done if future.exception() is not None), None)
+            if failed is not None or not done:
+                self._server.abort()
+            if failed is not None:
+                failed.result()
+            if not done:
+                raise GenerationFault(f"{self._server.url} has ended no response for {within_s:.0f} s")
+
+    def free(self) -> None:
+        """Its memory is not ours."""
+
+    def abort(self) -> None:
+        """End all requests: what waits for them raises."""
+        self._server.abort()
+
+    def close(self) -> None:
+        """Let go of the memory of the weights. The server runs on."""
+        self._server.abort()
+        self._handover.close()

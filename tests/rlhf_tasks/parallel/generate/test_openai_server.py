@@ -1,0 +1,60 @@
+"""A server that draws for all replicas: weights change for all at once, and what it draws with is asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
+from prefect_rlhf.rlhf_tasks.parallel.generate.openai_server import POLICY, OpenAI
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
+from tests.rlhf_tasks.parallel.generate.completion_server import serving
+from tests.rlhf_tasks.parallel.generate.test_handover import CPU
+from tests.rlhf_tasks.parallel.generate.test_vllm_process import engine_on
+from tests.rlhf_tasks.roles_in_layouts import place
+
+VOCABULARY = 17
+ORDER = Order(SamplingParams(max_new_tokens=3), 0, 0)
+
+
+def terms(folder: Path, url: str) -> Terms:
+    base = folder / "base"
+    base.mkdir(exist_ok=True)
+    (base / "config.json").write_text("{}")
+    settings = {"url": url, "model": None, "key": None, "weights_dir": str(folder)}
+    return Terms(str(base), str(base), "float32", VOCABULARY, 64, 1.0, settings)
+
+
+def draws(rank, world, folder, url) -> list[list[int]]:
+    """Tokens of one sample on each of two replicas: of version 0 twice, and of version 1."""
+    placement = place([0, 1], dp=2)
+    groups = ProcessGroups(device_sets(placement), 30.0, CPU)
+    engine, generator = engine_on(placement, groups), OpenAI(terms(folder, url))
+    prompts = SampleBatch((rank,), {"prompt_ids": Packed.of([torch.tensor([1, 2])])})
+    drawn = []
+    try:
+        for version in (0, 0, 1):
+            engine.version = version
+            generator.take(engine)
+            batch: Any = generator.draw(prompts, ORDER)
+            drawn.append(batch["input_ids"].values.tolist())
+            assert batch["response_mask"].values.tolist() == [False] * 2 + [True] * 3
+            assert generator.version == version
+    finally:
+        generator.close()
+    return drawn
+
+
+@pytest.mark.dist
+def test_one_replica_writes_the_weights_of_a_version_and_all_draw_with_them(ranks, tmp_path: Path):
+    with serving(VOCABULARY) as server:
+        first, second = ranks.run(2, draws, tmp_path, server.url)
+        versions = [body["weight_version"] for body in server.asked("/update_weights_from_disk")]
+        assert [version.partition("-")[0] for version in versions] == ["0", "1"], "each version once"
+    for of_rank in (first, second):
+        assert of_rank[0] == of_rank[1], "the same weights and seeds"
+    assert first[0] != second[0], "seeds are of the samples"
+    assert [path.name for path in tmp_path.iterdir() if path.name != "base"] == [POLICY], "one copy is kept"
