@@ -40,6 +40,7 @@ def setup(engine: str) -> None:
     try:
         venv.create(unfinished, clear=True, with_pip=True)
         _install(unfinished / "bin" / "python", folder)
+        _rename_interpreter(unfinished, folder)
         unfinished.rename(folder)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{unfinished}: not done after {error.timeout:.0f} s. Begin again.") from None
@@ -64,6 +65,15 @@ def _install(python: Path, folder: Path) -> None:
         raise ConfigError(f"pip could not install {REQUIREMENTS}; what it said is above.")
     if _fails([python, "-I", "-c", "import torch, vllm"]):
         raise ConfigError("torch and vLLM are installed, but cannot be imported; what they said is above.")
+
+
+def _rename_interpreter(old: Path, new: Path) -> None:
+    """Let the environment's commands (`vllm serve`) begin with the Python of the folder that it will have."""
+    for script in (old / "bin").iterdir():
+        if script.is_file() and not script.is_symlink():
+            content = script.read_bytes()
+            if content.startswith(b"#!" + bytes(old)):
+                script.write_bytes(content.replace(bytes(old), bytes(new), 1))
 
 
 def _fails(command: list[str | Path]) -> bool:

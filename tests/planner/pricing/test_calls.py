@@ -570,7 +570,9 @@ def test_python_rewards_cost_their_own_seconds_and_no_forward_pass(make_graph, p
     assert slow.call(ref, two) == free.call(ref, two)
 
 
-WEIGHTS_7B = 2 * (32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096)
+WEIGHTS_7B = 2 * (
+    32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096
+)
 """Bytes in bfloat16 of a Llama of 32 layers with 8 KV heads of 128: query and output, keys and values, MLP, norms."""
 
 

@@ -23,10 +23,12 @@ from prefect_rlhf.flows.cluster.engines_beside import check_generation
 from prefect_rlhf.flows.demo import MODEL, byte_tokenizer, write_model_folder
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import sampling_params
 from prefect_rlhf.rlhf_tasks.config.generation import default_python
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleStore
 from prefect_rlhf.rlhf_tasks.parallel.generate.completions import Completions
 from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
 from tests.rlhf_tasks.algorithms.test_one_rank import changed, document, folder, weights, world
@@ -84,14 +86,22 @@ def test_what_another_engine_draws_is_weighted_by_the_trainers_own_probabilities
     assert metrics["importance/mean"] == pytest.approx(float(weight), rel=1e-5)
 
 
-def test_our_engine_behind_the_protocol_gives_the_same_bits(start: Any):
-    correction = {"kind": "none"}
-    one, other = start("builtin", correction=correction), start(BUILT_IN, correction=correction)
+@pytest.mark.parametrize("engine", ["builtin", BUILT_IN])
+def test_our_engine_behind_the_protocol_gives_the_bits_of_generate(start: Any, engine: str):
+    """Of each version, also with what top-k kept, and groups that share a prompt."""
+    run = start(engine, correction={"kind": "none"}, sampling={"max_completion_length": 8, "top_k": 5})
+    params = sampling_params(run.config.sampling, run.tokenizer)
     for iteration in range(2):
-        one.iterate(iteration)
-        other.iterate(iteration)
-    theirs = weights(other, "actor")
-    assert all(torch.equal(w, theirs[name]) for name, w in weights(one, "actor").items())
+        ids = range(8 * iteration, 8 * iteration + 8)
+        rows = fetch(run.rows, run.config, ids)
+        directly = generate(run.engines["actor"], rows, params, run.config.seed, iteration, record_kept=True)
+        _, store = run.iterate(iteration)
+        run.engines["actor"].version += 1
+        assert directly is not None
+        behind = store.get(list(ids), list(directly.data))
+        for key, packed in directly.data.items():
+            assert packed.lengths == behind[key].lengths
+            assert torch.equal(packed.values, behind[key].values), key
 
 
 def fake(start: Any, monkeypatch: pytest.MonkeyPatch, mode: str = "", **changes: Any) -> OneRank:
