@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 318,
-    "hundreds of lines": 693,
+    "files": 322,
+    "hundreds of lines": 697,
     "lines of the longest file": 650,
     "modules of the fullest folder": 15,
-    "configuration paths of PPO": 131,
-    "configuration paths of GRPO": 126,
-    "hundreds of words in docs": 325,
+    "configuration paths of PPO": 135,
+    "configuration paths of GRPO": 130,
+    "hundreds of words in docs": 330,
     "files that name a kind of plan node": 16,
 }
 

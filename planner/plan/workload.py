@@ -96,7 +96,7 @@ class OtherEngine(Frozen):
     """
 
     copies: int = Field(ge=1)
-    kv_bytes: int | None = Field(None, gt=0)
+    kv_bytes: int | None = Field(default=None, gt=0)
 
 
 class Workload(Frozen):

@@ -649,5 +649,5 @@ def generate_beside(
     kv_bytes = other.kv_bytes or 0
     if not mesh.gpus:
         return CallCost(seconds, (other.copies * weights + kv_bytes, *(0.0,) * (stages - 1)))
-    own = weights / ranks + kv_bytes if other.kv_bytes is not None else 0.0
-    return CallCost(seconds, (own,) * stages)
+    part = weights / ranks + kv_bytes if other.kv_bytes is not None else 0.0
+    return CallCost(seconds, (part,) * stages)

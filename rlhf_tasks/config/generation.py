@@ -8,6 +8,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from prefect_rlhf.rlhf_tasks.config.settings import Pair, Settings
+from prefect_rlhf.rlhf_tasks.parallel.generate.faults import SECONDS_A_TOKEN, STALL_S, START_S
 
 BUILT_IN, VLLM, OPENAI = "builtin", "vllm", "openai"
 MODULE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
@@ -100,14 +101,6 @@ def most_drawn(config: Any, context: int) -> int:
     section = getattr(config, "evaluation", None)
     answers = (section and section.max_completion_length) or 0
     return min(config.data.max_prompt_tokens + max(answers, config.sampling.max_completion_length), context)
-
-
-START_S = 600.0
-"""For vLLM to import itself, and to build the model and its caches: 13 s for a small one on two cores."""
-STALL_S = 120.0
-"""For another engine to take weights; for vLLM also without any token, for a server without the end of a response,
-beside SECONDS_A_TOKEN for each that it may have."""
-SECONDS_A_TOKEN = 0.2
 
 
 def longest_wait_s(config: Any) -> float:

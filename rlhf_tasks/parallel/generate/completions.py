@@ -16,8 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from prefect_rlhf.rlhf_tasks.config.generation import SECONDS_A_TOKEN, STALL_S
-from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
+from prefect_rlhf.rlhf_tasks.parallel.generate.faults import SECONDS_A_TOKEN, STALL_S, GenerationFault
 
 MOST_BYTES = 256 << 20  # of an answer
 RETRIES, FIRST_PAUSE_S = 3, 0.5  # of a request that could not be answered; each pause is twice the last
@@ -214,14 +213,14 @@ class Completions:
         return self._dialect
 
     def get(self, path: str) -> dict[str, Any]:
-        return self._asked("GET", path, None, SMALL_S)
+        return self._answered("GET", path, None, SMALL_S)
 
     def post(self, path: str, body: Mapping[str, Any] | None, within_s: float) -> dict[str, Any]:
         """The JSON object that a POST is answered with; {} where the answer is empty."""
-        return self._asked("POST", path, None if body is None else json.dumps(body).encode(), within_s)
+        return self._answered("POST", path, None if body is None else json.dumps(body).encode(), within_s)
 
-    def _asked(self, method: str, path: str, content: bytes | None, within_s: float) -> dict[str, Any]:
-        until_s = time.monotonic() + within_s * self._patience
+    def _answered(self, method: str, path: str, content: bytes | None, within_s: float) -> dict[str, Any]:
+        until_s, reason = time.monotonic() + within_s * self._patience, ""
         for tried in range(RETRIES + 1):
             try:
                 return self._once(method, path, content, until_s)
@@ -234,7 +233,7 @@ class Completions:
                 raise GenerationFault(f"{self.url}{path}: the request was ended")
             if tried < RETRIES:
                 time.sleep(FIRST_PAUSE_S * 2**tried)
-        raise GenerationFault(f"{self.url}{path} cannot be asked: {reason} ({RETRIES + 1} tries)")
+        raise GenerationFault(f"{self.url}{path} does not answer: {reason} ({RETRIES + 1} tries)")
 
     def _once(self, method: str, path: str, content: bytes | None, until_s: float) -> dict[str, Any]:
         """Raises OSError and HTTPException where another try may succeed."""

@@ -185,7 +185,7 @@ def test_a_server_draws_with_the_weights_of_each_version(
             assert there.keys() == whole.keys()
             assert all(torch.equal(whole[name], tensor) for name, tensor in there.items())
             assert "importance/mean" in metrics
-        assert len(server.asked("/update_weights_from_disk")) == 2
+        assert len(server.bodies("/update_weights_from_disk")) == 2
     assert changed(run, "actor", before)
 
 

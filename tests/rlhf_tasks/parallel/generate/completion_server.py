@@ -34,7 +34,7 @@ class CompletionServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def asked(self, path: str) -> list[Any]:
+    def bodies(self, path: str) -> list[Any]:
         return [body for where, body in self.log if where == path]
 
 

@@ -28,7 +28,7 @@ def test_a_server_that_can_do_it_passes_and_answers_with_the_tokens_of_a_seed():
         assert answer == Answer(
             [(10 + 31 * i) % VOCABULARY for i in range(TOKENS)], [-1.0] * TOKENS, "length"
         )
-        body = server.asked("/v1/completions")[-1]
+        body = server.bodies("/v1/completions")[-1]
     assert (body["model"], body["prompt"], body["seed"], body["max_tokens"]) == ("policy", [3, 4], 10, 9)
     assert body["top_k"] == -1, "0 is no number of tokens"
     assert body["ignore_eos"]
@@ -51,7 +51,7 @@ def test_a_server_that_can_do_it_passes_and_answers_with_the_tokens_of_a_seed():
         ("aborts", "ends a response of 1 tokens by 'abort'"),
         ("raw", "as they are before the temperature. Start vLLM with --logprobs-mode processed_logprobs"),
         ("refuses", "refuses the request with status 400: .*give a text"),
-        ("down", r"cannot be asked: status 503.* \(4 tries\)"),
+        ("down", r"does not answer: status 503.* \(4 tries\)"),
     ],
 )
 def test_what_a_server_cannot_do_is_one_sentence_each_time(mode: str, said: str):
@@ -68,7 +68,7 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are():
 
 
 def test_nobody_there_and_a_key():
-    with pytest.raises(GenerationFault, match=r"cannot be asked: Connection refused \(4 tries\)"):
+    with pytest.raises(GenerationFault, match=r"does not answer: Connection refused \(4 tries\)"):
         Completions("http://127.0.0.1:9", None, None, 1.0).meet()
     with serving(VOCABULARY, "key") as server:
         Completions(server.url, None, KEY, 1.0).examine(VOCABULARY, 64)
@@ -78,7 +78,7 @@ def test_a_busy_server_is_asked_again():
     with serving(VOCABULARY, "busy") as server:
         answer, _ = Completions(server.url, None, None, 1.0).complete([1], 0, 9, SAMPLING)
         assert len(answer.tokens) == TOKENS
-        assert len(server.asked("/v1/completions")) == 3
+        assert len(server.bodies("/v1/completions")) == 3
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def draws(rank, world, folder, url) -> list[list[int]]:
 def test_one_replica_writes_the_weights_of_a_version_and_all_draw_with_them(ranks, tmp_path: Path):
     with serving(VOCABULARY) as server:
         first, second = ranks.run(2, draws, tmp_path, server.url)
-        versions = [body["weight_version"] for body in server.asked("/update_weights_from_disk")]
+        versions = [body["weight_version"] for body in server.bodies("/update_weights_from_disk")]
         assert [version.partition("-")[0] for version in versions] == ["0", "1"], "each version once"
     for of_rank in (first, second):
         assert of_rank[0] == of_rank[1], "the same weights and seeds"
