@@ -62,7 +62,7 @@ def trl_weights(source: str, mode: str) -> torch.Tensor:
 
 def functions(source: str, wanted: tuple[str, ...], names: dict[str, Any]) -> dict[str, Any]:
     """The functions of a file, with the constants that stand in it."""
-    body = [
+    body: list[ast.stmt] = [
         node
         for node in ast.parse(source).body
         if (isinstance(node, ast.FunctionDef) and node.name in wanted)
@@ -78,7 +78,7 @@ def verl_weights(folder: Path, mode: str) -> torch.Tensor:
     exec("from typing import *", typing)
     helpers: dict[str, Any] = dict(typing)
     tree = ast.parse((folder / VERL_HELPERS).read_text())
-    body = [
+    body: list[ast.stmt] = [
         n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in ("masked_sum", "masked_mean")
     ]
     exec(compile(ast.Module(body, []), VERL_HELPERS, "exec"), helpers)

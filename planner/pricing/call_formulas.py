@@ -638,16 +638,13 @@ def generate_beside(
     take_s   seconds in which the weights are handed over
     On a host without GPUs the engine of a replica is one process beside its head, so all counts at the first stage.
     """
-    other, stages = mesh.workload.other, mesh.strategy.pp
+    other, stages, parts = mesh.workload.other, mesh.strategy.pp, 1
     assert other is not None, "the ranks draw"
-    ranks = 1 if not mesh.gpus else mesh.strategy.tp * stages
-    parts = 1
+    ranks = mesh.strategy.tp * stages if mesh.gpus else 1
     if other.kv_bytes is not None:
         of_sequence = mesh.workload.cache_tokens * cached / ranks
         parts = -(-mesh.share(call) // max(1, int(other.kv_bytes // of_sequence)))
     seconds = generate_in_turns(mesh, call, parts).seconds + take_s
-    kv_bytes = other.kv_bytes or 0
     if not mesh.gpus:
-        return CallCost(seconds, (other.copies * weights + kv_bytes, *(0.0,) * (stages - 1)))
-    part = weights / ranks + kv_bytes if other.kv_bytes is not None else 0.0
-    return CallCost(seconds, (part,) * stages)
+        return CallCost(seconds, (other.copies * weights + (other.kv_bytes or 0), *(0.0,) * (stages - 1)))
+    return CallCost(seconds, (weights / ranks + other.kv_bytes if other.kv_bytes else 0.0,) * stages)
