@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 322,
-    "hundreds of lines": 699,
+    "hundreds of lines": 701,
     "lines of the longest file": 650,
     "modules of the fullest folder": 15,
     "configuration paths of PPO": 135,
