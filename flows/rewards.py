@@ -60,6 +60,12 @@ def check_rewards(
     for reward in rewards:
         if is_here:
             _refuse_unset(f"reward {reward.location}", reward.arguments)
+        lacks = next((column for column in reward.only if column not in columns), None)
+        if lacks is not None:
+            raise ConfigError(
+                f"reward {reward.location}: it judges rows by their column {lacks!r}, which the rows lack "
+                f"({', '.join(columns) or 'they have no further ones'})."
+            )
         if reward.function is None:
             continue
         if reward.function.startswith(f"{BUILTIN}:"):
@@ -188,6 +194,9 @@ def _try_builtin(reward: RewardConfig, columns: Sequence[str]) -> None:
             each for each in Parameters.of(function).names if each not in ("completions", "completion_ids")
         ]
         Parameters(names, (), takes_any=False).refuse_unknown(reward.location, reward.kwargs)
+        if isinstance(function, type):
+            function(**reward.kwargs)
+            return
         nothing = {name: [] for name in columns}
         function(**{**nothing, "completions": [], "completion_ids": [], **reward.kwargs})
     except RewardError as error:

@@ -21,12 +21,12 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 322,
-    "hundreds of lines": 701,
+    "files": 323,
+    "hundreds of lines": 704,
     "lines of the longest file": 650,
     "modules of the fullest folder": 15,
-    "configuration paths of PPO": 135,
-    "configuration paths of GRPO": 130,
+    "configuration paths of PPO": 137,
+    "configuration paths of GRPO": 132,
     "hundreds of words in docs": 330,
     "files that name a kind of plan node": 16,
 }

@@ -8,9 +8,10 @@ outside `algorithms/` checks for these bases, never for an algorithm.
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     GetJsonSchemaHandler,
     ValidationError,
@@ -36,6 +37,7 @@ from prefect_rlhf.rlhf_tasks.config.models import (
 )
 from prefect_rlhf.rlhf_tasks.config.responses import (
     RewardConfig,
+    routed,
 )
 from prefect_rlhf.rlhf_tasks.config.settings import (
     MOST_ITERATIONS,
@@ -288,8 +290,10 @@ class Judges(RunConfig):
         "Score": ("on_reward_error", "reward_timeout_s", "reward_processes", "reward_memory_bytes"),
     }
 
-    rewards: tuple[RewardConfig, ...] = Field(
-        default=(), description="Python rewards and HTTP services, summed with weights."
+    rewards: Annotated[tuple[RewardConfig, ...], BeforeValidator(routed)] = Field(
+        default=(),
+        description="Python rewards and HTTP services, summed with weights: a list, or {by: COLUMN, VALUE: [...]} "
+        "with a list for each value of a column.",
     )
     on_reward_error: Literal["stop", "skip"] = Field(
         default="stop",

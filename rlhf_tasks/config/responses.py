@@ -177,6 +177,16 @@ class RewardConfig(Settings):
         default_factory=dict,
         description="Further headers for the url; name a secret as {env: VARIABLE} or {block: PREFECT_SECRET}.",
     )
+    body: Literal["own", "openrlhf"] = Field(
+        default="own",
+        description="What is sent to a url. own: prompts, completions and columns; openrlhf: query, prompts and "
+        "labels, as to OpenRLHF's remote_rm_url.",
+    )
+    only: dict[str, tuple[str | int, ...]] = Field(
+        default_factory=dict,
+        description="Column -> values: rows with other values in it are not judged. `rewards: {by: COLUMN, VALUE: "
+        "[...]}` says it for several rewards.",
+    )
     weight: float = Field(default=1.0, description="Factor of its value in the score.")
     used_in: Literal["both", "training", "evaluation"] = Field(
         default="both",
@@ -233,7 +243,7 @@ class RewardConfig(Settings):
                 f"give either function or url, found {'neither' if self.url is None else 'both'}"
             )
         others, what = (
-            (("headers", "answers_per_request", "allow_private"), f"function={self.function}")
+            (("headers", "answers_per_request", "allow_private", "body"), f"function={self.function}")
             if self.url is None
             else (("kwargs",), f"url={self.url}")
         )
@@ -261,6 +271,39 @@ class RewardConfig(Settings):
     def arguments(self) -> Mapping[str, Any]:
         """What it is given, which may name secrets."""
         return self.kwargs if self.url is None else self.headers
+
+
+def routed(value: Any) -> Any:
+    """The list of rewards that `{by: COLUMN, VALUE: [...], ...}` stands for; anything else as it is.
+
+    A reward under several values is one that judges the rows of each. Raises ValueError.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    column, routes = value.get("by"), {name: each for name, each in value.items() if name != "by"}
+    if not isinstance(column, str) or not routes:
+        raise ValueError(
+            f"give a list of rewards, or by: COLUMN and a list for each of its values, found {shown(value)}"
+        )
+    every: list[tuple[Any, list[Any]]] = []
+    for of_value, rewards in routes.items():
+        if not isinstance(rewards, list | tuple) or not rewards:
+            raise ValueError(f"{of_value}: give a list of rewards, found {shown(rewards)}")
+        for reward in rewards:
+            if isinstance(reward, Mapping) and "only" in reward:
+                raise ValueError(
+                    f"{of_value}: a reward under by: {column} has no `only` of its own. Leave it out"
+                )
+            values = next((values for same, values in every if same == reward), None)
+            if values is None:
+                every.append((reward, values := []))
+            values.append(of_value)
+    return [
+        {**({"function": reward} if callable(reward) else reward), "only": {column: values}}
+        if callable(reward) or isinstance(reward, Mapping)
+        else reward
+        for reward, values in every
+    ]
 
 
 class EnvironmentConfig(Settings):

@@ -1,7 +1,8 @@
 """Rewards that are built in: `function: builtin:NAME`. docs/how-to/rewards.md says how they are used.
 
-Each is a function of TRL's form. It checks its arguments, the columns it needs and the packages it uses before it
-judges, so that a run finds what is wrong by calling it without answers. All its faults are RewardErrors.
+Each is a function of TRL's form, or a class whose objects are called so. It checks its arguments, the columns it
+needs and the packages it uses before it judges, so that a run finds what is wrong by calling it without answers, or
+by making the object. All its faults are RewardErrors.
 """
 
 import json
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 import regex
 
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
+from prefect_rlhf.rlhf_tasks.user_code.llm_judge import judge
 from prefect_rlhf.rlhf_tasks.user_code.sandbox import SANDBOXES, ProgramLimits, refuse_sandbox, runs_through
 
 __all__ = [
     "exact_match",
     "format",
+    "judge",
     "length",
     "math_verify",
     "numeric_answer",

@@ -251,8 +251,8 @@ class Reward:
     """A reward function of the user's, or of ours, with how it is called.
 
     file              the source file of its function; "" where Python does not know it
-    answers_per_call  the most answers that a call judges, each call being a request to a service; None: it is no
-                      service, and a call judges all answers, or one
+    answers_per_call  the most answers that a call judges, as a service or an object with this attribute says; None: a
+                      call judges all answers, or one
     per               sequence, step or token: what it gives for an answer, see `value`
     """
 
@@ -426,7 +426,8 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = 
     code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
     file = code.co_filename if code is not None else ""
     form = parameters.form(location, kwargs)
-    return Reward(name, location, target, parameters, form, kwargs, file, per=per)
+    most = getattr(target, "answers_per_call", None)
+    return Reward(name, location, target, parameters, form, kwargs, file, most, per)
 
 
 def module_at(place: str, kind: str = "rewards") -> ModuleType:

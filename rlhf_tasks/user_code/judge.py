@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
-from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, at_line, late_message, raised, traced
+from prefect_rlhf.rlhf_tasks.user_code.errors import (
+    RewardError,
+    at_line,
+    late_message,
+    raised,
+    shortened,
+    traced,
+)
 from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Reward, RewardValue, TrainerState, load_reward
 from prefect_rlhf.rlhf_tasks.user_code.service import RequestError, Service
 
@@ -43,11 +50,18 @@ class _Entry:
 
     concurrency  calls that are awaited at the same time
     code         digest of what its values depend on beside the sample; "" where they are not kept
+    only         column -> values of the rows that it judges; empty: all
     """
 
     reward: Reward
     concurrency: int
     code: str
+    only: Mapping[str, Sequence[str | int]]
+
+    def judges(self, answers: Answers, place: int) -> bool:
+        """Whether it judges the answer at an index."""
+        row = {name: answers.columns[name][place] for name in self.only if name in answers.columns}
+        return all(row.get(name) in values for name, values in self.only.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +176,9 @@ class Judge:
         answers, state = Answers(**request["answers"]), TrainerState(*request["progress"])
         batch = _Batch(answers, state, request["until_s"] - MARGIN_S, request["timeout_s"])
         left_out = set(map(tuple, request["left_out"]))
+        self._refuse_unrouted(answers)
         shares, calls = dict[str, _Share](), list[_Call]()
-        for entry, places in self._shared_out(len(answers), *request["part"]):
+        for entry, places in self._shared_out(answers, *request["part"]):
             name, keys = entry.reward.name, _keys(entry.code, answers, places)
             shares[name] = _Share(entry.reward, keys, self._kept.find(keys))
             known = shares[name].values
@@ -185,14 +200,29 @@ class Judge:
             "faults": faults,
         }
 
-    def _shared_out(self, n_answers: int, part: int, parts: int) -> Iterator[tuple[_Entry, range]]:
+    def _shared_out(self, answers: Answers, part: int, parts: int) -> Iterator[tuple[_Entry, list[int]]]:
         """(reward, places of answers) of this process: the answers are shared out where they are judged one by one,
         the rewards otherwise."""
         for number, entry in enumerate(self._entries):
             if entry.reward.form.per_answer:
-                yield entry, range(part, n_answers, parts)
+                places = range(part, len(answers), parts)
             elif number % parts == part:
-                yield entry, range(n_answers)
+                places = range(len(answers))
+            else:
+                continue
+            yield entry, [place for place in places if entry.judges(answers, place)]
+
+    def _refuse_unrouted(self, answers: Answers) -> None:
+        """Raises RewardError for a row that all rewards leave to others."""
+        for place in range(len(answers)):
+            if not any(entry.judges(answers, place) for entry in self._entries):
+                lacks = [None] * len(answers)
+                names = dict.fromkeys(name for entry in self._entries for name in entry.only)
+                row = ", ".join(f"{name}={answers.columns.get(name, lacks)[place]!r}" for name in names)
+                raise RewardError(
+                    f"no reward judges rows with {shortened(row, 200)}. Add a reward for them, or remove them.",
+                    place=place,
+                )
 
     def _called(self, calls: Sequence[_Call], batch: _Batch) -> list[_Call]:
         """The calls once they have ended; in place of one that has failed on several answers, those of `_apart`."""
@@ -309,7 +339,7 @@ def _entry(stated: Mapping[str, Any], kwargs: Mapping[str, Any]) -> _Entry:
             reward = load_reward(name, location, kwargs, per)
     of_values = location if per == "sequence" else f"{location} per {per}"
     code = code_digest(reward.file, of_values, stated["kwargs"]) if stated["cache"] else ""
-    return _Entry(reward, stated["concurrency"], code)
+    return _Entry(reward, stated["concurrency"], code, stated["only"])
 
 
 def _values(call: _Call, batch: _Batch) -> Sequence[RewardValue | RewardError]:

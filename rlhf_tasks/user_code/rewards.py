@@ -185,10 +185,10 @@ def _stated(reward: RewardConfig, config: Scores, folder: Path | None) -> dict[s
         location = str(folder / location)
     service = None
     if reward.url is not None:
-        service = reward.model_dump(include={"answers_per_request", "allow_private"})
+        service = reward.model_dump(include={"answers_per_request", "allow_private", "body"})
         service["request_timeout_s"] = config.reward_timeout_s / 2
     of_both = {"name": reward.name, "location": location, "kwargs": dict(reward.arguments)}
-    return of_both | {"service": service} | reward.model_dump(include={"concurrency", "cache", "per"})
+    return of_both | {"service": service} | reward.model_dump(include={"concurrency", "cache", "per", "only"})
 
 
 def mean_scores(run_folder: Path, n_samples: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
-from prefect_rlhf.rlhf_tasks.user_code.forms import TRL, Parameters, Reward
+from prefect_rlhf.rlhf_tasks.user_code.forms import Parameters, Reward
 
 MOST_BYTES = 16 << 20  # of an answer
 RETRIES = 3  # of a request that cannot be sent, or whose service is busy
@@ -48,44 +48,32 @@ class _Again(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """The settings of a service, as in `RewardConfig`, with the headers' secrets resolved."""
+class Endpoint:
+    """An address that is asked by POST.
 
-    name: str
+    who        begins a sentence about it: `reward 'judge'`
+    headers    with their secrets resolved
+    timeout_s  seconds of a request; `timeout_of` says in a sentence what sets them
+    """
+
+    who: str
     url: str
     headers: Mapping[str, str]
-    answers_per_request: int
-    request_timeout_s: float
+    timeout_s: float
+    timeout_of: str
     allow_private: bool
-    per: str = "sequence"
 
-    def reward(self) -> Reward:
-        """The service as an async reward of TRL's form, each call of which is one request.
-
-        Raises RewardError for a header that cannot be sent.
-        """
+    def refuse_headers(self) -> None:
+        """Raises RewardError for a header that cannot be sent."""
         for header, value in self.headers.items():
             if not _HEADER.fullmatch(str(value)):  # not shown: it may be a secret
                 raise RewardError(
-                    f"reward {self.name!r}: the value of the header {header} has a line break or another character "
+                    f"{self.who}: the value of the header {header} has a line break or another character "
                     "that no header may have. Remove it where the value is set."
                 )
-        anything = Parameters((), (), takes_any=True)
-        return Reward(
-            self.name,
-            self.url,
-            self._judge,
-            anything,
-            TRL,
-            {},
-            file="",
-            answers_per_call=self.answers_per_request,
-            per=self.per,
-        )
 
-    async def _judge(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Any:
-        columns = {name: values for name, values in columns.items() if name not in _OURS}
-        body = {"prompts": prompts, "completions": completions, "columns": columns}
+    async def answer(self, body: Mapping[str, Any]) -> Any:
+        """The JSON that a body is answered with. Raises RewardError, RequestError among them."""
         thread = ThreadPoolExecutor(1, "service")  # its own: asyncio's has too few for many requests at once
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, self._ask, body)
@@ -103,18 +91,18 @@ class Service:
                 fault = failure
             if tried < RETRIES:
                 time.sleep(min(FIRST_PAUSE_S * 2**tried, LONGEST_PAUSE_S))
-        raise RequestError(f"reward {self.name!r}: {self.url} {fault} ({RETRIES + 1} tries).")
+        raise RequestError(f"{self.who}: {self.url} {fault} ({RETRIES + 1} tries).")
 
     def _posted(self, content: bytes) -> Any:
         """The JSON that a POST is answered with. Raises RewardError, RequestError where its time is over, and
         _Again."""
         url = urlsplit(self.url)
         host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
-        until_s = time.monotonic() + self.request_timeout_s
+        until_s = time.monotonic() + self.timeout_s
         addresses = self._resolved(host, port)
         try:
             with _connected(addresses, port, until_s) as plain:
-                plain.settimeout(self.request_timeout_s)
+                plain.settimeout(self.timeout_s)
                 with _ending(plain, until_s):
                     wire = plain
                     if url.scheme == "https":
@@ -125,8 +113,8 @@ class Service:
             if time.monotonic() < until_s and not isinstance(error, TimeoutError):
                 raise _Again(f"cannot be reached: {_reason(error)}") from None
             raise RequestError(  # another try would find no time
-                f"reward {self.name!r}: {self.url} gave no answer in {self.request_timeout_s:g} s, half of "
-                "reward_timeout_s. Raise that if the service is only slow."
+                f"{self.who}: {self.url} gave no answer in {self.timeout_s:g} s, {self.timeout_of}. "
+                "Raise that if the service is only slow."
             ) from None
         return self._checked(response, answer)
 
@@ -144,7 +132,7 @@ class Service:
         return response, answer
 
     def _checked(self, response: http.client.HTTPResponse, answer: bytes) -> Any:
-        who, status = f"reward {self.name!r}: {self.url}", response.status
+        who, status = f"{self.who}: {self.url}", response.status
         if status == BUSY or status >= 500:
             raise _Again(f"answers with status {status}")
         if 300 <= status < 400:
@@ -173,10 +161,60 @@ class Service:
         for address in addresses:
             if not self.allow_private and not is_public(address):
                 raise RewardError(
-                    f"reward {self.name!r}: {self.url} is at {address}, on this machine or in a private network. "
+                    f"{self.who}: {self.url} is at {address}, on this machine or in a private network. "
                     "Set allow_private: true if that is meant."
                 )
         return addresses
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The settings of a service, as in `RewardConfig`, with the headers' secrets resolved."""
+
+    name: str
+    url: str
+    headers: Mapping[str, str]
+    answers_per_request: int
+    request_timeout_s: float
+    allow_private: bool
+    body: str = "own"
+    per: str = "sequence"
+
+    def reward(self) -> Reward:
+        """The service as an async reward, each call of which is one request.
+
+        Raises RewardError for a header that cannot be sent.
+        """
+        endpoint = Endpoint(
+            f"reward {self.name!r}",
+            self.url,
+            self.headers,
+            self.request_timeout_s,
+            "half of reward_timeout_s",
+            self.allow_private,
+        )
+        endpoint.refuse_headers()
+
+        async def judge(prompts: list[Any], completions: list[Any], **columns: Any) -> Any:
+            columns = {name: values for name, values in columns.items() if name not in _OURS}
+            return await endpoint.answer({"prompts": prompts, "completions": completions, "columns": columns})
+
+        async def judge_as_openrlhf(queries: list[str], prompts: list[str], labels: list[Any]) -> Any:
+            return await endpoint.answer({"query": queries, "prompts": prompts, "labels": labels})
+
+        function = judge if self.body == "own" else judge_as_openrlhf
+        parameters = Parameters.of(function)
+        return Reward(
+            self.name,
+            self.url,
+            function,
+            parameters,
+            parameters.form(self.url, ()),
+            {},
+            file="",
+            answers_per_call=self.answers_per_request,
+            per=self.per,
+        )
 
 
 def _connected(addresses: Sequence[str], port: int, until_s: float) -> socket.socket:

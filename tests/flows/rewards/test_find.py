@@ -35,7 +35,7 @@ def test_a_reward_that_cannot_be_found_is_refused(call, document, tmp_path, func
 @pytest.mark.parametrize(
     ("name", "kwargs", "parts"),
     [
-        ("right", {}, ("no reward of that name is built in", "exact_match, format, length")),
+        ("right", {}, ("no reward of that name is built in", "exact_match, format, judge, length")),
         ("exact_match", {}, ("none of the columns answer, solution", "data.column_map")),
         ("format", {"pattern": "("}, ("'(' is no regular expression",)),
         ("length", {"moist": 3}, ("'moist'",)),

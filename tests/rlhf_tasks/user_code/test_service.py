@@ -1,5 +1,6 @@
 """Rewards that an HTTP service computes: a real server, and every way in which one can fail."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -63,6 +64,11 @@ class Handler(BaseHTTPRequestHandler):
         truths = body["columns"]["ground_truth"]
         values = [1.0 if t in c else None for t, c in zip(truths, body["completions"], strict=True)]
         self.say(200, {"rewards": values})
+
+    def do_openrlhf(self, body: dict, tries: int) -> None:
+        values = [float(any(number in query for number in "71")) for query in body["query"]]
+        values[1] = 0.0
+        self.say(200, {"rewards": values, "scores": values, "extra_logs": {}})
 
     def do_busy_twice(self, body: dict, tries: int) -> None:
         self.say(503 if tries < 3 else 200, [0.5] * len(body["completions"]))
@@ -160,20 +166,30 @@ def in_process(url: str, **settings: Any) -> list[Any]:
 def judged(url: str, request_timeout_s: float = 30.0, **settings: Any) -> list[Any]:
     """One request, in this process: what goes wrong does not depend on where it is asked."""
     reward = config_of(url, **settings).rewards[0]
-    asked = Service(
+    called = Service(
         reward.name,
         reward.url,
         {},
         reward.answers_per_request,
         request_timeout_s,
         reward.allow_private,
-    )
-    answered = asked._ask({"prompts": ["p"] * 3, "completions": ["c"] * 3, "columns": {}})
-    values = asked.reward().values(answered, range(3), SUMS)
+    ).reward()
+    answered = asyncio.run(called.function(prompts=["p"] * 3, completions=["c"] * 3))
+    values = called.values(answered, range(3), SUMS)
     for value in values:
         if isinstance(value, RewardError):
             raise value
     return values
+
+
+def test_a_service_of_openrlhf_gets_queries_prompts_and_labels(server: Server):
+    assert in_process(server.url("openrlhf"), body="openrlhf") == [1.0, 0.0, 1.0]
+    (asked,) = server.asked
+    assert asked["query"] == [
+        prompt + answer for prompt, answer in zip(SUMS.prompt_texts, SUMS.completions, strict=True)
+    ]
+    assert asked["prompts"] == SUMS.prompt_texts
+    assert set(asked) == {"path", "headers", "query", "prompts", "labels"}
 
 
 def test_a_service_gets_prompts_answers_and_columns_in_parts_and_their_order_is_kept(

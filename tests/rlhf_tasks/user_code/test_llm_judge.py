@@ -1,0 +1,208 @@
+"""A language model as a judge, behind a real HTTP server that answers as a chat API does."""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.rewards import Judged, RewardProcess
+from tests.judged import SUMS, VERL
+
+Says = Callable[[str, int], str]  # (what is asked, number of the request) -> the reply
+
+
+class Chat(ThreadingHTTPServer):
+    """A chat API whose replies `says` makes; `asked` are the requests."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.says: Says = lambda question, number: ""
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Chat
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append({"path": self.path, "login": self.headers.get("Authorization"), **body})
+            number = len(self.server.asked)
+        content = self.server.says(body["messages"][0]["content"], number)
+        usage = {"prompt_tokens": 10, "completion_tokens": 2}
+        data = json.dumps({"choices": [{"message": {"content": content}}], "usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Chat]:
+    with Chat() as chat:
+        threading.Thread(target=chat.serve_forever, daemon=True).start()
+        yield chat
+        chat.shutdown()
+
+
+@pytest.fixture
+def chat(server: Chat) -> Chat:
+    server.asked.clear()
+    return server
+
+
+def config_of(rewards: Any, **settings: Any) -> Any:
+    return make_config(
+        {
+            "type": "ppo",
+            "models": {"actor": "a"},
+            "data": {"train": "d"},
+            "sampling": {"max_completion_length": 4},
+            "total_iterations": 1,
+            "rewards": rewards,
+            **settings,
+        }
+    )
+
+
+def judged(chat: Chat, says: Says, answers: Any = SUMS, *, skip: bool = False, **kwargs: Any) -> Judged:
+    """The verdict of the built-in judge on answers."""
+    chat.says = says
+    every = {"url": chat.url, "model": "grader", "allow_private": True, **kwargs}
+    reward = {"function": "builtin:judge", "kwargs": every}
+    process = RewardProcess(config_of([reward], on_reward_error="skip" if skip else "stop"))
+    try:
+        return process.submit(answers).result(timeout=110)
+    finally:
+        process.close()
+
+
+def test_each_answer_is_graded_alone_and_the_cost_is_logged(chat: Chat, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", "canary")
+
+    def says(question: str, number: int) -> str:
+        return "Score: 3\nno, Score: 10" if "no" not in question else "Score: 2.5"
+
+    verdict = judged(
+        chat, says, api_key={"env": "JUDGE_KEY"}, template='{task} {prompt}: {completion} {"a": {}}'
+    )
+    assert verdict.values == {"judge": [1.0, 0.25, 1.0]}
+    assert {a["messages"][0]["content"] for a in chat.asked} >= {'add What is 3 + 4?: 7 {"a": {}}'}
+    assert {(a["path"], a["login"], a["model"]) for a in chat.asked} == {
+        ("/v1/chat/completions", "Bearer canary", "grader")
+    }
+    cost = {"judge/requests": 3, "judge/prompt_tokens": 30, "judge/completion_tokens": 6}
+    assert verdict.logged == {"judge": cost}
+
+
+def test_a_rubric_weighs_the_criteria_that_are_met(chat: Chat):
+    rubric = {"is short": 3.0, "is right": 1.0, "swears": -2.0}
+    verdict = judged(chat, lambda q, n: 'Well {"1": true, "2": false, "3": true}', rubric=rubric)
+    assert verdict.values == {"judge": [pytest.approx((3 - 2) / 4)] * 3}
+    assert "2. is right" in chat.asked[0]["messages"][0]["content"]
+
+
+def test_a_comparison_asks_both_orders_so_that_a_judge_that_prefers_a_place_says_nothing(chat: Chat):
+    verdict = judged(chat, lambda q, n: "[[A]]", against="ground_truth")
+    assert verdict.values == {"judge": [0.5] * 3}
+    assert len(chat.asked) == 6
+
+    def better(question: str, number: int) -> str:
+        first = re.search(r"Answer A:\n(.*)", question)
+        return "[[A]]" if first and first[1] == "it is 1" else "[[B]]" if "it is 1" in question else "[[C]]"
+
+    assert judged(chat, better, against="ground_truth").values == {"judge": [0.5, 0.5, 1.0]}
+
+
+def test_a_schema_is_sent_and_its_score_read(chat: Chat):
+    schema = {"type": "object", "properties": {"score": {"type": "number"}}}
+    verdict = judged(chat, lambda q, n: '{"why": {"a": 1}, "score": 4}', schema=schema, most=5.0)
+    assert verdict.values == {"judge": [0.8] * 3}
+    assert chat.asked[0]["response_format"]["json_schema"]["schema"] == schema
+
+
+def test_a_reply_without_a_score_is_asked_for_again_and_then_costs_its_sample(chat: Chat):
+    def says(question: str, number: int) -> str:
+        return "I would rather not: 11 of 10, Score: 11" if "10 + 5" in question else "Score: 5"
+
+    verdict = judged(chat, says, skip=True)
+    assert list(verdict.faults) == [1]
+    assert "2 replies have no score; the last ends with" in verdict.faults[1].reason
+    with pytest.raises(RewardError, match="2 replies have no score"):
+        judged(chat, says)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"schema": {}, "against": "answer"}, "give one of schema, rubric and against"),
+        ({"rubric": {"swears": -1.0}}, "no criterion of its rubric has a weight above 0"),
+        ({"pattern": "("}, "pattern '\\('|pattern \\( is none"),
+        ({"tries": 0}, "tries=0 must be above 0"),
+        ({"template": "{nothing}"}, "its template names {nothing}, but there is only"),
+        ({"allow_private": False}, "in a private network"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_a_sentence(chat: Chat, wrong: dict[str, Any], sentence: str):
+    with pytest.raises(RewardError, match=sentence):
+        judged(chat, lambda q, n: "Score: 1", **wrong)
+
+
+def routes(column: str = "data_source", **more: Any) -> dict[str, Any]:
+    shared = {"function": "builtin:length", "kwargs": {"most": 3}}
+    exact = {"function": "builtin:exact_match", "weight": 2.0}
+    return {"by": column, "second/sums": [exact, shared], "other": [shared], **more}
+
+
+def test_rewards_are_routed_by_a_column_and_one_under_two_values_is_one_reward():
+    exact, length = config_of(routes()).rewards
+    assert exact.only == {"data_source": ("second/sums",)}
+    assert length.only == {"data_source": ("second/sums", "other")}
+
+
+def test_a_reward_judges_only_the_rows_that_are_routed_to_it():
+    add = {"function": "builtin:exact_match", "kwargs": {"column": "ground_truth"}}
+    process = RewardProcess(
+        config_of(
+            {"by": "task", "add": [add], "subtract": ["builtin:format"]}
+            | {"subtract": [{"function": "builtin:format", "kwargs": {"pattern": "it is .*"}}]}
+        )
+    )
+    try:
+        assert process.submit(SUMS).result(timeout=110).values == {
+            "exact_match": [1.0, 0.0, None],
+            "format": [None, None, 1.0],
+        }
+        with pytest.raises(RewardError, match="no reward judges rows with task=None"):
+            process.submit(VERL).result(timeout=110)
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sentence"),
+    [
+        ({"gsm8k": []}, "or by: COLUMN and a list for each of its values"),
+        ({"by": "task"}, "or by: COLUMN and a list for each of its values"),
+        ({"by": "task", "add": []}, "add: give a list of rewards"),
+        (
+            {"by": "task", "add": [{"function": "builtin:length", "only": {"a": ["b"]}}]},
+            "has no `only` of its own",
+        ),
+    ],
+)
+def test_routes_that_name_nothing_are_refused(rewards: Any, sentence: str):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        config_of(rewards)
