@@ -42,7 +42,12 @@ PAGES = [
 ]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"sh", "yaml", "python", "toml", "text"}
-NORUN = {"docs/how-to/kubernetes.md": 1, "docs/how-to/several-hosts.md": 1, "docs/how-to/slurm.md": 2}
+NORUN = {
+    "docs/how-to/kubernetes.md": 1,
+    "docs/how-to/several-hosts.md": 1,
+    "docs/how-to/slurm.md": 2,
+    "docs/how-to/vllm.md": 1,
+}
 """Page -> blocks that cannot be tried here."""
 CARRIED_OUT = {"docs/tutorial.md"}
 """Pages whose Python another test carries out, in the order of the page."""
