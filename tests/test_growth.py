@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 323,
-    "hundreds of lines": 704,
+    "files": 324,
+    "hundreds of lines": 707,
     "lines of the longest file": 650,
-    "modules of the fullest folder": 15,
-    "configuration paths of PPO": 137,
-    "configuration paths of GRPO": 132,
-    "hundreds of words in docs": 330,
+    "modules of the fullest folder": 16,
+    "configuration paths of PPO": 138,
+    "configuration paths of GRPO": 133,
+    "hundreds of words in docs": 332,
     "files that name a kind of plan node": 16,
 }
 

@@ -15,7 +15,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from uuid import uuid4
 
 import dask
 from distributed import Client, Nanny, Scheduler, Security, SpecCluster, Worker
-from distributed.core import Status
+from distributed.core import Status, rpc
 from distributed.utils import get_mp_context
 
 from prefect_rlhf.flows.cluster import forks
@@ -67,6 +67,9 @@ SETTINGS = {
 START = "distributed.worker.multiprocessing-method"
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
+BACK_EVERY_S = 5.0  # at a scheduler, for workers that are back
+BACK_ANSWER_S = 5.0  # within which a worker that is back answers; the scheduler lists lost ones for minutes
+BACK_LOOKS = 2  # in a row that must see one
 NANNIES_EVERY_S = 2.0
 ENDED = (Status.closed, Status.failed)  # of a nanny
 CLOSE_S = 8.0  # workers usually end in half a second
@@ -334,6 +337,7 @@ def found_cluster(
     assumed: DeviceProfile | None = None,
     needs: Mapping[int, float] | None = None,
     again: bool = False,
+    least: int | None = None,
 ) -> Iterator[DaskCluster]:
     """A running cluster, found by its scheduler's address. It keeps running afterwards.
 
@@ -343,12 +347,13 @@ def found_cluster(
     assumed           the device that the plan assumed because planning.device was not set; None where it was
     needs             rank -> bytes of tensors that the plan needs there
     again             the cluster has been used before and lost its scheduler or controller: waits for both
+    least             as `form_cluster` takes it
     Certificates for a tls:// address are those of Dask's own configuration, `distributed.comm.tls`. Raises
     ClusterError naming the address, the setting, the version or the number of workers to change.
     """
     with _connected(address, deadline_s if again else min(deadline_s, CONNECT_S)) as client:
         refuse_unsafe(client)
-        cluster = form_cluster(client, n_ranks, deadline_s, devices_per_host)
+        cluster = form_cluster(client, n_ranks, deadline_s, devices_per_host, least)
         serving = (*cluster.ranks, cluster.controller)
         refuse_exposed(client, serving)
         refuse_private_folder(client, serving, folder)
@@ -368,20 +373,31 @@ def _connected(address: str, deadline_s: float) -> Client:
         ) from None
 
 
-def form_cluster(client: Client, n_ranks: int, deadline_s: float, devices_per_host: int = 1) -> DaskCluster:
+def form_cluster(
+    client: Client, n_ranks: int, deadline_s: float, devices_per_host: int = 1, least: int | None = None
+) -> DaskCluster:
     """Choose ranks and controller among a cluster's workers, and register the plugin that sets them up.
 
     Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name. Of those that fill whole hosts
     of the plan, the first `n_ranks` are used. The controller is the worker that offers `controller`.
+
+    least  of a run that continues with fewer ranks than it should have: so many are enough at once, and any at the
+           deadline. None: it needs all
     Raises ClusterError when they are not there within `deadline_s` seconds.
     """
     deadline = time.monotonic() + deadline_s
     while True:
         offered, controllers = ranks_and_controllers(client.scheduler_info()["workers"])
         ranks = whole_hosts(offered, devices_per_host)
-        if len(ranks) >= n_ranks and controllers:
+        late = time.monotonic() > deadline
+        enough = n_ranks if least is None else 1 if late else least
+        if least is not None and controllers and len(offered) >= enough:
+            there = _answering(client, offered)
+            whole = whole_hosts(there, devices_per_host)
+            ranks = whole if len(whole) >= n_ranks else there
+        if len(ranks) >= enough and controllers:
             break
-        if time.monotonic() > deadline:
+        if late:
             lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
             raise ClusterError(f"{lack} (waited for {deadline_s:g} s; raise patience to wait longer)")
         leave_if_cancelled()
@@ -390,6 +406,12 @@ def form_cluster(client: Client, n_ranks: int, deadline_s: float, devices_per_ho
     refuse_other_versions(client, serving)
     client.register_plugin(ProcessPlugin())
     return DaskCluster(address_of(client), serving[:-1], serving[-1], client.security)
+
+
+def _answering(client: Client, ranks: Sequence[Member]) -> list[Member]:
+    """Those that answer: a scheduler lists workers for minutes after their host was cut off."""
+    answers = client.run(os.getpid, workers=[rank.address for rank in ranks], on_error="ignore")
+    return [rank for rank in ranks if rank.address in cast(dict[str, int], answers)]
 
 
 def _too_few(
@@ -416,6 +438,49 @@ def _too_few(
         f"the plan needs {n_ranks} ranks; the cluster at {address} offers {offer}. "
         f"Start {n_ranks - len(ranks)} more: dask worker {address}{here} --nthreads 1 --resources slot=1"
     )
+
+
+# --- ranks that are lost and come back ---
+
+
+def slots_of(ranks: Sequence[Member], n_hosts: int, per_host: int) -> list[Member | None]:
+    """[devices of the whole cluster] the rank of each, None where there is none: ranks by host, as they are sorted.
+
+    Where some are missing, nobody knows which: those of the last hosts, and the last of a host, count as lost.
+    """
+    slots = list[Member | None]()
+    for _, group in groupby(ranks, key=lambda rank: rank.host):
+        there = list(group)
+        for first in range(0, len(there), per_host):
+            of_host = there[first : first + per_host]
+            slots += [*of_host, *[None] * (per_host - len(of_host))]
+    n_devices = n_hosts * per_host
+    return [*slots, *[None] * n_devices][:n_devices]
+
+
+async def another_rank(cluster: DaskCluster, known: Container[str]) -> None:
+    """Wait until the scheduler has a worker for a rank that answers and has none of the known names."""
+    seen = 0
+    while seen < BACK_LOOKS:
+        await asyncio.sleep(BACK_EVERY_S)
+        seen = seen + 1 if await _has_another(cluster, known) else 0
+
+
+async def _has_another(cluster: DaskCluster, known: Container[str]) -> bool:
+    with suppress(OSError, ClusterError):  # no scheduler answers; workers that offer several devices
+        workers = (await _asked(cluster, cluster.scheduler_address))["workers"]
+        for rank in ranks_and_controllers(workers)[0]:
+            if rank.name not in known:
+                with suppress(OSError):
+                    await _asked(cluster, rank.address)
+                    return True
+    return False
+
+
+async def _asked(cluster: DaskCluster, address: str) -> Any:
+    """What a scheduler or worker says of itself. Raises OSError where it does not answer."""
+    async with rpc(address, connection_args=cluster.connection_args) as connection:
+        return await asyncio.wait_for(connection.identity(), BACK_ANSWER_S)
 
 
 # --- checks of a cluster that others have started ---

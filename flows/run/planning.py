@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from prefect_rlhf.flows.cluster.shutdown import run_in_thread
 from prefect_rlhf.flows.cluster.this_machine import (
     CPU_SLOT,
     cores_here,
@@ -20,6 +21,7 @@ from prefect_rlhf.flows.cluster.this_machine import (
     ranks_here,
     threads_of_ranks,
 )
+from prefect_rlhf.planner.plan.build import PlanError
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, OtherEngine, RoleModel, Workload
@@ -45,6 +47,8 @@ from prefect_rlhf.planner.pricing.figures import (
 )
 from prefect_rlhf.planner.pricing.plans import price_plan
 from prefect_rlhf.planner.pricing.problem import Problem
+from prefect_rlhf.planner.search.balance import balanced
+from prefect_rlhf.planner.search.baselines import heuristic_plan
 from prefect_rlhf.planner.search.search import SearchResult, find_plan
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import MADE_PLANS, SEARCHED, ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.examples import learns_from_pairs, shared_tokens
@@ -449,6 +453,28 @@ def limits_of(mode: str, time_limit_s: float) -> dict[str, float]:
     """Seconds that each mode with a limit has in a comparison: the one that was asked for all its time, the others
     SHORT_S of it at most."""
     return {each: time_limit_s if each == mode else min(time_limit_s, SHORT_S) for each in ("search", "mcmc")}
+
+
+# --- one plan ---
+
+
+def made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
+    """The plan that is searched, or the heuristic's; it fits memory."""
+    try:
+        if config.plan in SEARCHED:
+            limit_s, seed = config.planning.time_limit_s, config.seed
+            return run_in_thread(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
+        return balanced(heuristic_plan(problem.graph, problem.model), problem).plan
+    except ConfigError as error:
+        raise PlanError(f"{error}{devices_assumed(config, problem)}") from error
+
+
+def devices_assumed(config: RunConfig, problem: Problem) -> str:
+    """Which devices a plan that does not fit has assumed, if the configuration names none."""
+    if config.planning.device is not None:
+        return ""
+    name = problem.model.classes.profile(0).name
+    return f" The plan assumes this machine's devices, {name}; planning.device names others."
 
 
 # --- the number of ranks ---

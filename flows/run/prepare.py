@@ -5,16 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefect_rlhf.flows.cluster.engines_beside import check_generation
-from prefect_rlhf.flows.cluster.shutdown import run_in_thread
 from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
 from prefect_rlhf.flows.pushes import check_push
 from prefect_rlhf.flows.rewards import check_environment, check_rewards, literal_secrets
+from prefect_rlhf.flows.run.device_loss import refuse_no_shrink
 from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.examination import refuse_unexamined
 from prefect_rlhf.flows.run.planning import (
     ITEMSIZES,
+    devices_assumed,
     fastest,
     hardware_of,
+    made_plan,
     on_ranks,
     rank_choices,
     shapes_of,
@@ -26,10 +28,13 @@ from prefect_rlhf.planner.plan.build import PlanError, build_plan
 from prefect_rlhf.planner.pricing.plans import plan_memory, shortfall
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.report import extrapolation
-from prefect_rlhf.planner.search.balance import balanced
-from prefect_rlhf.planner.search.baselines import check_strategies, heuristic_plan
-from prefect_rlhf.planner.search.search import find_plan
-from prefect_rlhf.rlhf_tasks.algorithms.configurations import SEARCHED, ConfigError, manual_assignments
+from prefect_rlhf.planner.search.baselines import check_strategies
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
+    MADE_PLANS,
+    SEARCHED,
+    ConfigError,
+    manual_assignments,
+)
 from prefect_rlhf.rlhf_tasks.algorithms.examples import endless, prepared_rows
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
     HELD_OUT,
@@ -38,7 +43,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
     shared_prompts,
 )
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
-from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, logged_changes, read_plan
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import CHANGES, PLAN, RunPlan, logged_changes, read_plan
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
 from prefect_rlhf.rlhf_tasks.config.models import ActorOnly
@@ -153,6 +158,8 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None, weights:
         lambda plan: plan,
     )
     config, hardware, problem = chosen
+    if config.on_device_loss == "shrink":
+        refuse_no_shrink(config)
     of_plan = (
         *hardware.warnings,
         *problem.warnings,
@@ -334,30 +341,11 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
         check_strategies(problem.graph, problem.model, manual)
         plan = build_plan(problem.graph, manual, problem.cluster)
     else:
-        return _made_plan(config, problem)
+        return made_plan(config, problem)
     missing = shortfall(plan_memory(plan, problem.model), problem.model)
     if missing is not None:
-        raise PlanError(missing + _devices_assumed(config, problem))
+        raise PlanError(missing + devices_assumed(config, problem))
     return plan
-
-
-def _made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
-    """The plan that is searched, or the heuristic's; it fits memory."""
-    try:
-        if config.plan in SEARCHED:
-            limit_s, seed = config.planning.time_limit_s, config.seed
-            return run_in_thread(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
-        return balanced(heuristic_plan(problem.graph, problem.model), problem).plan
-    except ConfigError as error:
-        raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error
-
-
-def _devices_assumed(config: RunConfig, problem: Problem) -> str:
-    """Which devices a plan that does not fit has assumed, if the configuration names none."""
-    if config.planning.device is not None:
-        return ""
-    name = problem.model.classes.profile(0).name
-    return f" The plan assumes this machine's devices, {name}; planning.device names others."
 
 
 def _evaluation(role: str, at_start: bool) -> str:
@@ -372,8 +360,10 @@ def _kept_ranks(config: RunConfig, folder: Path | None) -> int | None:
 
 
 def _keeps_plan(config: RunConfig, folder: Path) -> bool:
-    """Whether a run keeps the plan in its folder: one that was searched, and that its user has not removed."""
-    return config.plan in SEARCHED and (folder / PLAN).exists()
+    """Whether a run keeps the plan in its folder: one that was searched, or that has changed, and that its user has
+    not removed."""
+    made = config.plan in SEARCHED or (config.plan in MADE_PLANS and (folder / CHANGES).exists())
+    return made and (folder / PLAN).exists()
 
 
 def _later_plans(config: RunConfig, problem: Problem, folder: Path | None) -> tuple[RunPlan, ...]:
@@ -408,7 +398,11 @@ def _refuse_other(plan: ExecutionPlan, path: Path, problem: Problem) -> None:
             f"{path} is the plan of another graph ({plan.algorithm}, {plan.n_seqs} sequences: {', '.join(planned)}). "
             f"{remedy}"
         )
-    if (plan.n_devices, plan.devices_per_host) != (cluster.n_devices, cluster.devices_per_host):
+    fewer = path.name != PLAN and plan.n_devices < cluster.n_devices  # of a run that has lost devices
+    if not fewer and (plan.n_devices, plan.devices_per_host) != (
+        cluster.n_devices,
+        cluster.devices_per_host,
+    ):
         raise ConfigError(
             f"{path} is a plan for {plan.n_devices} devices, {plan.devices_per_host} to a host; the cluster "
             f"is {cluster}. {remedy}"

@@ -19,6 +19,7 @@ from prefect_rlhf.flows.run.prepare import Prepared
 from prefect_rlhf.flows.run.run_folder import existing_run_folder
 from prefect_rlhf.flows.run.summary import ENOUGH, Planned, keep_drift, planned, planned_and_measured
 from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.search.search import find_plan
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import PLAN, RunPlan, log_change, logged_changes, read_plan
@@ -192,26 +193,41 @@ class Replanning:
     async def take(self, step: int) -> bool:
         """Between two attempts, at the commit of a step: whether the run follows another plan from here on."""
         proposal, self.better = self.better, None
-        if proposal is None:
+        if proposal is None or proposal.plan.n_devices != self.present.plan.n_devices:
             return False
         try:
-            expected = await asyncio.to_thread(self._priced, proposal.plan)
-            await asyncio.to_thread(log_change, self._folder, step, proposal.plan)
+            await self.follow(step, proposal.plan, await asyncio.to_thread(self._problem), "")
         except (OSError, ValueError) as error:
             self._say(
                 f"the plan stays: the new one could not be priced or written to the log of plans: {error}"
             )
             return False
-        reach(Point.PLAN_LOGGED)
-        self.plans += (RunPlan(iteration=step, plan=proposal.plan),)
-        self.expected[step] = expected
-        self._rows, self._seen = [], set()
-        self._say(f"a new plan from iteration {step + 1} on")
         return True
 
-    def _priced(self, plan: ExecutionPlan) -> Planned:
-        """By the figures that are kept by now."""
-        return planned(self._config, plan, problem_of(self._config, hardware_of(self._config)))
+    async def follow(self, step: int, plan: ExecutionPlan, problem: Problem, why: str) -> None:
+        """Between two attempts, at the commit of a step: follow another plan from here on.
+
+        problem  that the plan solves
+        why      other than that it is faster
+        Raises OSError where it cannot be written to the log of plans, ConfigError where it cannot be priced.
+        """
+        expected = await asyncio.to_thread(planned, self._config, plan, problem)
+        await asyncio.to_thread(log_change, self._folder, step, plan, why)
+        reach(Point.PLAN_LOGGED)
+        self.plans += (RunPlan(iteration=step, plan=plan, why=why),)
+        self.expected[step] = expected
+        self._rows, self._seen, self.better = [], set(), None
+        self._say(f"a new plan from iteration {step + 1} on{f' ({why})' if why else ''}")
+
+    async def return_to_all(self, step: int) -> None:
+        """Follow the newest plan for all devices again. Raises as `follow` does."""
+        most = max(change.plan.n_devices for change in self.plans)
+        plan = next(change.plan for change in reversed(self.plans) if change.plan.n_devices == most)
+        await self.follow(step, plan, await asyncio.to_thread(self._problem), "all devices are back")
+
+    def _problem(self) -> Problem:
+        """Of all devices, by the figures that are kept by now."""
+        return problem_of(self._config, hardware_of(self._config))
 
     async def close(self) -> None:
         """End what is under way: the run has ended."""
@@ -221,6 +237,8 @@ class Replanning:
 
     async def _judge(self) -> None:
         plan, expected = self.present.plan, self.expectation
+        if plan.n_devices < self.plans[0].plan.n_devices:
+            return  # until the devices are back
         figures = planned_and_measured(plan, expected, self._rows)
         if not await asyncio.to_thread(keep_drift, plan, expected, figures):
             return

@@ -447,7 +447,7 @@ def _plans(folder: Path) -> list[dict[str, Any]]:
     changes = logged_changes(folder) if (folder / PLAN).exists() else ()
     if not changes:
         return []
-    return [{"from iteration": 1, "plan": PLAN}] + [
-        {"from iteration": change.iteration + 1, "plan": f"plan-{number}.json"}
+    return [{"from iteration": 1, "plan": PLAN, "why": ""}] + [
+        {"from iteration": change.iteration + 1, "plan": f"plan-{number}.json", "why": change.why or "faster"}
         for number, change in enumerate(changes, 2)
     ]

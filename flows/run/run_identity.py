@@ -65,6 +65,7 @@ FREE = (
     "keep_last",
     "max_restarts",
     "name",
+    "on_device_loss",
     "output_dir",
     "patience",
     "push_to_hub",

@@ -28,6 +28,7 @@ from prefect_rlhf.flows.cluster.server import prefect_server
 from prefect_rlhf.flows.cluster.shutdown import ending_in_time, patient
 from prefect_rlhf.flows.pushes import PushError, push_model
 from prefect_rlhf.flows.rewards import secret_blocks
+from prefect_rlhf.flows.run.device_loss import problem_of_plan
 from prefect_rlhf.flows.run.orders import (
     ENDINGS,
     Order,
@@ -183,7 +184,10 @@ async def run_prepared(
     for warning in prepared.warnings:
         get_run_logger().warning(warning)
     config = prepared.config
-    expected = {p.iteration: planned(config, p.plan, prepared.problem) for p in prepared.plans}
+    expected = {
+        p.iteration: planned(config, p.plan, problem_of_plan(config, p.plan, prepared.problem))
+        for p in prepared.plans
+    }
     begin_to_load_for(config.cluster)
     with prefect_server(folder):
         keep_identity(folder, prepared)

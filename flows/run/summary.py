@@ -73,7 +73,8 @@ def run_figures(plans: Sequence[RunPlan], lineage: Sequence[JournalRow]) -> dict
     """The figures of a run's committed iterations; no downtime between generations or attempts is in them.
 
     plans                     which plan each iteration went by; `calls` are those of the last one
-    plan_changes              at which iterations the plan changed
+    plan_changes              at which iterations the plan changed; reasons_of_changes: of those that changed the
+                              devices, iteration -> why
     orchestration_overhead_s  per iteration: seconds in which a rank idled although its next node could run,
                               as a mean over ranks; beside it that of the worst rank
     overlaps_s                seconds that train calls ran beside each other or beside the next generation
@@ -88,6 +89,7 @@ def run_figures(plans: Sequence[RunPlan], lineage: Sequence[JournalRow]) -> dict
         "seconds": round(wall_s, 3),
         "seconds_per_iteration": round(wall_s / max(count, 1), 4),
         "plan_changes": [planned.iteration for planned in plans[1:]],
+        "reasons_of_changes": {planned.iteration: planned.why for planned in plans if planned.why},
         "calls": _calls(last.plan, last_rows),
         "bytes_reallocated": sum(_bytes_sent(p.plan, rows, "reallocate") for p, rows in parts),
         "bytes_redistributed": sum(_bytes_sent(p.plan, rows, "transfer") for p, rows in parts),

@@ -20,8 +20,17 @@ from distributed.comm import CommClosedError
 from distributed.core import connect, rpc
 from prefect.exceptions import Abort
 
-from prefect_rlhf.flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
+from prefect_rlhf.flows.cluster.cluster import (
+    ClusterError,
+    DaskCluster,
+    Member,
+    another_rank,
+    found_cluster,
+    local_cluster,
+    slots_of,
+)
 from prefect_rlhf.flows.cluster.this_machine import gpus_here
+from prefect_rlhf.flows.run.device_loss import parts_left, smaller_plan
 from prefect_rlhf.flows.run.orders import ENDINGS, Order, Orders
 from prefect_rlhf.flows.run.planning import hardware_of, users_seconds
 from prefect_rlhf.flows.run.prepare import Prepared
@@ -31,6 +40,7 @@ from prefect_rlhf.flows.run.run_folder import ATTEMPTS
 from prefect_rlhf.flows.view.iterations import IterationView
 from prefect_rlhf.flows.view.prefect_api import PrefectApi
 from prefect_rlhf.flows.view.terminal import entering
+from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import HELD_OUT
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
@@ -68,6 +78,19 @@ class RunFailed(RuntimeError):
     """The run has ended without its last commit. The message has the cause, and where to continue from."""
 
 
+class DevicesLost(RunFailed):
+    """The attempt has ended because ranks were not there in time.
+
+    why       which, and for how long they were awaited
+    names     of their workers
+    rebuilds  since the last commit
+    """
+
+    def __init__(self, end: GaveUp, names: frozenset[str], rebuilds: int) -> None:
+        super().__init__(_ending(end))
+        self.why, self.names, self.rebuilds = end.reason, names, rebuilds
+
+
 class ControllerLost(RunFailed):
     """The attempt has lost its controller or scheduler. Another one can continue from the last commit.
 
@@ -97,7 +120,8 @@ class TrainingResult:
 
 class Attempts:
     """The attempts of a run, one after the other. When a controller or a scheduler is lost, devices were released, or
-    the plan changes, the next attempt continues from the last commit.
+    the plan changes, the next attempt continues from the last commit; with `on_device_loss: shrink` also when ranks
+    are lost, and when they are back.
 
     Attempts that end without a commit are counted together with rebuilds.
 
@@ -117,6 +141,10 @@ class Attempts:
         self._prepared, self._folder, self._blocks = prepared, folder, dict(blocks)
         self._view, self._orders = view, orders
         self._replanning, self._restarts = replanning, restarts
+        self._slots: list[Member | None] = []  # [devices of the whole cluster] the rank of each that is there
+        self._returned = False  # devices are back that the present plan does without
+        self._returned_at: int | None = None  # the commit at which it was taken
+        self._useless: set[str] = set()  # names of workers that came back and were lost again at once
 
     async def run(self, rebuilds: int) -> Order:
         """Until the run has reached its last iteration (CONTINUE, or STOP before that), or ends for another order.
@@ -127,17 +155,22 @@ class Attempts:
         while True:
             try:
                 result = await self._on_a_cluster(rebuilds, again)
-            except ControllerLost as lost:
+            except (ControllerLost, DevicesLost) as lost:
                 wanted = self._orders.wanted
                 if wanted is Order.END:
                     raise Abort(self._orders.why) from None
                 if wanted in ENDINGS and (wanted is not Order.STOP or newest_step(self._folder)):
                     return wanted  # which is at the last commit: nothing is gained by another attempt
+                if isinstance(lost, DevicesLost):
+                    raise
                 rebuilds, again = lost.rebuilds + 1, True
                 self._restarts.count(rebuilds, str(lost))
                 self._view.say(f"{lost}: a new attempt begins at the last commit")
                 continue
             order = result.order
+            if order is Order.RENEW:  # on a cluster that is found, or begun, anew
+                rebuilds, again = result.rebuilds, False
+                continue
             if order is Order.RELEASE:
                 order = await self._orders.released()
                 if order is Order.CONTINUE or (order is Order.STOP and not newest_step(self._folder)):
@@ -153,18 +186,86 @@ class Attempts:
         """An attempt on a cluster; where it ends for a change of plan, the next one on the same cluster."""
         self._view.starting()
         await self._change_plan()
-        needs = self._replanning.expectation.needs
+        needs, least = self._replanning.expectation.needs, self._least()
         with entering(
-            "cluster", cluster_of(self._prepared.config, self._folder, needs, again), self._view.say
+            "cluster", cluster_of(self._prepared.config, self._folder, needs, again, least), self._view.say
         ) as cluster:
-            while (result := await self._attempt(cluster, rebuilds)).order is Order.RENEW:
+            cluster = await self._fit_to(cluster)
+            while True:
+                try:
+                    result = await self._attempt(cluster, rebuilds)
+                except DevicesLost as lost:
+                    if self._prepared.config.on_device_loss != "shrink" or self._orders.wanted in ENDINGS:
+                        raise
+                    rebuilds, cluster = lost.rebuilds, await self._without(cluster, lost)
+                    continue
+                if result.order is not Order.RENEW:
+                    return result
                 rebuilds = result.rebuilds
                 await self._change_plan()
                 # The order came after the attempt had ended.
                 if self._orders.wanted in (Order.RELEASE, Order.LEAVE, Order.CANCEL):
                     self._orders.hold(result.committed_step)
                     return replace(result, order=self._orders.wanted)
-        return result
+                if self._returned:
+                    return result
+
+    def _least(self) -> int | None:
+        """Ranks with which a run that may shrink is content at once; None where it needs all."""
+        config = self._prepared.config
+        if config.on_device_loss != "shrink" or newest_step(self._folder) is None:
+            return None
+        return self._replanning.present.plan.n_devices
+
+    async def _fit_to(self, cluster: DaskCluster) -> DaskCluster:
+        """The cluster whose ranks are those of the present plan, which is another one where ranks are missing or are
+        back. Raises RunFailed."""
+        place, replanning = self._prepared.config.cluster, self._replanning
+        if self._prepared.config.on_device_loss != "shrink":
+            return cluster
+        more, self._returned = self._returned, False
+        if more:
+            self._returned_at = newest_step(self._folder) or 0
+        ranks = [rank for rank in cluster.ranks if rank.name not in self._useless]
+        self._slots = slots_of(ranks, place.n_hosts, place.per_host)
+        if None in self._slots:
+            return await self._shrunk(cluster, "devices are back" if more else "workers are missing", more)
+        if replanning.present.plan.n_devices < place.n_devices:
+            with _logged():
+                await replanning.return_to_all(newest_step(self._folder) or 0)
+            self._view.plan_changed(replanning.present.plan)
+        return cluster
+
+    async def _without(self, cluster: DaskCluster, lost: DevicesLost) -> DaskCluster:
+        """The cluster without lost ranks, with a plan for the others. Raises RunFailed."""
+        if self._returned_at == (newest_step(self._folder) or 0):
+            self._useless |= lost.names
+        self._slots = [None if rank is None or rank.name in lost.names else rank for rank in self._slots]
+        return await self._shrunk(cluster, lost.why)
+
+    async def _shrunk(self, cluster: DaskCluster, why: str, more: bool = False) -> DaskCluster:
+        """The part of a cluster that a plan uses. The present plan stays where a part of its size is left, unless
+        there are `more` devices than it was made for. Raises RunFailed."""
+        config, present = self._prepared.config, self._replanning.present.plan
+        parts = parts_left([rank is not None for rank in self._slots], config.cluster.per_host)
+        size = Cluster(present.n_devices // present.devices_per_host, present.devices_per_host)
+        part = None if more else next((part for part in parts if part.cluster == size), None)
+        if part is None:
+            self._view.say(f"{why}: searching for a plan for the devices that are left")
+            step = newest_step(self._folder) or 0
+            try:
+                part, plan, problem, _ = await asyncio.to_thread(smaller_plan, config, parts)
+            except ConfigError as error:
+                raise RunFailed(
+                    f"{why}, and there is no plan for the devices that are left: {error} {step} iterations are "
+                    "committed; resume to continue from there when the devices are back."
+                ) from None
+            why = f"{why}: {plan.n_devices} of {config.cluster.n_devices} devices"
+            with _logged():
+                await self._replanning.follow(step, plan, problem, why)
+            self._view.plan_changed(plan)
+        ranks = [self._slots[slot] for slot in part.slots]
+        return replace(cluster, ranks=tuple(rank for rank in ranks if rank is not None))
 
     async def _change_plan(self) -> None:
         """Change to the better plan, if one was found."""
@@ -190,14 +291,39 @@ class Attempts:
             peak_flops_per_s=expected.peak_flops_per_s,
             blocks=self._blocks,
         )
-        return await run_training(spec, cluster, on_event=self._hear, api=self._view.api, orders=self._orders)
+        watch = asyncio.create_task(self._watch_for_return(cluster))
+        try:
+            return await run_training(
+                spec, cluster, on_event=self._hear, api=self._view.api, orders=self._orders
+            )
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _watch_for_return(self, cluster: DaskCluster) -> None:
+        """End the attempt at its next commit when devices that it does without are back."""
+        if None not in self._slots:
+            return
+        await another_rank(cluster, {rank.name for rank in self._slots if rank} | self._useless)
+        self._view.say("a lost device is back: the run takes it at the next commit")
+        self._returned = True
+        self._orders.renew()
 
     def _hear(self, event: Any) -> None:
         """Show an event of the controller, and judge the plan by it."""
         self._replanning.on_event(event)
-        if self._replanning.better is not None:
+        if self._replanning.better is not None or self._returned:
             self._orders.renew()
         self._view.on_event(event)
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Raises RunFailed where a change of plan cannot be written down."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"the new plan could not be written to the log of plans: {error}") from error
 
 
 class Restarts:
@@ -252,10 +378,12 @@ def cluster_of(
     folder: Path,
     needs: Mapping[int, float] | None = None,
     again: bool = False,
+    least: int | None = None,
 ) -> Iterator[DaskCluster]:
-    """The cluster that a configuration names, or one of our own on this machine.
+    """The cluster that a configuration names, or one of our own on this machine, which has all its ranks.
 
     again  this process has lost it
+    least  as `form_cluster` takes it
     needs  rank -> bytes of tensors by the plan, which a cluster found by address must have room for
     """
     place = config.cluster
@@ -269,6 +397,7 @@ def cluster_of(
             assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
             needs=needs,
             again=again,
+            least=least,
         ) as cluster:
             yield cluster
     else:
@@ -433,7 +562,10 @@ class Training:
                     logger.warning("generation %d has ended: %s. Rebuilding the ranks.", generation, cause)
                 case Finished(step=step):
                     return step
-                case GaveUp() as end:
+                case GaveUp(missing=missing) as end:
+                    if missing:
+                        names = frozenset(self._spec.ranks[rank] for rank in missing)
+                        raise DevicesLost(end, names, self._rebuilds)
                     raise RunFailed(_ending(end))
 
     async def _watch_controller(self, comm: Any) -> None:
@@ -463,4 +595,4 @@ def _ending(end: GaveUp) -> str:
     where = "" if step is None else f"{step} iterations are committed; resume to continue from there."
     if end.traceback:
         return f"{end.reason}\n{end.traceback.rstrip()}\nCorrect that. {where}".rstrip()
-    return f"{end.reason} {where}".rstrip()
+    return f"{end.reason.removesuffix('.')}. {where}".rstrip()

@@ -36,10 +36,11 @@ _PLAN = TypeAdapter(ExecutionPlan)
 
 
 class RunPlan(Frozen):
-    """A plan of a run, and the first iteration that follows it."""
+    """A plan of a run, the first iteration that follows it, and why, other than that it is faster."""
 
     iteration: int = Field(ge=0)
     plan: ExecutionPlan
+    why: str = ""
 
 
 def plan_at(plans: Sequence[RunPlan], iteration: int) -> RunPlan:
@@ -48,11 +49,12 @@ def plan_at(plans: Sequence[RunPlan], iteration: int) -> RunPlan:
 
 
 class PlanChange(Frozen):
-    """A line of the log: the first iteration, the plan's file in the run folder, and its digest."""
+    """A line of the log: the first iteration, the plan's file in the run folder, its digest, and why it changed."""
 
     iteration: int = Field(ge=0)
     file: str = Field(pattern=r"^plan-[0-9]+\.json$")
     sha256: str
+    why: str = ""
 
 
 def plan_digest(plan: ExecutionPlan) -> str:
@@ -81,10 +83,13 @@ def _without_nothing(document: Any) -> Any:
     }
 
 
-def log_change(folder: Path, iteration: int, plan: ExecutionPlan) -> PlanChange:
-    """Write a plan into the run folder, append its first iteration to the log, and sync both. Raises OSError."""
+def log_change(folder: Path, iteration: int, plan: ExecutionPlan, why: str = "") -> PlanChange:
+    """Write a plan into the run folder, append its first iteration to the log, and sync both. Raises OSError.
+
+    why  other than that it is faster
+    """
     file = f"plan-{2 + len(_lines(folder / CHANGES))}.json"
-    change = PlanChange(iteration=iteration, file=file, sha256=plan_digest(plan))
+    change = PlanChange(iteration=iteration, file=file, sha256=plan_digest(plan), why=why)
     write_file(folder / file, plan.model_dump_json(indent=1).encode())
     _append(folder / CHANGES, change.model_dump_json())
     sync(folder)
@@ -94,7 +99,7 @@ def log_change(folder: Path, iteration: int, plan: ExecutionPlan) -> PlanChange:
 def logged_changes(folder: Path) -> tuple[RunPlan, ...]:
     """The plans that a run has changed to, in order. Raises ConfigError naming a missing or changed file."""
     return tuple(
-        RunPlan(iteration=change.iteration, plan=_read(folder / change.file, change))
+        RunPlan(iteration=change.iteration, plan=_read(folder / change.file, change), why=change.why)
         for change in _changes(folder)
     )
 

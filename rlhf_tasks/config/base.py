@@ -79,7 +79,7 @@ class RunConfig(Settings):
             "keep_last",
             "report_to",
         ),
-        "Execution": ("cluster", "plan", "planning", "patience", "max_restarts"),
+        "Execution": ("cluster", "plan", "planning", "patience", "max_restarts", "on_device_loss"),
         "Fixed": ("type",),
     }
     pairs: ClassVar[tuple[Pair, ...]] = ()
@@ -144,6 +144,12 @@ class RunConfig(Settings):
     )
     max_restarts: int = Field(
         default=3, ge=0, le=10**6, description="Restarts of the ranks that are allowed between two commits."
+    )
+    on_device_loss: Literal["wait", "shrink", "stop"] = Field(
+        default="wait",
+        description="Where a rank has not come back 310 s after a fault (times a patience above 1): wait again, as "
+        "often as max_restarts allows; shrink: continue from the last commit by a plan for the devices that are "
+        "left, until others are back; stop: end there.",
     )
 
     if not TYPE_CHECKING:  # pyright knows the fields
@@ -241,6 +247,7 @@ class RunConfig(Settings):
             snapshot_every="auto" if isinstance(self.snapshot_every, str) else self.snapshot_every,
             snapshot_max_s=most_lost_s(self.snapshot_every),
             evaluated_every=self.evaluated_every,
+            awaits_lost=self.on_device_loss == "wait",
         )
 
     @model_validator(mode="before")

@@ -81,6 +81,8 @@ class Limits(Settings):
     io_least_bytes_per_s  bytes per second that count as progress, over `io_floor_s` seconds
     evaluated_every       iterations between further snapshots, since their evaluations may be the best; None:
                           none
+    awaits_lost           whether ranks that have not come back in time are awaited again, while `max_restarts` allows
+                          it; otherwise the attempt ends
     """
 
     patience: float = 1.0
@@ -92,10 +94,11 @@ class Limits(Settings):
     snapshot_every: int | Literal["auto"]
     snapshot_max_s: float
     evaluated_every: int | None = None
+    awaits_lost: bool = True
 
     @classmethod
-    def of(cls, patience: float = 1.0, max_restarts: int = 3, **cadence: Any) -> Self:
-        """The values for those of a configuration; `cadence`: the fields about snapshots."""
+    def of(cls, patience: float = 1.0, max_restarts: int = 3, **others: Any) -> Self:
+        """The values for those of a configuration; `others`: the fields about snapshots and lost ranks."""
         return cls(
             patience=patience,
             deadline_floor_s=120.0 * patience,
@@ -103,7 +106,7 @@ class Limits(Settings):
             io_floor_s=300.0 * patience,
             io_least_bytes_per_s=1e6 / patience,  # the same bytes in a longer time
             max_restarts=max_restarts,
-            **cadence,
+            **others,
         )
 
 

@@ -178,6 +178,11 @@ class Attempt:
         assert self._ledger is not None, "the attempt has not started"
         return self._ledger
 
+    @property
+    def unreached(self) -> tuple[int, ...]:
+        """Ranks that `start` has not reached yet, or not at all."""
+        return tuple(rank for rank, link in enumerate(self._links) if link.process is None)
+
     # --- life -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:

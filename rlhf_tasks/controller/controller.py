@@ -114,7 +114,9 @@ async def _start(attempt: Attempt, writer: Writer) -> None:
     """Start an attempt. If that fails, tell the flow why."""
     try:
         await attempt.start()
-    except (RankMissing, CheckpointError) as error:
+    except RankMissing as error:
+        writer.put(GaveUp(reason=str(error), missing=attempt.unreached))
+    except CheckpointError as error:
         writer.put(GaveUp(reason=str(error)))
     except Exception as error:
         logger.exception("run %s cannot start", attempt.spec.run)

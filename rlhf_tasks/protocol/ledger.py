@@ -12,7 +12,8 @@ after a fault. docs/explanation/protocol.md says what holds.
                  │                                                        ▼
                  └── a new generation ◄── SUSPECTING ◄── error, loss, refusal, silence past a deadline
                                               │
-                                              └── too often, or it would repeat ──► ENDING ──► GaveUp
+                                              └── too often, it would repeat, ──► ENDING ──► GaveUp
+                                                  or ranks are missing
 
 `_advance` does all that has become possible after a stimulus.
 """
@@ -52,7 +53,9 @@ class Phase(Enum):
     RESTORING = "all ranks join the groups and load the last commit"
     RUNNING = "iterations may be entered"
     SUSPECTING = "an error was reported; the loss of a rank that explains it may be reported within a moment"
-    ENDING = "a failure that a retry would repeat: complete snapshots are committed, then the attempt ends"
+    ENDING = (
+        "a retry would fail again, or ranks are missing: what is complete is committed, then the attempt ends"
+    )
     STOPPED = "finished or given up"
 
 
@@ -108,6 +111,7 @@ class Ledger:
             raise ValueError(f"the plan needs {plan.n_devices} devices; there are {n_ranks} ranks.")
         self.last_iteration = total_iterations - 1
         self.max_rebuilds = limits.max_restarts  # without a commit in between; one more ends the attempt
+        self.awaits_lost = limits.awaits_lost
         self.timeouts = timeouts or Timeouts.of(limits.patience)
         self.pace = pace = Pace(limits.io_floor_s, limits.io_least_bytes_per_s)
         deadlines = Deadlines(
@@ -318,6 +322,8 @@ class Ledger:
         if self._suspect is not None and now > self._suspect_until:
             return self._declare(self._suspect, now)
         cause = self._overdue(now)
+        if cause is not None and cause.missing and not self.awaits_lost:
+            return self._end_by(replace(cause, lasting=True), now)
         if cause is not None:
             return self._declare(cause, now)
         return self._rebuild.tick(now) if self.phase is Phase.RESETTING else []
@@ -412,7 +418,9 @@ class Ledger:
 
     def _give_up(self, reason: str, traceback: str = "") -> list[LedgerInstruction]:
         self._move(Phase.STOPPED)
-        return [GaveUp(reason=reason, committed_step=self.committed_step, traceback=traceback)]
+        missing = self.fault.ranks if self.fault is not None and self.fault.missing else ()
+        step = self.committed_step
+        return [GaveUp(reason=reason, committed_step=step, traceback=traceback, missing=missing)]
 
     def _overdue(self, now: float) -> Cause | None:
         """The first wait, other than that for a commit, that is past its deadline."""
@@ -436,7 +444,7 @@ class Ledger:
         return Cause(error, (rank,), node, iteration)
 
     def _end_by(self, cause: Cause, now: float) -> list[LedgerInstruction]:
-        """End the attempt after a failure that a retry would repeat: commit what can be, abort the rest."""
+        """End the attempt, for a retry would fail again or ranks are missing: commit what can be, abort the rest."""
         instructions = self._abort(cause)
         self._move(Phase.ENDING)
         return instructions + self._advance(now)

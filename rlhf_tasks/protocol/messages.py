@@ -35,6 +35,7 @@ class Cause:
     """Why iterations were aborted: which ranks, in which node of which iteration, and what happened.
 
     lasting  no rank is at fault, and a repeated iteration would fail again
+    missing  the ranks have not come back in time
     """
 
     error: str
@@ -43,6 +44,7 @@ class Cause:
     iteration: int | None = None
     traceback: str = ""
     lasting: bool = False
+    missing: bool = False
 
     def __str__(self) -> str:
         where: list[str] = []
@@ -350,12 +352,14 @@ class GaveUp(Frozen):
     """The attempt has ended or was refused. The next one starts at `committed_step`.
 
     traceback  of the user's code, if that is the cause
+    missing    ranks that were not there in time, if that is the cause
     """
 
     kind: Literal["gave_up"] = "gave_up"
     reason: str
     committed_step: int | None = None
     traceback: str = ""
+    missing: tuple[int, ...] = ()
 
 
 Event = (

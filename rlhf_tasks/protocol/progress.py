@@ -365,7 +365,8 @@ class Rebuild:
         self.pace = pace
         self.states = {r: RankState.DOWN if r in down else RankState.RESETTING for r in range(n_ranks)}
         self._count = Counter(self.states.values())
-        self._restarts_until = now + timeouts.reset_s + timeouts.restart_s
+        self.awaited_s = timeouts.reset_s + timeouts.restart_s
+        self._restarts_until = now + self.awaited_s
         self._reset_until = dict.fromkeys(self.states, now + timeouts.reset_s)
         self._restoring: Headway | None = None
 
@@ -445,7 +446,7 @@ class Rebuild:
         if self._restoring is None:
             late = tuple(r for r, s in self.states.items() if s is not RankState.CLEAN)
             if late and now > self._restarts_until:
-                return Cause("did not come back after the reset", late)
+                return Cause(f"did not come back within {self.awaited_s:g} s", late, missing=True)
             return None
         late = tuple(r for r, s in self.states.items() if s is not RankState.RESTORED)
         if late and self._restoring.overdue(now):

@@ -11,8 +11,10 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 from prefect_rlhf.flows.demo import MODEL, write_demo_data, write_model_folder
+from prefect_rlhf.rlhf_tasks.checkpoint.changes import CHANGES, logged_changes, plan_digest
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
-from tests.committed import assert_same_run, generations_of
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import read_manifest
+from tests.committed import assert_same_run, generations_of, metrics_of
 from tests.flows.cluster.test_tls import make_certificates
 from tests.flows.dask_commands import CONTROLLER, RANK, SAFE, dask_command
 from tests.flows.marked_command import MarkedCommand
@@ -36,7 +38,7 @@ Work = Callable[..., dict[str, Any]]  # (folder, **changes) -> a run's configura
 
 def tiny(folder: Path, **changes: Any) -> dict[str, Any]:
     """PPO at the smallest size."""
-    return ppo_config(folder, total_iterations=ITERATIONS, **changes).model_dump(mode="json")
+    return ppo_config(folder, **{"total_iterations": ITERATIONS, **changes}).model_dump(mode="json")
 
 
 def the_demos(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -93,13 +95,15 @@ class Cluster(NamedTuple):
             inside=self.hosts.first.inside,
         )
 
-    def undisturbed(self, work: Work = tiny) -> Path:
+    def undisturbed(self, work: Work = tiny, **changes: Any) -> Path:
         """The folder of the same run on one host, by a cluster of its own."""
-        finish(self.folder / "one-host.log", self._command(work, "one-host", {"devices_per_host": 2}))
+        command = self._command(work, "one-host", {"devices_per_host": 2}, **changes)
+        finish(self.folder / "one-host.log", command)
         return self.folder / "runs" / "one-host"
 
     def _command(self, work: Work, name: str, place: dict[str, Any], **changes: Any) -> list[str]:
-        return command_of(self.folder, work(self.folder, name=name, plan=TWO_RANKS, cluster=place, **changes))
+        settings = {"plan": TWO_RANKS, **changes}
+        return command_of(self.folder, work(self.folder, name=name, cluster=place, **settings))
 
 
 @pytest.fixture
@@ -146,6 +150,47 @@ def test_a_host_that_was_cut_off_takes_part_again_and_the_bits_are_the_same(clus
         run.assert_gone()
     assert_began_anew(folder)
     assert_same_run(folder, cluster.undisturbed())
+
+
+SHRINKS = {"plan": "heuristic", "dtype": "float64", "keep_last": 100, "on_device_loss": "shrink"}
+LONG = 60  # iterations, each of at least SLOW_S: the host is back long before the last one
+SLOW_S = 2.0
+
+
+@pytest.mark.parametrize("iterations", [ITERATIONS, LONG], ids=["for good", "and returns"])
+def test_a_run_continues_without_a_host_that_is_cut_off_and_takes_it_back(cluster: Cluster, iterations: int):
+    first, second = cluster.hosts.first, cluster.hosts.second
+    folder, returns = cluster.folder / "runs" / "cut", iterations == LONG
+    slow = {"PREFECT_RLHF_FAILPOINT": f"fetch:delay={SLOW_S}"} if returns else {}
+    changes = {**SHRINKS, "total_iterations": iterations}
+    with (
+        cluster.scheduler(),
+        cluster.worker(first, *CONTROLLER),
+        cluster.worker(first, *RANK, **slow),
+        cluster.worker(second, *NAMED, again=True, **slow),
+        cluster.run("cut", patience=PATIENCE, **changes) as run,
+    ):
+        run.wait_until(step_folder(folder, 1).exists)
+        cluster.hosts.cut_off_second()
+        run.wait_until((folder / CHANGES).exists, 600)
+        if returns:
+            cluster.hosts.join_second()
+        assert run.process.wait(900) == 0, run.output
+        run.assert_gone()
+    changed = logged_changes(folder)
+    assert [change.plan.n_devices for change in changed] == [1, 2][: len(changed)]
+    assert len(changed) == 1 + returns
+    assert changed[0].why == "rank 1: did not come back within 310 s: 1 of 2 devices"
+    assert read_manifest(step_folder(folder, iterations)).plan_sha256 == plan_digest(changed[-1].plan)
+    assert_same_learning(folder, cluster.undisturbed(**changes))
+
+
+def assert_same_learning(folder: Path, undisturbed: Path) -> None:
+    """All metrics of all iterations are equal but for rounding, which differs between layouts."""
+    ours, theirs = metrics_of(folder), metrics_of(undisturbed)
+    assert len(ours) == len(theirs)
+    for row, reference in zip(ours, theirs, strict=True):
+        assert row == pytest.approx(reference, rel=1e-9, abs=1e-12)
 
 
 @contextmanager

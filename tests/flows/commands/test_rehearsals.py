@@ -110,7 +110,7 @@ def test_a_run_that_gives_up_has_status_1(rehearse, tmp_path):
     status, out, _ = rehearse("--faults", faults, "snapshot_every=10")
     assert status == 1
     assert "Failed after" in out
-    assert "the run gave up: ranks 0, 1, 2, 3 and 4 more: did not come back after the reset" in out
+    assert "the run gave up: ranks 0, 1, 2, 3 and 4 more: did not come back within 310 s" in out
 
 
 @pytest.mark.parametrize(

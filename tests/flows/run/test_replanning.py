@@ -107,7 +107,8 @@ def test_drift_leads_to_a_new_plan(watched, expected, tmp_path, monkeypatch):
     )
     assert watching.present.plan == small_plan(), "until the attempt has ended"
 
-    monkeypatch.setattr(watching, "_priced", lambda plan: expected)
+    monkeypatch.setattr(watching, "_problem", lambda: None)
+    monkeypatch.setattr(replanning, "planned", lambda config, plan, problem: expected)
     assert asyncio.run(watching.take(9))
     assert (watching.present.iteration, watching.present.plan) == (9, swapped_plan())
     assert logged_changes(tmp_path) == watching.plans[1:]
@@ -119,10 +120,10 @@ def test_a_change_that_cannot_be_priced_is_none(watched, tmp_path, monkeypatch):
     watching, _, _, said = watched
     follow(watching, 2.0, 9)
 
-    def refuse(plan):
+    def refuse():
         raise ConfigError("cluster.yaml is gone")
 
-    monkeypatch.setattr(watching, "_priced", refuse)
+    monkeypatch.setattr(watching, "_problem", refuse)
     assert not asyncio.run(watching.take(9))
     assert said[-1].endswith("cluster.yaml is gone")
     assert len(watching.plans) == 1
@@ -132,7 +133,8 @@ def test_a_change_that_cannot_be_priced_is_none(watched, tmp_path, monkeypatch):
 def test_a_change_that_cannot_be_written_down_is_none(watched, tmp_path, monkeypatch):
     watching, _, _, said = watched
     follow(watching, 2.0, 9)
-    monkeypatch.setattr(watching, "_priced", lambda plan: watching.expected[0])
+    monkeypatch.setattr(watching, "_problem", lambda: None)
+    monkeypatch.setattr(replanning, "planned", lambda *_: watching.expected[0])
     (tmp_path / "plan-2.json").mkdir()
     assert not asyncio.run(watching.take(9))
     assert "the plan stays: the new one could not be priced or written to the log of plans" in said[-1]

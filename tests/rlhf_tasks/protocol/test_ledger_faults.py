@@ -158,6 +158,27 @@ def test_a_rank_that_is_still_away_when_a_rebuild_fails_is_awaited_by_the_next_o
     assert books.tick(140.1)[1:] == [ResetRank(0, 1), RestartRank(1, lost=True)]
 
 
+@pytest.mark.parametrize("awaits_lost", [True, False])
+def test_ranks_that_do_not_come_back_are_awaited_again_or_end_the_attempt_with_what_is_complete(awaits_lost):
+    books = running(timeouts=Timeouts(reset_s=20, restart_s=120), awaits_lost=awaits_lost)
+    books.enter(0, 0, 0)
+    do_nodes(books, 0)
+    do_parts(books, 0)
+    books.rank_lost(1, "killed", 1)
+    books.rank_reset(0, 1, 2)
+    assert books.tick(140) == []
+    told = books.tick(142)
+    cause = Cause("did not come back within 140 s", (1,), missing=True, lasting=not awaits_lost)
+    assert told[0] == Faulted(generation=1, cause=cause)
+    if awaits_lost:
+        assert RestartRank(1, lost=True) in told
+        return
+    assert kinds(told) == [Faulted], "the commit of iteration 1 is being written"
+    assert books.commit_done(1, 143)[-1] == GaveUp(
+        reason="rank 1: did not come back within 140 s", committed_step=1, missing=(1,)
+    )
+
+
 def test_a_rank_that_cannot_reset_gets_a_new_process():
     books = ledger()
     books.start(0)
