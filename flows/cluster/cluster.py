@@ -468,16 +468,16 @@ async def another_rank(cluster: DaskCluster, known: Container[str]) -> None:
 
 async def _has_another(cluster: DaskCluster, known: Container[str]) -> bool:
     with suppress(OSError, ClusterError):  # no scheduler answers; workers that offer several devices
-        workers = (await _asked(cluster, cluster.scheduler_address))["workers"]
+        workers = (await _identity(cluster, cluster.scheduler_address))["workers"]
         for rank in ranks_and_controllers(workers)[0]:
             if rank.name not in known:
                 with suppress(OSError):
-                    await _asked(cluster, rank.address)
+                    await _identity(cluster, rank.address)
                     return True
     return False
 
 
-async def _asked(cluster: DaskCluster, address: str) -> Any:
+async def _identity(cluster: DaskCluster, address: str) -> Any:
     """What a scheduler or worker says of itself. Raises OSError where it does not answer."""
     async with rpc(address, connection_args=cluster.connection_args) as connection:
         return await asyncio.wait_for(connection.identity(), BACK_ANSWER_S)

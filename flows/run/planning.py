@@ -455,9 +455,6 @@ def limits_of(mode: str, time_limit_s: float) -> dict[str, float]:
     return {each: time_limit_s if each == mode else min(time_limit_s, SHORT_S) for each in ("search", "mcmc")}
 
 
-# --- one plan ---
-
-
 def made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
     """The plan that is searched, or the heuristic's; it fits memory."""
     try:

@@ -296,7 +296,7 @@ def test_a_rank_is_back_when_it_has_answered_twice(monkeypatch):
             raise OSError("no answer")
         return {}
 
-    monkeypatch.setattr(cluster, "_asked", identity)
+    monkeypatch.setattr(cluster, "_identity", identity)
     found = DaskCluster("tcp://s:1", (), Member("boss", "at-boss", "a"), None)
     asyncio.run(asyncio.wait_for(another_rank(found, {"a"}), 20))
     assert answers == []

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from prefect_rlhf.flows.demo import write_model_folder
-from prefect_rlhf.flows.run import prepare
+from prefect_rlhf.flows.run import planning, prepare
 from prefect_rlhf.flows.run.planning import hardware_of, problem_of, profile_folder
 from prefect_rlhf.flows.run.prepare import make_plan
 from prefect_rlhf.flows.run.run_identity import model_digests
@@ -56,7 +56,7 @@ def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
         asked.update(mode=mode, time_limit_s=time_limit_s, seed=seed)
         return find_plan(problem, "heuristic", 60.0)
 
-    monkeypatch.setattr(prepare, "find_plan", find)
+    monkeypatch.setattr(planning, "find_plan", find)
     config = auto(seed=7)
     plan = plan_of(config)
     assert asked == {"mode": "search", "time_limit_s": 2.0, "seed": 7}
@@ -70,7 +70,7 @@ def test_ctrl_c_in_a_search_ends_the_run_that_it_is_for(monkeypatch):
             time.sleep(0.01)
         return find_plan(problem, "heuristic", 60.0)
 
-    monkeypatch.setattr(prepare, "find_plan", find)
+    monkeypatch.setattr(planning, "find_plan", find)
     with pytest.raises(KeyboardInterrupt):
         plan_of(auto(seed=7))
 
@@ -202,7 +202,7 @@ def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
     def find(*arguments, **options):
         raise AssertionError("planned anew")
 
-    monkeypatch.setattr(prepare, "find_plan", find)
+    monkeypatch.setattr(planning, "find_plan", find)
     config = auto()
     plan = plan_of(config, kept)
     assert json.loads(plan.model_dump_json()) == json.loads((kept / PLAN).read_text())
