@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 324,
-    "hundreds of lines": 707,
+    "hundreds of lines": 709,
     "lines of the longest file": 650,
     "modules of the fullest folder": 16,
     "configuration paths of PPO": 138,
