@@ -1,0 +1,315 @@
+"""The formats in which models call tools, read from a turn's text: a table, chosen by what a chat template writes.
+
+A model writes calls as its template does. What looks like a call and is none is Malformed: a sentence for the model,
+which says what to change. Reads what a model has written, so nothing in it may raise. Imports the standard library
+only.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """A call of a tool. id: as the model has named it; "" where it has not"""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
+class Malformed(NamedTuple):
+    """What is no call of a tool, though it was meant as one.
+
+    name  of the tool, as far as it can be read; else ""
+    """
+
+    reason: str
+    name: str = ""
+    id: str = ""
+
+
+Read = Call | Malformed
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Name of a tool -> the JSON schema of its parameters."""
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_TYPED = json.JSONDecoder(parse_constant=lambda name: _refuse(f"{name} is no JSON"))
+_SPACES = re.compile(r"[\s;,]*")
+_THOUGHT = "</think>"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of calls.
+
+    marks  texts of a chat template by which it is recognised: all of one of these groups
+    read   (the text of a turn, schemas) -> its calls, not yet compared with the schemas
+    """
+
+    marks: Sequence[Sequence[str]]
+    read: Callable[[str, Schemas], Iterator[Read]]
+
+
+def format_of(template: str) -> str | None:
+    """The name of the format in which a chat template writes calls; None where it is none that is known."""
+    for name, known in FORMATS.items():
+        if any(all(mark in template for mark in marks) for marks in known.marks):
+            return name
+    return None
+
+
+def calls_of(text: str, name: str, schemas: Schemas) -> list[Read]:
+    """The calls in a turn, in their order; none where it is an answer.
+
+    text  with the special tokens that the model has drawn, but without the token that ended the turn
+    name  of a format
+    A call of a tool that there is not, or with arguments that the tool's schema does not take, is Malformed.
+    """
+    return [_checked(each, schemas) for each in FORMATS[name].read(text, schemas)]
+
+
+def _refuse(reason: str) -> Any:
+    raise ValueError(reason)
+
+
+def _hermes(text: str, schemas: Schemas) -> Iterator[Read]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, after any thoughts."""
+    for inner, is_closed in _between(text, "<tool_call>", "</tool_call>"):
+        yield _of_json(inner) if is_closed else Malformed("</tool_call> is missing", _name_in(inner))
+
+
+def _xml(text: str, schemas: Schemas) -> Iterator[Read]:
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+    A value of a parameter that is no string is JSON.
+    """
+    for inner, is_closed in _between(text, "<tool_call>", "</tool_call>"):
+        name = re.match(r"\s*<function=([^>\n]*)>", inner)
+        if name is None:
+            yield Malformed("<function=NAME> must follow <tool_call>")
+            continue
+        called, rest = name[1].strip(), inner[name.end() :]
+        if not is_closed or "</function>" not in rest:
+            missing = "</function>" if "</function>" not in rest else "</tool_call>"
+            yield Malformed(f"{missing} is missing", called)
+            continue
+        body, _, after = rest.rpartition("</function>")
+        yield (
+            Malformed("text follows </function>", called)
+            if after.strip()
+            else _of_parameters(called, body, schemas)
+        )
+
+
+def _of_parameters(called: str, body: str, schemas: Schemas) -> Read:
+    arguments: dict[str, Any] = {}
+    place = 0
+    for found in re.finditer(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>", body, re.DOTALL):
+        if found.start() != place:
+            break
+        key, value = found[1].strip(), found[2].removeprefix("\n").removesuffix("\n")
+        if key in arguments:
+            return Malformed(f"the parameter {key!r} stands there twice", called)
+        arguments[key] = _of_text(value, _properties(schemas.get(called, {})).get(key, {}))
+        place = found.end()
+    if body[place:].strip():
+        return Malformed("between the parameters stands other text, or </parameter> is missing", called)
+    return Call(called, arguments)
+
+
+def _of_text(value: str, schema: Mapping[str, Any]) -> Any:
+    """A value that is written as text. What is neither a string nor JSON stays a text, which its schema refuses."""
+    if "type" in schema and _fits(value, schema):
+        return value
+    try:
+        return _TYPED.decode({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value))
+    except (ValueError, RecursionError):
+        return value
+
+
+def _llama(text: str, schemas: Schemas) -> Iterator[Read]:
+    """`{"name": ..., "parameters": {...}}` as the whole turn, maybe behind <|python_tag|>; several with ; between."""
+    text = text.strip()
+    body = text.removeprefix("<|python_tag|>")
+    if body is text and re.match(r'\{\s*"name"', text) is None:
+        return
+    yield from _one_after_another(body.strip())
+
+
+def _one_after_another(text: str) -> Iterator[Read]:
+    place = 0
+    while place < len(text) or not text:
+        try:
+            value, place = _TYPED.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            yield Malformed(_no_json(error), _name_in(text[place:]))
+            return
+        yield _of_value(value)
+        place = _SPACES.match(text, place).end()  # type: ignore[union-attr]  # it matches an empty text too
+
+
+def _mistral(text: str, schemas: Schemas) -> Iterator[Read]:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each."""
+    for part in text.split("[TOOL_CALLS]")[1:]:
+        inner = part.strip()
+        if inner.startswith("["):
+            try:
+                listed = _TYPED.decode(inner)
+            except (ValueError, RecursionError) as error:
+                yield Malformed(_no_json(error), _name_in(inner))
+                continue
+            yield from map(_of_value, listed or [None])
+            continue
+        named = re.match(r"([^\s\[{]+)(?:\[CALL_ID\]([^\s\[]*))?\s*(?:\[ARGS\]|(?=\{))", inner)
+        if named is None:
+            yield Malformed("after [TOOL_CALLS] must stand a JSON list of calls, or NAME[ARGS]{...}")
+            continue
+        yield _of_arguments(named[1], inner[named.end() :], named[2] or "")
+
+
+def _harmony(text: str, schemas: Schemas) -> Iterator[Read]:
+    """Messages of channels, of which one `to=functions.NAME` is a call: `<|message|>{...}`."""
+    for message in text.split("<|start|>"):
+        header, opened, body = message.partition("<|message|>")
+        to = re.search(r"\bto=(\S+?)(?=[\s<]|$)", header)
+        if to is None or to[1] == "assistant":
+            continue
+        name = to[1].removeprefix("functions.")
+        if name == to[1]:
+            yield Malformed(f"a call is to=functions.NAME, not to={to[1]}", name)
+        elif not opened:
+            yield Malformed("<|message|> with the arguments is missing", name)
+        else:
+            yield _of_arguments(name, re.split(r"<\|(?:call|end|return)\|>", body)[0])
+
+
+FORMATS: Mapping[str, Format] = {
+    "xml": Format([["<tool_call>", "<function="]], _xml),
+    "hermes": Format([["<tool_call>"]], _hermes),
+    "mistral": Format([["[TOOL_CALLS]"]], _mistral),
+    "harmony": Format([["<|channel|>", "to=functions."]], _harmony),
+    "llama": Format([["<|python_tag|>"], ["ipython", '"parameters": ']], _llama),
+}
+"""Name -> format: of Qwen3-Coder and 3.5, of Hermes and Qwen 2.5 and 3, of Mistral, of GPT-OSS, of Llama 3."""
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, bool]]:
+    """The texts that an opening begins, after any thoughts, and whether each is closed."""
+    for part in text.rpartition(_THOUGHT)[2].split(opening)[1:]:
+        inner, closed, _ = part.partition(closing)
+        yield inner, bool(closed)
+
+
+def _of_json(text: str) -> Read:
+    try:
+        return _of_value(_TYPED.decode(text.strip()))
+    except (ValueError, RecursionError) as error:
+        return Malformed(_no_json(error), _name_in(text))
+
+
+def _of_value(value: Any) -> Read:
+    """The call that a JSON value is."""
+    if not isinstance(value, dict):
+        return Malformed("a call is a JSON object with name and arguments")
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not name:
+        return Malformed("the call has no name")
+    named = value.get("id")
+    number = named if isinstance(named, str) else ""
+    if isinstance(arguments, str):  # as OpenAI's interface has them
+        return _of_arguments(name, arguments, number)
+    if not isinstance(arguments, dict):
+        return Malformed("the arguments are no JSON object", name, number)
+    return Call(name, arguments, number)
+
+
+def _of_arguments(name: str, text: str, number: str = "") -> Read:
+    """A call whose arguments are JSON."""
+    try:
+        arguments = _TYPED.decode(text.strip())
+    except (ValueError, RecursionError) as error:
+        return Malformed(_no_json(error), name, number)
+    if not isinstance(arguments, dict):
+        return Malformed("the arguments are no JSON object", name, number)
+    return Call(name, arguments, number)
+
+
+def _no_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is no valid JSON: {error.msg} at character {error.pos}"
+    return "it is no valid JSON"
+
+
+def _name_in(text: str) -> str:
+    named = re.search(r'"name"\s*:\s*"([^"\\\n]{1,64})"', text)
+    return named[1] if named else ""
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    return schema.get("properties") or {}
+
+
+def _checked(read: Read, schemas: Schemas) -> Read:
+    """A call, or why a tool does not take it."""
+    if isinstance(read, Malformed):
+        return read
+    if read.name not in schemas:
+        return Malformed(
+            f"there is no tool {read.name[:64]!r}; there are {', '.join(schemas)}", read.name, read.id
+        )
+    schema = schemas[read.name]
+    properties = _properties(schema)
+    missing = [key for key in schema.get("required") or () if key not in read.arguments]
+    unknown = [key for key in read.arguments if key not in properties]
+    wrong = [
+        key
+        for key, value in read.arguments.items()
+        if key not in unknown and not _fits(value, properties[key])
+    ]
+    reason = (
+        f"the argument {missing[0]!r} is missing"
+        if missing
+        else f"there is no argument {unknown[0][:64]!r}; there are {', '.join(properties) or 'none'}"
+        if unknown
+        else f"the argument {wrong[0]!r} must be of {json.dumps(_stated(properties[wrong[0]]))}"
+        if wrong
+        else ""
+    )
+    return Malformed(reason, read.name, read.id) if reason else read
+
+
+def _stated(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: value for key, value in schema.items() if key != "description"}
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a JSON value is of a schema, as far as transformers writes such from a function's types."""
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema and not any(_fits(value, each) for each in schema["anyOf"]):
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    stated = schema.get("type")
+    kinds = [stated] if isinstance(stated, str) else stated or []
+    if kinds and not any(_is_of(value, kind) for kind in kinds):
+        return False
+    items = schema.get("items")
+    return not (isinstance(value, list) and items) or all(_fits(each, items) for each in value)
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _KINDS.get(kind, (object,)))
