@@ -41,6 +41,8 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "adr"),
 ]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WIDTH = 102
+"""Characters of code that a page of the site shows in a line."""
 LANGUAGES = {"sh", "yaml", "python", "toml", "text"}
 NORUN = {
     "docs/how-to/kubernetes.md": 1,
@@ -107,6 +109,13 @@ def test_code_stands_between_fences(page: Path):
     """An indented block has no language, so nothing could try it."""
     prose = FENCE.sub("", page.read_text(encoding="utf-8"))
     assert not re.search(r"\n\n {4,}\S", prose)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
+def test_no_line_of_code_is_cut_on_the_site(block: Block):
+    """A reader should not have to scroll sideways."""
+    if block.page.startswith("docs/"):
+        assert not [line for line in block.text.splitlines() if len(line) > WIDTH]
 
 
 def test_blocks_that_are_not_tried_become_fewer():
