@@ -51,6 +51,8 @@ FOLLOWED = {"docs/tutorial.md"}
 """Pages that a test of their own follows."""
 SLOW = {"run", "doctor", "profile", "generate", "chat", "export", "ui", "python", "pause", "plan", "rehearse"}
 """Commands that load a model, search a plan, or start ranks or servers."""
+LONG = {f"docs/how-to/{name}.md" for name in ("check-a-model", "pause", "plan", "several-gpus")}
+"""Pages whose commands take minutes: not in continuous integration."""
 FINISHED = ("a", "b", "NAME")
 """Runs that pages name: copies of the run `sums`."""
 
@@ -267,8 +269,10 @@ SPECIAL: dict[str, Callable[[Shell, list[str]], None]] = {
 
 
 def marks_of(page: Printed) -> list[pytest.MarkDecorator]:
-    slow = [pytest.mark.whole, pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1500)]
-    return slow if page.is_slow else []
+    if not page.is_slow:
+        return []
+    often = [] if page.page in LONG else [pytest.mark.whole]
+    return [*often, pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("page", [pytest.param(each, marks=marks_of(each), id=each.page) for each in PAGES])
