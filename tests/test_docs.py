@@ -18,6 +18,9 @@ PAGES = sorted(
 PACKAGES = ("bench", "blocks", "deployments", "docs", "flows", "planner", "rlhf_tasks", "tests")
 NAMED = re.compile(rf"(?<![\w/.-])(?:{'|'.join(PACKAGES)})/[\w./-]*\w")
 WORDS_OF_A_DECISION = 250
+WORDS_OF_ALL_PAGES = 21_000
+"""Of tutorial, how-to pages, explanation, algorithms and models, code included; about 20,000 are wanted."""
+NOT_READ_THROUGH = ("adr", "roadmap.md", "measured.md")
 
 
 def anchors(page: Path) -> set[str]:
@@ -54,6 +57,16 @@ def test_every_page_that_code_names_exists():
 def test_a_decision_is_short(page: Path):
     _title, text = page.read_text().split("\n", 1)
     assert len(text.split()) <= WORDS_OF_A_DECISION
+
+
+def test_the_pages_together_are_short():
+    """Bars of tables are no words, and a table that a test writes is not read through."""
+    words = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        if page.relative_to(ROOT / "docs").parts[0] not in NOT_READ_THROUGH:
+            text = re.sub(r"<!-- written by .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+            words += sum(1 for word in text.split() if re.search(r"\w", word))
+    assert words <= WORDS_OF_ALL_PAGES
 
 
 @pytest.mark.slow
