@@ -42,6 +42,10 @@ and other memory traffic. For Llama 7B on an A100 .06, by its traffic; on a CPU 
 and 2048 (bfloat16, float32), and more below, where Python sees each operator of both passes."""
 
 COPY_BYTES = 4  # what stays of each copy of a token for an expert: the token's number
+SCORE_BYTES, MASK_BYTES = (
+    4,
+    1,
+)  # of a score in memory: its softmax is in float32 whatever the dtype (attention.py)
 NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
 DRAWN_BYTES = 16  # of a logit that is being drawn from: its float64 score and the sum up to it (sampling.py)
 LOGPROB_BYTES = 8  # of a logit whose log-probability is being computed: two float32 copies (logprobs.py)
@@ -76,6 +80,14 @@ class Crossings(NamedTuple):
     cp: bool = False
 
 
+class AtStage(NamedTuple):
+    """What differs at a stage whose layers are other ones than the model's on the mean (`OnMesh`)."""
+
+    timing: Timing
+    local: Sizes
+    trained: Sizes
+
+
 @dataclass(frozen=True)
 class OnMesh:
     """One model under one strategy: seconds and bytes of the terms that a call's price is composed of.
@@ -85,6 +97,7 @@ class OnMesh:
     overlap   share of a pass that hides the reduction of gradients, and the gathering of sharded weights
     gpus      whether GPUs are among the devices
     gathered  of sharded weights, what a device gathers
+    stages    [stages] what differs there, one object for stages that are alike; empty: all layers are
     """
 
     timing: Timing
@@ -96,6 +109,11 @@ class OnMesh:
     overlap: float = 0.0
     gpus: bool = False
     gathered: Gathering | None = None
+    stages: tuple[AtStage, ...] = ()
+
+    def at(self, stage: int) -> "OnMesh":
+        """The same, of which a layer is the mean one of a stage."""
+        return replace(self, **self.stages[stage]._asdict()) if self.stages else self
 
     def gather_s(self, back: bool = False) -> float:
         """Seconds in which sharded weights are gathered for a pass over all layers. back: for a backward pass."""
@@ -180,8 +198,8 @@ class OnMesh:
         return self.exchange_s("send", 2, size_bytes, self.crossings.pp)
 
     def each_stage(self, figure: Callable[[int], float]) -> list[float]:
-        """A figure of every stage. It is computed once for inner stages with equal numbers of layers."""
-        firsts, alike = stage_kinds(self.local.layers, self.strategy.pp)
+        """A figure of every stage. It is computed once for inner stages with equally many, and alike, layers."""
+        firsts, alike = stage_kinds(self.local.layers, self.strategy.pp, tuple(map(id, self.stages)))
         found = [figure(stage) for stage in firsts]
         return [found[kind] for kind in alike]
 
@@ -192,12 +210,15 @@ class OnMesh:
 
         repeated  tokens of prompts besides `tokens`, which are computed with another sequence
         """
-        layer_s, first_s, last_s = (
-            sum(figure)
-            for figure in zip(*(self._pass_s(kind, tokens, context, repeated) for kind in kinds), strict=True)
-        )
+
+        def passes_s(mesh: OnMesh) -> list[float]:
+            of_kinds = (mesh._pass_s(kind, tokens, context, repeated) for kind in kinds)
+            return [sum(figure) for figure in zip(*of_kinds, strict=True)]
+
+        alike = None if self.stages else passes_s(self)
 
         def stage_s(stage: int) -> float:
+            layer_s, first_s, last_s = alike or passes_s(self.at(stage))
             seconds = self.layers(stage) * layer_s
             if stage == 0:
                 seconds += first_s
@@ -318,7 +339,19 @@ class OnMesh:
         if local.routed:
             products += local.routed + local.intermediate
         norms = 2 * local.hidden * itemsize if local.norm_bias else 4 * local.hidden * NORM_BYTES
-        return norms + products * itemsize + local.mixing * STATE_BYTES
+        return norms + products * itemsize + local.mixing * STATE_BYTES + self.scores_bytes(self.length)
+
+    def scores_bytes(self, context: float) -> float:
+        """Bytes of the scores of a token with `context` others, where they stand in memory: as probabilities in
+        float32 or wider, and once more in 16 bits where that is the model's dtype; a byte for the mask of all heads.
+
+        With cp, a rank's heads have the tokens of all ranks: for one of its own as many scores, and more masks.
+        """
+        if not self.local.in_memory:
+            return 0.0
+        itemsize = self.workload.itemsize
+        of_score = SCORE_BYTES + itemsize if itemsize < SCORE_BYTES else itemsize
+        return context * (self.local.in_memory * of_score + self.strategy.cp * MASK_BYTES)
 
     def repeated_bytes(self) -> float:
         """Bytes of a layer's keys and values of a token that is repeated for another sequence."""
@@ -327,7 +360,7 @@ class OnMesh:
     def working_bytes(self, tokens: float, stage: int, gradients: bool, repeated: float = 0.0) -> float:
         """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's: logits, and what
         their log-probabilities take, a few rows at a time. repeated: as in `stages_s`"""
-        of_layer = self.layer_working_bytes(tokens, gradients, repeated)
+        of_layer = self.layer_working_bytes(tokens, gradients, repeated, self.length)
         if stage < self.strategy.pp - 1:
             return of_layer
         logits = self.counted(tokens + repeated) * self.local.vocab
@@ -336,19 +369,19 @@ class OnMesh:
             of_head += min(logits, LOGITS_AT_ONCE[self.device_type]) * LOGPROB_BYTES
         return max(of_layer, of_head)
 
-    def layer_working_bytes(self, tokens: float, gradients: bool, repeated: float = 0.0) -> float:
+    def layer_working_bytes(self, tokens: float, gradients: bool, repeated: float, context: float) -> float:
         """Bytes of one layer's temporary tensors: in a backward pass its gradients, and what is recomputed.
 
         With experts the larger of two moments counts: inputs with the products of the branches (one in float32), or
         inputs and outputs, joined and sorted. That is for one kernel for all experts, or for one expert that gets
-        every token. repeated: as in `stages_s`
+        every token. repeated: as in `stages_s`; context: tokens of a sequence
         """
         local, itemsize = self.local, self.workload.itemsize
         mlp = 3 * local.intermediate
         if local.routed:
             mlp = max(4 * local.routed, local.routed + 4 * local.intermediate)
         layer = tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + mlp) * itemsize
-        layer += tokens * local.mixing * STATE_BYTES
+        layer += tokens * (local.mixing * STATE_BYTES + self.scores_bytes(context))
         layer += repeated * self.repeated_bytes()
         if self.strategy.cp > 1:  # what is sent to the ranks of its heads, and what comes
             layer += 2 * tokens * (local.query + 2 * self.attended_kv) * itemsize
@@ -380,7 +413,9 @@ def infer(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
     if mesh.gathered is not None:
         seconds += micro_batches * mesh.waits_s(passes_s / micro_batches)
     working = mesh.each_stage(
-        lambda stage: mesh.working_bytes((fullest * length - of_fullest) / cp, stage, False, of_fullest / cp)
+        lambda stage: mesh.at(stage).working_bytes(
+            (fullest * length - of_fullest) / cp, stage, False, of_fullest / cp
+        )
     )
     return CallCost(max(seconds, rewards_s), tuple(of_stage + mesh.whole_bytes for of_stage in working))
 
@@ -407,30 +442,29 @@ def train(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost
 
     share = fullest_share(call, s.dp)
     _, most = mesh.prompts(share, micro_batches, alike)
-    of_token = mesh.kept_bytes(workload.recompute)
-    of_repeated = mesh.repeated_bytes() if workload.recompute == "none" else 0.0
 
     def tokens_of(sequences: int, count: int) -> tuple[float, float]:
         """Tokens of `count` micro-batches that a rank computes, and that are repeated."""
         repeated = (sequences - min(sequences, count * most)) * prompt + sequences * mesh.shared
         return (sequences * length - repeated) / s.cp, repeated / s.cp
 
-    def kept(count: int) -> float:
-        """Bytes that a layer keeps of `count` micro-batches: the first ones have a sequence more than the others."""
+    of_token = mesh.each_stage(lambda stage: mesh.at(stage).kept_bytes(workload.recompute))
+    of_repeated = mesh.each_stage(lambda stage: mesh.at(stage).repeated_bytes())
+
+    def kept(stage: int) -> float:
+        """Bytes that a layer keeps. 1F1B: of as many micro-batches as there are stages from this one to the last one;
+        the first ones have a sequence more than the others."""
+        count = min(s.pp - stage, micro_batches)
         sequences = count * (share // micro_batches) + min(count, share % micro_batches)
         tokens, repeated = tokens_of(sequences, count)
-        return tokens * of_token + repeated * of_repeated
+        return tokens * of_token[stage] + repeated * of_repeated[stage] * (workload.recompute == "none")
 
     fullest, repeated = tokens_of(-(-share // micro_batches), 1)
-    working = mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, True, repeated))
-    # 1F1B: a stage keeps the activations of as many micro-batches as there are stages from it to the last one.
-    in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))
-    layers = mesh.each_stage(mesh.layers)
+    working = mesh.each_stage(lambda stage: mesh.at(stage).working_bytes(fullest, stage, True, repeated))
     seconds = mesh.share_batch_s(call, mesh.share(call) * length)
     seconds += step * call.mini_batches * workload.epochs
     active = (
-        of * kept(count) + besides + mesh.whole_bytes
-        for of, count, besides in zip(layers, in_flight, working, strict=True)
+        mesh.layers(stage) * kept(stage) + besides + mesh.whole_bytes for stage, besides in enumerate(working)
     )
     return CallCost(seconds, tuple(active))
 
@@ -454,10 +488,13 @@ def _reduce_s(mesh: OnMesh, micro_batches: int, backward_s: float) -> float:
     trained, copies, pp, crosses = mesh.trained, mesh.strategy.copies, mesh.strategy.pp, mesh.crossings.dp
     if copies == 1:
         return 0.0
-    shared = max(mesh.each_stage(lambda stage: trained.stage_shared(pp, stage)))
-    moved = max(
-        mesh.each_stage(lambda stage: trained.stage_parameters(pp, stage) - trained.stage_shared(pp, stage))
-    )
+    shared = max(mesh.each_stage(lambda stage: mesh.at(stage).trained.stage_shared(pp, stage)))
+
+    def alone(stage: int) -> float:
+        its = mesh.at(stage).trained
+        return its.stage_parameters(pp, stage) - its.stage_shared(pp, stage)
+
+    moved = max(mesh.each_stage(alone))
     buckets = max(1, round(moved / max(BUCKET, trained.layer / MATRICES)))
     bucket_s = mesh.exchange_s("reduce_scatter", copies, moved / buckets * GRADIENT_BYTES, crosses)
     exchanges_s = buckets * bucket_s + mesh.gather_s(back=True)
@@ -470,7 +507,7 @@ def _reduce_s(mesh: OnMesh, micro_batches: int, backward_s: float) -> float:
 def _update_s(mesh: OnMesh) -> float:
     """Seconds of an optimizer step after the reduction of gradients: update shares, gather weights."""
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
-    parameters = max(mesh.trained.parameters_by_stage(s.pp))
+    parameters = max(mesh.each_stage(lambda stage: mesh.at(stage).trained.stage_parameters(s.pp, stage)))
     seconds = mesh.timing.update_s(parameters, s.copies)
     if mesh.gathered is None or mesh.has_adapters:
         seconds += mesh.exchange_s("all_gather", s.copies, parameters * itemsize, crossings.dp)
@@ -564,14 +601,16 @@ def _steps_s(mesh: OnMesh, groups: int, steps: float, sequences: float, context:
 
 def _generation_bytes(mesh: OnMesh, at_once: int, slots: int, read_tokens: float) -> tuple[float, ...]:
     """[stages] bytes of the cache of `at_once` sequences, and of what a pass over prompts or a step needs."""
-    workload, local = mesh.workload, mesh.local
+    workload = mesh.workload
 
     def active(stage: int) -> float:
+        here, local = mesh.at(stage), mesh.at(stage).local
         of_sequence = workload.cache_tokens * 2 * local.cached * workload.itemsize + local.state * STATE_BYTES
         cache = at_once * of_sequence * mesh.layers(stage)
         logits = slots * local.vocab if stage == mesh.strategy.pp - 1 else 0
         drawing = logits * workload.itemsize + _drawing_bytes(mesh, logits)
-        return cache + max(mesh.layer_working_bytes(read_tokens, False), drawing)
+        reading = here.layer_working_bytes(read_tokens, False, 0.0, workload.prompt_tokens)
+        return cache + max(reading, drawing, slots * here.scores_bytes(workload.cache_tokens))
 
     return tuple(mesh.each_stage(active))
 

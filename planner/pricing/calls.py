@@ -12,6 +12,7 @@ from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
 from prefect_rlhf.planner.pricing.analytic import with_measured_moves
 from prefect_rlhf.planner.pricing.call_formulas import (
+    AtStage,
     CallCost,
     Crossings,
     OnMesh,
@@ -32,7 +33,17 @@ from prefect_rlhf.planner.pricing.figures import (
     factor_elsewhere,
     factor_of,
 )
-from prefect_rlhf.planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Sizes, Slowest, Timing, sizes
+from prefect_rlhf.planner.pricing.rooflines import (
+    GRADIENT_BYTES,
+    OfStage,
+    Roofline,
+    Sizes,
+    Slowest,
+    Timing,
+    parameters_by_stage,
+    sizes,
+    stage_sizes,
+)
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.shares import Gathering, gathering
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout, check_context_parallel
@@ -203,8 +214,9 @@ class CostModel:
     def _mesh(self, role: str, where: _Circumstances, workload: Workload) -> OnMesh:
         s, devices = where.strategy, [self._inside_calls[number] for number in where.classes]
         local, trained = self._sizes(role, s), self._trained_sizes(role, s)
+        timing = self._timing(role, s.tp, where.crossings.tp, where.classes)
         return OnMesh(
-            self._timing(role, s.tp, where.crossings.tp, where.classes),
+            timing,
             workload,
             local,
             trained,
@@ -213,7 +225,28 @@ class CostModel:
             overlap=min(device.exchange_overlap for device in devices),
             gpus=not all(device.is_on_host for device in devices),
             gathered=self._gathering(role, s) if s.weight_shares > 1 else None,
+            stages=self._stages(role, where, local, timing),
         )
+
+    def _stages(self, role: str, where: _Circumstances, mean: Sizes, timing: Timing) -> tuple[AtStage, ...]:
+        """What differs at each stage; nothing where all layers are alike."""
+        s, model = where.strategy, self.models[role]
+        locals = stage_sizes(model.shape, model.head, s.tp, s.pp)
+        if all(local is mean for local in locals):
+            return ()
+        trained = locals if model.lora is None else self._trained_by_stage(role, s)
+        of_mean = self._rooflines(role, mean, where)
+        known: dict[tuple[Sizes, Sizes], AtStage] = {}
+        for own, moved in zip(locals, trained, strict=True):
+            if (own, moved) not in known:
+                here = OfStage(timing, of_mean, self._rooflines(role, own, where))
+                known[own, moved] = AtStage(here, own, moved)
+        return tuple(known[pair] for pair in zip(locals, trained, strict=True))
+
+    def _rooflines(self, role: str, local: Sizes, where: _Circumstances) -> Timing:
+        """The times by the devices' figures alone."""
+        analytic = self._analytic(role, local, where.strategy.tp, where.crossings.tp, where.classes)
+        return analytic[0] if len(analytic) == 1 else Slowest(analytic, analytic)
 
     def _gathering(self, role: str, s: ParallelStrategy) -> Gathering:
         """What a device gathers of the role's sharded weights."""
@@ -226,7 +259,7 @@ class CostModel:
 
     def _streams_s(self, role: str, where: _Circumstances) -> float:
         """Seconds in which the optimizer's state passes to the fullest device and back, once."""
-        most = max(self._trained_sizes(role, where.strategy).parameters_by_stage(where.strategy.pp))
+        most = max(parameters_by_stage(self._trained_by_stage(role, where.strategy)))
         return self.classes.host_copy_s(2 * OPTIMIZER_BYTES * most / where.strategy.copies, where.classes)
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:
@@ -251,12 +284,12 @@ class CostModel:
         """[stages] bytes of a role's parameters on a device of each stage; of one with adapters, bytes of these. Of
         sharded ones, the device's share."""
         s = placement.strategy
-        counts, shares = self._trained_sizes(role, s).parameters_by_stage(s.pp), self.moved_shares(role, s)
+        counts, shares = parameters_by_stage(self._trained_by_stage(role, s)), self.moved_shares(role, s)
         return tuple(-(-count // shares) * self.workload.itemsize for count in counts)
 
     def _by_stage(self, role: str, s: ParallelStrategy, per_parameter: float) -> tuple[float, ...]:
         """[stages] bytes on a device of each stage of what takes so many per parameter that moves and trains."""
-        parameters = self._trained_sizes(role, s).parameters_by_stage(s.pp)
+        parameters = parameters_by_stage(self._trained_by_stage(role, s))
         return tuple(count * per_parameter for count in parameters)
 
     def layer_bytes(self, role: str, s: ParallelStrategy) -> float:
@@ -269,10 +302,10 @@ class CostModel:
     def frozen_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
         """[stages] bytes of the frozen weights below a role's adapters; 0 for a role without adapters."""
         s = placement.strategy
-        if self.models[role].lora is None:
+        model = self.models[role]
+        if model.lora is None:
             return (0,) * s.pp
-        local = self._sizes(role, s)
-        counts = local.parameters_by_stage(s.pp)
+        counts = parameters_by_stage(stage_sizes(model.shape, model.head, s.tp, s.pp))
         return tuple(-(-count // s.weight_shares) * self.workload.itemsize for count in counts)
 
     def frozen_weights(self, role: str, changes: bool) -> Hashable:
@@ -297,15 +330,15 @@ class CostModel:
         """
         s = placement.strategy
         copies = s.copies
-        trained = self._trained_sizes(role, s)
+        stages = self._trained_by_stage(role, s)
 
         def held(stage: int, count: int) -> float:
             state = 2 * min(CHUNK, count / copies) if offload else count / copies
             parameter = 0 if away else self.workload.itemsize / self.moved_shares(role, s)
             size_bytes = count * (parameter + GRADIENT_BYTES / copies) + OPTIMIZER_BYTES * state
-            return size_bytes + (GRADIENT_BYTES * unreduced(trained, s.pp, stage) if copies > 1 else 0)
+            return size_bytes + (GRADIENT_BYTES * unreduced(stages[stage], s.pp, stage) if copies > 1 else 0)
 
-        return tuple(held(stage, count) for stage, count in enumerate(trained.parameters_by_stage(s.pp)))
+        return tuple(held(stage, count) for stage, count in enumerate(parameters_by_stage(stages)))
 
     def following_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
         """[stages] bytes of the parameters and master weights of a role that follows another, on a device of each
@@ -377,17 +410,28 @@ class CostModel:
         local, model = self._sizes(role, strategy), self.models[role]
         return local if model.lora is None else sizes(model.shape, model.head, strategy.tp, model.lora)
 
+    def _trained_by_stage(self, role: str, s: ParallelStrategy) -> tuple[Sizes, ...]:
+        """[stages] the same for each stage."""
+        self._sizes(role, s)  # refuses too many stages
+        model = self.models[role]
+        return stage_sizes(model.shape, model.head, s.tp, s.pp, model.lora)
+
+    def _analytic(
+        self, role: str, local: Sizes, tp: int, crosses: bool, classes: tuple[int, ...]
+    ) -> list[Roofline]:
+        """[classes] rooflines of a role's devices."""
+        head, itemsize = self.models[role].head, self.workload.itemsize
+        return [
+            Roofline(self._inside_calls[number], local, head, tp, crosses, itemsize) for number in classes
+        ]
+
     def _timing(self, role: str, tp: int, crosses: bool, classes: tuple[int, ...]) -> Timing:
         """The times for a role under tp: from measured profiles where there are some, else from rooflines.
 
         Groups that mix device classes are never measured; their collectives are priced by the devices' links.
         """
-        model, itemsize = self.models[role], self.workload.itemsize
-        local = sizes(model.shape, model.head, tp)
-        analytic = [
-            Roofline(self._inside_calls[number], local, model.head, tp, crosses, itemsize)
-            for number in classes
-        ]
+        model = self.models[role]
+        analytic = self._analytic(role, sizes(model.shape, model.head, tp), tp, crosses, classes)
         profiles = [self.measured[number].get(model.shape) for number in classes]
         timings: list[Timing] = [
             roofline

@@ -5,6 +5,7 @@ planner/pricing/figures.py implements it by measured profiles. planner/pricing/a
 form of a measured profile. The cost model does not see the difference.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,9 @@ STATE_BYTES = 4  # of an element of a state of the gated delta rule: float32, as
 STATE_PASSES = 12
 """How often a decoding step reads or writes an element of a state: taken from its slot (2), faded (2), read by the
 key (1), its correction written (1) and added (3), read by the query (1), put back (2)."""
+CHUNK_PASSES = 8
+"""How often a chunk of a pass over sequences does so: read by the keys (1) and the queries (1), faded (2), its
+corrections written (1) and added (3)."""
 
 KINDS: tuple[LayerKind, ...] = ("convolution", "delta")
 """The kinds of layers that keep no keys and values."""
@@ -31,7 +35,8 @@ KINDS: tuple[LayerKind, ...] = ("convolution", "delta")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of elements on the tp rank that has most of them. Where layers differ, those of the mean layer.
+    """Numbers of elements on the tp rank that has most of them. Where layers differ, those of the mean layer: of the
+    model, or of a stage (`stage_sizes`).
 
     layer, embedding, head   parameters of one layer, of the token embedding, of what follows the last layer
     positions                parameters of the embedding of positions; each tp rank of the first stage has all
@@ -41,6 +46,7 @@ class Sizes:
     query, kv, intermediate  width of the local query heads, of the local keys (values have the same), of the MLPs
                              that a token passes; without attention, of what a layer has in their place
     scored, cached           the same as query and kv, of attention alone
+    in_memory                heads of which the scores of all pairs of tokens stand in memory
     state                    what a layer keeps of a sequence in place of keys and values
     mixing                   of a token: what a backward pass of the gated delta rule needs
     routed                   width of the copies of a token's hidden state that its experts get; 0: one MLP, no copies
@@ -65,6 +71,7 @@ class Sizes:
     kv: float
     scored: float
     cached: float
+    in_memory: float
     state: float
     mixing: float
     intermediate: int
@@ -114,12 +121,6 @@ class Sizes:
             count += self.positions
         return count + (self.embedding if self.tied and pp > 1 and stage in (0, pp - 1) else 0)
 
-    def parameters_by_stage(self, pp: int) -> tuple[int, ...]:
-        """[stages] numbers of parameters on one device."""
-        firsts, kinds = stage_kinds(self.layers, pp)
-        found = [self.stage_parameters(pp, stage) for stage in firsts]
-        return tuple(found[kind] for kind in kinds)
-
 
 @lru_cache(maxsize=4096)
 def _stage_layers(layers: int, pp: int) -> tuple[int, ...]:
@@ -127,16 +128,19 @@ def _stage_layers(layers: int, pp: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def stage_kinds(layers: int, pp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def stage_kinds(layers: int, pp: int, mean: tuple[int, ...] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Groups stages that are alike: (first stage of each kind, [stages] number of each stage's kind).
 
-    Two stages are alike if they have equally many layers, and neither is the first or the last stage.
+    mean  [stages] a number for what a stage's mean layer is; empty: all are alike
+    Two stages are alike if they have equally many layers, alike on the mean, and neither is the first or the last
+    stage.
     """
-    number: dict[tuple[int, bool, bool], int] = {}
+    number: dict[tuple[int, int, bool, bool], int] = {}
     firsts: list[int] = []
     kinds: list[int] = []
     for stage in range(pp):
-        kind = number.setdefault((split(layers, pp, stage).size, stage == 0, stage == pp - 1), len(number))
+        its = (split(layers, pp, stage).size, mean[stage] if mean else 0, stage == 0, stage == pp - 1)
+        kind = number.setdefault(its, len(number))
         kinds.append(kind)
         if kind == len(firsts):
             firsts.append(stage)
@@ -144,30 +148,36 @@ def stage_kinds(layers: int, pp: int) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(maxsize=1024)
-def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> Sizes:
+def sizes(
+    shape: ModelShape, head: Head, tp: int, lora: Lora | None = None, layers: range | None = None
+) -> Sizes:
     """The sizes at tensor-parallel degree tp; with `lora`, its parameters are only those that it trains.
 
+    layers  those of which the mean layer is taken; default: all
     Raises ValueError when a tp rank would be empty.
     """
+    layers = range(shape.layers) if layers is None else layers
     layout = Layout(shape, head, Placement(tuple(range(tp)), ParallelStrategy(tp=tp)), lora)
 
     def local(tp_rank: int, place: tuple[str, ...], experts: bool = False) -> int:
         return sum(
             layout.interval(spec, tp_rank).size * spec.row_size
             for spec in layout.parameters
-            if spec.place in place and (spec.of_experts or not experts)
+            if spec.place in place
+            and (spec.of_experts or not experts)
+            and (spec.layer is None or spec.layer in layers)
         )
 
     def of_layer(tp_rank: int, experts: bool = False) -> int:
-        return ceil(local(tp_rank, ("layer",), experts) / shape.layers)
+        return ceil(local(tp_rank, ("layer",), experts) / len(layers))
 
     def shared(tp_rank: int) -> int:
         alike = [
             layout.interval(spec, tp_rank).size * spec.row_size
             for spec in layout.parameters
-            if spec.place == "layer" and any(tp_rank in rows.devices for rows in layout.shared(spec.name, 0))
+            if spec.layer in layers and any(tp_rank in rows.devices for rows in layout.shared(spec.name, 0))
         ]
-        return ceil(sum(alike) / shape.layers)
+        return ceil(sum(alike) / len(layers))
 
     def most(columns: int) -> int:
         return ceil(columns / tp)
@@ -177,18 +187,18 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
     tied = any(spec.place == "ends" for spec in layout.parameters)
     passed = most(shape.intermediate) * max(1, per_token) + most(shape.shared_columns)
     if shape.varied is not None:
-        widths = sum(map(shape.dense_width, range(shape.layers))) / shape.layers
+        widths = sum(map(shape.dense_width, layers)) / len(layers)
         passed = most(ceil(widths)) + most(shape.intermediate) * per_token
-    of_mixture = shape.mixtures if shape.experts else 1.0
+    of_mixture = sum(map(shape.has_experts, layers)) / len(layers) if shape.experts else 1.0
     return Sizes(
         layer=max(of_layer(rank) for rank in ranks),
         shared=max(map(shared, ranks)),
         of_experts=max(of_layer(rank, experts=True) for rank in ranks),
-        experts=shape.experts,
+        experts=shape.experts if of_mixture else 0,
         chosen=per_token / shape.experts if shape.experts else 1.0,
         embedding=max(local(rank, ("first", "ends")) for rank in ranks) - positions,
         head=max(local(rank, ("last",)) for rank in ranks),
-        **_mixers(layout),
+        **_mixers(layout, layers),
         intermediate=ceil(of_mixture * passed + (1 - of_mixture) * most(shape.dense_columns)),
         routed=ceil(of_mixture * per_token * shape.hidden),
         vocab=1 if head == "scalar" else max(layout.units("vocab", rank).size for rank in ranks),
@@ -205,6 +215,27 @@ def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> S
     )
 
 
+@lru_cache(maxsize=1024)
+def stage_sizes(
+    shape: ModelShape, head: Head, tp: int, pp: int, lora: Lora | None = None
+) -> tuple[Sizes, ...]:
+    """[stages] the sizes, as `sizes` gives them, where the mean layer is that of a stage. Equal ones are one object:
+    all, where the model's layers are alike."""
+    whole = sizes(shape, head, tp, lora)
+    if pp == 1 or not (shape.kinds or shape.varied or shape.dense_layers):
+        return (whole,) * pp
+    known: dict[Sizes, Sizes] = {}
+    stages = (range(*split(shape.layers, pp, stage)) for stage in range(pp))
+    return tuple(
+        known.setdefault(its, its) for its in (sizes(shape, head, tp, lora, layers) for layers in stages)
+    )
+
+
+def parameters_by_stage(stages: Sequence[Sizes]) -> tuple[int, ...]:
+    """[stages] numbers of parameters on one device."""
+    return tuple(its.stage_parameters(len(stages), stage) for stage, its in enumerate(stages))
+
+
 def _message(layout: Layout) -> int:
     """The hidden state and what goes with it, between the stages of the pipeline where that is most: with a stage for
     each layer, every place is one."""
@@ -213,22 +244,24 @@ def _message(layout: Layout) -> int:
     return max((cut.message(pp, 0).columns for pp in range(deep.pp - 1)), default=layout.shape.hidden)
 
 
-def _mixers(layout: Layout) -> dict[str, float]:
-    """Of `Sizes`, what depends on the kinds of layers: sums over kinds, each by its share of the layers."""
+def _mixers(layout: Layout, layers: range) -> dict[str, float]:
+    """Of `Sizes`, what depends on the kinds of layers: sums over kinds, each by its share of these layers."""
     shape, ranks = layout.shape, range(layout.placement.strategy.tp)
 
     def most(unit: Unit) -> int:
         return max(layout.units(unit, rank).size for rank in ranks)
 
-    convolves, corrects = map(shape.share, KINDS)
-    scored = most("query_head") * shape.mean_head_dim * shape.share(*KV_HEADS)
-    cached = sum(
-        most(unit) * (shape.mean_head_dim if shape.latent else shape.heads(layer).dim)
-        for layer in range(shape.layers)
-        if (unit := KV_HEADS.get(shape.kind_of(layer))) and shape.of_keys(layer)
-    )
-    cached /= shape.layers
+    def width(layer: int) -> int:
+        return shape.mean_head_dim if shape.latent else shape.heads(layer).dim
+
+    kinds = Counter(map(shape.kind_of, layers))
+    convolves, corrects = (kinds[kind] / len(layers) for kind in KINDS)
+    attending = [layer for layer in layers if shape.kind_of(layer) in KV_HEADS]
+    scored = most("query_head") * sum(map(width, attending)) / len(layers)
+    keeping = [layer for layer in attending if shape.of_keys(layer)]
+    cached = sum(most(KV_HEADS[shape.kind_of(layer)]) * width(layer) for layer in keeping) / len(layers)
     widths = {"query": scored, "kv": cached, "scored": scored, "cached": cached, "state": 0.0, "mixing": 0.0}
+    widths["in_memory"] = most("query_head") * len(attending) / len(layers) if shape.sinks else 0.0
     if shape.gated_attention:
         widths["query"] += scored
     if convolves:
@@ -384,8 +417,8 @@ class Roofline:
         if cached:
             elements += 2 * tokens * attended * local.cached
         traffic = passes * (elements + local.read(tokens)) * self._itemsize
-        if cached:
-            traffic += tokens * local.state * STATE_BYTES * STATE_PASSES
+        of_state = STATE_PASSES if cached else passes * CHUNK_PASSES / DELTA_CHUNK
+        traffic += tokens * local.state * STATE_BYTES * of_state
         return self._device.compute_s(passes * flops, traffic)
 
 
@@ -413,3 +446,20 @@ class Slowest:
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
         return max(timing.exchange_s(kind, ranks, size_bytes, crosses_hosts) for timing in self._links)
+
+
+class OfStage(Slowest):
+    """Timing of a stage whose layers are other ones than the model's on the mean: a layer takes as much longer as it
+    does by the devices' rooflines.
+
+    timing      of the model's mean layer
+    mean, here  rooflines of that layer, and of the stage's
+    """
+
+    def __init__(self, timing: Timing, mean: Timing, here: Timing) -> None:
+        super().__init__([timing], [timing])
+        self._timing, self._mean, self._here = timing, mean, here
+
+    def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
+        there, here = (its.layer_s(kind, tokens, context) for its in (self._mean, self._here))
+        return self._timing.layer_s(kind, tokens, context) * here / there

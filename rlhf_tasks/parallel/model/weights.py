@@ -189,15 +189,17 @@ class _Dequantised:
     scales: Any
 
     def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor:
-        """bfloat16, which has these numbers exactly."""
+        """bfloat16, which has these numbers exactly. `out` may have a step: rows between are not computed."""
         experts, into, out = wanted
+        step = out.step or 1
         first, last = into.start // BLOCK, -(-into.stop // BLOCK)
         numbers = range(experts.start, experts.stop)
-        whole = torch.empty(len(numbers), out.stop - out.start, into.stop - into.start, dtype=torch.bfloat16)
+        rows = len(range(out.start, out.stop, step))
+        whole = torch.empty(len(numbers), rows, into.stop - into.start, dtype=torch.bfloat16)
         for place, number in enumerate(numbers):  # one after the other, so that little stands in memory
-            part = (slice(number, number + 1), out, slice(first, last))
-            blocks: Tensor = self.blocks[part][0]
-            scales: Tensor = self.scales[part][0]
+            part = (slice(number, number + 1), slice(out.start, out.stop), slice(first, last))
+            blocks: Tensor = self.blocks[part][0, ::step]
+            scales: Tensor = self.scales[part][0, ::step]
             inner = slice(into.start - first * BLOCK, into.stop - first * BLOCK)
             whole[place] = from_mxfp4(blocks, scales)[:, inner]
         return whole.mT
@@ -272,15 +274,19 @@ def _part(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
     wanted = [slice(0, length) for length in spec.shape]
     wanted[spec.dim] = slice(*rows)
     mine, step = wanted[place.dim], place.step
-    # Of parameters that take turns, the rows of all are read: they lie side by side.
-    begin = place.start if step == 1 else 0
+    # Of parameters that take turns, the rows of all are read: they lie side by side. What is computed from them skips
+    # the others' rows.
+    skips = step > 1 and isinstance(tensor, _Dequantised)
+    begin = place.start if step == 1 or skips else 0
     wanted[place.dim] = slice(begin + mine.start * step, begin + mine.stop * step)
+    if skips:
+        wanted[place.dim] = slice(begin + mine.start * step, begin + (mine.stop - 1) * step + 1, step)
     if place.transposed:
         wanted[-2:] = reversed(wanted[-2:])
     part: Tensor = tensor[tuple(wanted)]
     part = part.mT if place.transposed else part
     turns = (slice(None),) * place.dim + (slice(place.start, None, step),)
-    return part if step == 1 else part[turns]
+    return part if step == 1 or skips else part[turns]
 
 
 def near_zero(values: Tensor, spec: ParameterSpec, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,7 @@
 """Orders of magnitude by hand, what must make a call dearer, and the mistakes of earlier planners."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -318,6 +320,52 @@ def test_kv_cache_counts_grouped_heads(active, llama):
     cache = 64 * 256 * 2 * 32 * 128 * 32 * 2  # sequences, tokens, keys and values, heads, width, layers, bf16
     assert full - grouped == pytest.approx(cache * 3 / 4, rel=0.02)
     assert full > cache
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 32 + 2), ("selective", 3)])
+def test_scores_with_sinks_stand_in_memory(active, llama, recompute, times):
+    """Of 4 sequences of 256 tokens: 32 heads' probabilities in float32 and bfloat16, and a mask. Each of 32 layers
+    keeps them, or the one that is computed again; and the temporary ones of a layer count twice."""
+    scores = 4 * 256 * 256 * (32 * (4 + 2) + 1)
+    plain, sinks = (
+        active("actor_train", n_seqs=16, shape=shape, recompute=recompute)[0]
+        for shape in (llama(), replace(llama(), sinks=True))
+    )
+    assert sinks - plain == pytest.approx(times * scores)
+
+
+def test_prefills_and_steps_have_scores_of_one_layer(active, llama):
+    """512 prompts of 128 tokens are read in passes of 8192 tokens; a step has 512 sequences of up to 256 tokens."""
+    plain, sinks = (
+        active("actor_generate", shape=shape)[0] for shape in (llama(), replace(llama(), sinks=True))
+    )
+    assert sinks - plain == pytest.approx(8192 * 128 * (32 * (4 + 2) + 1))
+
+
+def test_stages_without_attention_have_no_cache(active, llama):
+    kinds = {"kinds": ("convolution",) * 2 + ("attention",) * 2, "kernel": 3}
+    mixed = replace(llama(num_hidden_layers=4), **kinds)
+    first, last = active("actor_generate", pp=2, shape=mixed, n_seqs=4096, micro_batches=1)
+    cache = (
+        4096 * 256 * 2 * 32 * 128 * 2 * 2
+    )  # sequences, tokens, keys and values, heads, width, layers, bf16
+    assert last - first == pytest.approx(cache, rel=0.02)
+
+
+def test_the_stage_with_the_dear_layers_sets_the_pace(seconds, llama):
+    """Of 4 layers the first 2 have MLPs of 11008 columns, the others 2 of 8 experts of 1024: in 64 micro-batches
+    through two stages, the first one is waited for 64 times. At half of 312 TFLOP/s."""
+    mixture = {"experts": 8, "experts_per_token": 2, "dense_layers": (0, 1), "dense_columns": 11008}
+    unlike = replace(
+        llama(num_hidden_layers=4, vocab_size=512), family="glm4_moe", intermediate=1024, **mixture
+    )
+    attention, token_s = 4 * 4096**2, 2 / (0.5 * 312e12)
+    dear_s = 2 * (attention + 3 * 4096 * 11008) * token_s
+    cheap_s = 2 * (attention + 2 * 3 * 4096 * 1024) * token_s
+    by_hand = 8192 * 256 / 64 * (64 * dear_s + cheap_s)
+    assert seconds("ref_inference", pp=2, shape=unlike, n_seqs=8192, micro_batches=64) == pytest.approx(
+        by_hand, rel=0.1
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import Lengths
@@ -38,11 +38,13 @@ def tensors() -> list[torch.Tensor]:
 
 
 def config_of(family: str, layers: int) -> PreTrainedConfig:
-    kinds = {"llama": LlamaConfig, "mixtral": MixtralConfig, "gpt2": GPT2Config}
+    kinds = {"llama": LlamaConfig, "mixtral": MixtralConfig, "gpt2": GPT2Config, "gpt_oss": GptOssConfig}
     return kinds[family](**SIZES, num_hidden_layers=layers)
 
 
-def kept_bytes(family: str, dtype: torch.dtype, recompute: Recompute, layers: int) -> int:
+def kept_bytes(
+    family: str, dtype: torch.dtype, recompute: Recompute, layers: int, lengths: tuple[int, ...] = LENGTHS
+) -> int:
     """Bytes of all tensors, but for weights, that a forward pass of a model keeps."""
     config = config_of(family, layers)
     place = Placement((0,), ParallelStrategy())
@@ -67,7 +69,7 @@ def kept_bytes(family: str, dtype: torch.dtype, recompute: Recompute, layers: in
             kept[storage.data_ptr()] = storage
         return tensor
 
-    micro = packed(tokens(*LENGTHS))
+    micro = packed(tokens(*lengths))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         before = tensors()  # held, so that no later tensor has the identity of one that is gone
         output = stage(micro.input_ids, micro, rows=None)
@@ -101,3 +103,26 @@ def test_a_further_layer_takes_what_it_keeps(
 
     measured = partial(kept_bytes, family, dtype, recompute)
     assert planned(3) - planned(2) == pytest.approx(measured(3) - measured(2), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_with_sinks_take_what_they_keep(ppo_cost, make_graph, assign, monkeypatch, dtype):
+    """They grow with the square of a sequence's length; all else that a layer keeps grows with the length."""
+
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.parallel.model.stage.ROWS", 1)
+
+    def planned(layers: int, length: int) -> float:
+        config = config_of("gpt_oss", layers)
+        shape = ModelShape.from_config(config.to_dict())
+        sizes = {"prompt_tokens": length - 1, "new_tokens": Lengths.fixed(1)}
+        model = ppo_cost(Cluster(1, 1), shape, itemsize=dtype.itemsize, recompute="none", **sizes)
+        call = make_graph(n_seqs=1, mini_batches=1).call("actor_train")
+        return model.call(call, assign([0])).active_bytes[0]
+
+    def measured(layers: int, length: int) -> float:
+        return kept_bytes("gpt_oss", dtype, "none", layers, (length,))
+
+    by_plan, by_torch = (
+        kept(3, 512) - kept(2, 512) - 2 * (kept(3, 256) - kept(2, 256)) for kept in (planned, measured)
+    )
+    assert by_plan == pytest.approx(by_torch, rel=0.02)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_rlhf.planner.pricing.devices import preset
-from prefect_rlhf.planner.pricing.rooflines import Roofline, sizes
+from prefect_rlhf.planner.pricing.rooflines import Roofline, sizes, stage_sizes
 from prefect_rlhf.rlhf_tasks.parallel.layout.family import DeltaHeads
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
@@ -97,3 +97,50 @@ def test_a_decoding_step_moves_states_in_float32_a_dozen_times_whatever_the_weig
     ]
     states_s = 10_000 * 2 * 2 * 128 * 128 * 4 * 12 / device.memory_bytes_per_s
     assert states_s < steps[0] - steps[1] < 1.5 * states_s
+
+
+def test_a_pass_over_sequences_moves_states_eight_times_for_each_chunk():
+    kinds = {"family": "qwen3_5_text", "kinds": ("delta",), "kernel": 4}
+    with_states = sizes(shape(**kinds, delta=DeltaHeads(2, 2, 128, 128)), "lm", 1)
+    device = preset("a100-80g-sxm")
+    for kind, passes in (("prefill", 1), ("forward", 1), ("backward", 2)):
+        seconds = [
+            Roofline(device, local, "lm", 1, False, 2).layer_s(kind, 640_000, 64)
+            for local in (with_states, replace(with_states, state=0))
+        ]
+        elements = (
+            2 * 2 * 128 * 128 + (2 * 2 * 128 + 2 * 2 * 128) * 3
+        )  # of 4 value heads; three inputs of a channel
+        states_s = passes * 10_000 * elements * 4 * 8 / device.memory_bytes_per_s
+        assert states_s < seconds[0] - seconds[1] < 1.5 * states_s
+
+
+UNLIKE = {
+    "convolutions": {"family": "lfm2", "kinds": ("convolution", "convolution", "attention"), "kernel": 3},
+    "delta": {
+        "family": "qwen3_5_text",
+        "kinds": ("delta", "attention"),
+        "kernel": 4,
+        "delta": DeltaHeads(2, 3, 4, 8),
+    },
+    "some dense": {
+        "family": "glm4_moe",
+        "experts": 4,
+        "experts_per_token": 2,
+        "dense_layers": (0, 1),
+        "dense_columns": 100,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+@pytest.mark.parametrize("pp", [2, 3, 5])
+def test_a_stage_of_unlike_layers_has_what_these_have(kind, pp):
+    """The layout's own count is the judge. The mean layer is rounded up."""
+    model = shape(**UNLIKE[kind])
+    layout = Layout(model, "lm", Placement(tuple(range(pp)), ParallelStrategy(1, 1, pp)))
+    stages = stage_sizes(model, "lm", 1, pp)
+    for stage, its in enumerate(stages):
+        held = sum(rows.size * layout.specs[name].row_size for name, rows in layout.held(stage).items())
+        assert held <= its.stage_parameters(pp, stage) < held + its.stage_layers(pp, stage)
+    assert len(set(stages)) > 1

@@ -366,7 +366,7 @@ def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[st
 
 
 def test_weights_in_mxfp4_are_read_in_slices_as_transformers_dequantises_them_and_written_as_floats(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     source, folder = tmp_path / "source", tmp_path / "out"
     in_mxfp4(source, tiny_config("gpt_oss", hidden_size=64, intermediate_size=96))
@@ -382,10 +382,20 @@ def test_weights_in_mxfp4_are_read_in_slices_as_transformers_dequantises_them_an
         spec.name: stored_rows(dequantised.__getitem__, spec, Interval(0, spec.length))
         for spec in layout.parameters
     }
+    computed = []
+
+    def counted(blocks, scales):
+        computed.append(scales.shape[0])
+        return from_mxfp4(blocks, scales)
+
+    monkeypatch.setattr(weights, "from_mxfp4", counted)
     for device in placement.devices:  # a third of 96 columns begins inside a block of 32 gates and columns
         at, group = placement.coordinate(device), cast(Any, object())
         stage = Stage(config, layout, at, group, device=CPU, dtype=torch.float32)
+        computed.clear()
         load(stage, source, seed=0)
+        # Of each of a layer's 5 experts: 32 gates, as many columns beside them, and 64 rows of the way down.
+        assert sum(computed) == len(stage.layers) * 5 * (32 + 32 + 64), "nothing is computed twice"
         for name, expected in held_slices(layout, device, wanted).items():
             assert torch.equal(stage.named_slices()[name], expected), name
 
