@@ -10,29 +10,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect_rlhf.flows.cluster.forks import (
-    begin_to_load_for,
-    environment,
-    nothing_left,
-    refuse_unguarded_script,
-)
+from prefect_rlhf.flows.cluster.forks import environment, nothing_left, refuse_unguarded_script
 from prefect_rlhf.flows.cluster.shutdown import TERMINATED, Terminated, Watch, ending_in_time
-from prefect_rlhf.flows.rewards import refuse_blocks_without_server
-from prefect_rlhf.flows.run import run_identity
-from prefect_rlhf.flows.run.prepare import Prepared, prepare
+from prefect_rlhf.flows.run.prepare import Prepared
 from prefect_rlhf.flows.run.run_folder import (
     begun_in,
     existing_run_folder,
     finished_since,
     full_disk,
     keep_config,
-    keep_functions,
     open_run,
     refuse_foreign,
     refuse_unwritable,
@@ -40,6 +32,7 @@ from prefect_rlhf.flows.run.run_folder import (
     run_folder_of,
     taken,
 )
+from prefect_rlhf.flows.run.run_identity import prepare_run
 from prefect_rlhf.flows.run.summary import read_jsonl
 from prefect_rlhf.flows.view.terminal import phase, tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
@@ -107,14 +100,10 @@ def train(
                 settings = placed
                 if begun is None:
                     keep_config(folder, settings)
-            with phase("models, data and plan"):
-                prepared = prepare(settings, folder)
-            for warning in prepared.warnings:
-                tell(f"warning: {warning}")
-            if begun is not None:
-                _check_changes(folder, settings, prepared, accept_changes)
-            begin_to_load_for(prepared.config.cluster)
-            refuse_blocks_without_server(settings)
+            accepting = "train(..., accept_changes=True)"
+            prepared = prepare_run(
+                settings, folder, _warn, begun is not None, accept_changes, accepting=accepting
+            )
             summary = _run(folder, prepared)
         gc.collect()  # what still holds semaphores, before the process that tracks them is ended
     model = summary.get("model")
@@ -165,18 +154,9 @@ def _with_rows(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update=changes) if changes else config
 
 
-def _check_changes(folder: Path, config: RunConfig, prepared: Prepared, accept: bool) -> None:
-    """Accept what has changed since the last commit: ordinary changes, or all. Raises ConfigError for others."""
-    accepted = (
-        run_identity.accept_changes(folder, prepared)
-        if accept
-        else run_identity.accept_stated(
-            folder, prepared, run_identity.ORDINARY, "train(..., accept_changes=True)"
-        )
-    )
-    for change in accepted:
-        tell(f"accepted: {change}")
-    keep_functions(folder, config)
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        tell(f"warning: {line}")
 
 
 def _run(folder: Path, prepared: Prepared) -> dict[str, Any]:

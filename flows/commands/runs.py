@@ -13,7 +13,6 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import ValidationError
 
-from prefect_rlhf.flows.cluster.forks import begin_to_load_for
 from prefect_rlhf.flows.commands.options import show_warnings, whole_seed
 from prefect_rlhf.flows.demo import DATA, refuse_without_task
 from prefect_rlhf.flows.pushes import PushError, check_push, push_model
@@ -23,7 +22,6 @@ from prefect_rlhf.flows.rewards import refuse_blocks_without_server
 from prefect_rlhf.flows.run import run_identity
 from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.origins import leave_origin
-from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.flows.run.run_folder import (
     CONFIG,
     existing_run_folder,
@@ -132,28 +130,17 @@ def _run_in(
     stated  keys that the command line gives
     """
     _refuse_other_type(algorithm, settings.type, config, folder)
-    with phase("models, data and plan"):
-        prepared = prepare(settings, folder)
-    show_warnings(prepared.warnings)
     if folder is None and accept_changes:
         raise ConfigError("--accept-changes is only for a run that is resumed: give --resume FOLDER, too.")
-    if folder is not None:
-        accepted = (
-            run_identity.accept_changes(folder, prepared)
-            if accept_changes
-            else run_identity.accept_stated(folder, prepared, stated)
-        )
-        show_warnings([f"accepted: {change}" for change in accepted])
-    begin_to_load_for(prepared.config.cluster)
+    resumed = folder is not None
+    prepared = run_identity.prepare_run(settings, folder, show_warnings, resumed, accept_changes, stated)
     # Prefect takes seconds to import, so a faulty configuration is refused before that. The run folder is made after
     # it, when Ctrl-C already says how to resume.
     with phase("Prefect"):
         from prefect_rlhf.flows.cluster.server import refuse_dead_server
         from prefect_rlhf.flows.commands.local_run import run_here
 
-    refuse_blocks_without_server(settings)
     refuse_dead_server()
-    resumed = folder is not None
     with run_folder_of(settings, folder) as folder, nullcontext() if resumed else taken(folder):
         run_here(folder, prepared)
 

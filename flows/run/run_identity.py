@@ -11,7 +11,7 @@ Loads neither Prefect nor torch.
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from prefect_rlhf.flows.cluster.forks import begin_to_load_for
+from prefect_rlhf.flows.rewards import refuse_blocks_without_server
 from prefect_rlhf.flows.run.downloads import REVISIONS
 from prefect_rlhf.flows.run.origins import keep_origin
 from prefect_rlhf.flows.run.planning import rank_counts
@@ -28,8 +30,10 @@ from prefect_rlhf.flows.run.run_folder import (
     SUMMARY,
     existing_run_folder,
     keep_config,
+    keep_functions,
     refuse_foreign,
 )
+from prefect_rlhf.flows.view.terminal import phase
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import section_of
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import (
@@ -120,6 +124,39 @@ def may_be_stated(key: str) -> bool:
     """Whether the command line may give a run that is resumed another value of a dotted key: no result depends on it,
     or it is an ordinary change."""
     return key in ORDINARY or (key.partition(".")[0] in FREE and key not in _OF_A_NEW_RUN)
+
+
+def prepare_run(
+    config: RunConfig,
+    folder: Path | None,
+    warn: Callable[[Iterable[str]], None],
+    begun: bool,
+    accept: bool = False,
+    stated: Collection[str] = ORDINARY,
+    accepting: str = "",
+) -> Prepared:
+    """Prepare a run that begins or continues. What its ranks need begins to load then.
+
+    folder     the run's, which the caller has taken; None: it is made later
+    warn       shows warnings, and what has been accepted
+    begun      whether it continues: then what has changed since its last commit is accepted or refused
+    accept     all changes; else those that are `stated`
+    accepting  as for `refuse_changes`
+    Raises ConfigError.
+    """
+    with phase("models, data and plan"):
+        prepared = prepare(config, folder)
+    warn(prepared.warnings)
+    if begun:
+        assert folder is not None
+        accepted = (
+            accept_changes(folder, prepared) if accept else accept_stated(folder, prepared, stated, accepting)
+        )
+        warn(f"accepted: {change}" for change in accepted)
+        keep_functions(folder, config)
+    begin_to_load_for(prepared.config.cluster)
+    refuse_blocks_without_server(config)
+    return prepared
 
 
 def accept_stated(
