@@ -85,6 +85,7 @@ class CallRow(NamedTuple):
     """A call's placement and price.
 
     device_class   of its devices; `a + b` if there are several
+    sharded        whether dp and cp ranks have shares of the weights
     time_s         seconds of the call, dispatch included
     memory_bytes   peak memory of the fullest of its devices
     missing_bytes  what the device that lacks most lacks; 0 if all fit
@@ -97,6 +98,7 @@ class CallRow(NamedTuple):
     tp: int
     pp: int
     cp: int
+    sharded: bool
     micro_batches: int
     offload: bool
     time_s: float
@@ -119,6 +121,7 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[C
             node.placement.strategy.tp,
             node.placement.strategy.pp,
             node.placement.strategy.cp,
+            node.placement.strategy.weight_shares > 1,
             node.assignment.micro_batches,
             node.assignment.offload,
             price.duration_s[node.name],

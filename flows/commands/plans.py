@@ -264,12 +264,13 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
     whole = (Column(head, no_wrap=True) for head in ("call", "devices"))
     table = Table(*whole, *(["class"] if several else []), box=None, pad_edge=False)
     rows = call_rows(plan, price, model)
-    divides = any(row.cp > 1 for row in rows)
+    divides, shards = any(row.cp > 1 for row in rows), any(row.sharded for row in rows)
     for head in (
         "dp",
         "tp",
         "pp",
         *(["cp"] if divides else []),
+        *(["sharded"] if shards else []),
         "micro-\nbatches",
         "offload",
         "seconds",
@@ -279,7 +280,9 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
     for row in rows:
         memory = f"{row.memory_bytes / 1e9:.3g}" + (" [red]too much[/]" if row.missing_bytes else "")
         where = (row.call, row.devices, *([row.device_class] if several else []))
-        how = map(str, (row.dp, row.tp, row.pp, *([row.cp] if divides else []), row.micro_batches))
+        axes = (row.dp, row.tp, row.pp, *([row.cp] if divides else []))
+        of_shares = ["yes" if row.sharded else ""] if shards else []
+        how = (*map(str, axes), *of_shares, str(row.micro_batches))
         table.add_row(*where, *how, "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
     console.print(f"[bold]Calls[/] on {model.classes}; memory: peak of the fullest device")
     console.print(table)

@@ -151,7 +151,7 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
     warnings  sentences about the figures
     """
     calls = call_rows(result.plan, result.price, model)
-    divides = any(row.cp > 1 for row in calls)
+    divides, shards = any(row.cp > 1 for row in calls), any(row.sharded for row in calls)
     rows = [
         {
             "call": row.call,
@@ -161,6 +161,7 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
             "tp": row.tp,
             "pp": row.pp,
             **({"cp": row.cp} if divides else {}),
+            **({"sharded": row.sharded} if shards else {}),
             "micro-batches": row.micro_batches,
             "offload": row.offload,
             "seconds": row.time_s,
