@@ -204,7 +204,7 @@ class CostModel:
         if self.workload.other is None:
             return generate_in_turns(mesh, call, micro_batches)
         whole, itemsize = self._sizes(call.role, ParallelStrategy()), self.workload.itemsize
-        (parameters,) = whole.parameters_by_stage(1)
+        (parameters,) = parameters_by_stage([whole])
         size_bytes = parameters * itemsize
         slowest = min(profile.host_copy_bytes_per_s for profile in self.classes.profiles)
         take_s = PASSES_OF_HANDOVER * size_bytes / slowest

@@ -107,6 +107,9 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             timeout_s=240.0,
         )
     )
+    for role, engine in executor._run._engines.changing():
+        has_shares = engine.layout.placement.strategy.weight_shares > 1
+        assert (engine.stage.shares is not None) == has_shares, role
     seen = []
     sequencer = Sequencer(plan, "test", 0, DEADLINES)
     for iteration in range(3):
@@ -172,20 +175,24 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
 def test_sharded_weights_give_the_same_bits(ranks, tmp_path):
     """As whole ones on the same ranks: of roles that train, frozen ones, copies, and where host memory keeps them."""
 
-    def losses(sharded: str) -> list[dict[str, float]]:
+    def losses(sharded: str, strategies: tuple[str, str] = ("d2 t2", "d4")) -> list[dict[str, float]]:
+        of_actor, of_critic = strategies
         calls = {
             "actor_generate": "0-3 d2 t2",
             "ref_inference": f"2-3 d2 m2 {sharded}",
             "reward_inference": f"0-1 d2 offload {sharded}",
             "critic_inference": f"1,0 d2 {sharded}",
-            "actor_train": f"0-3 d2 t2 tokens {sharded}",
-            "critic_train": f"0-3 d4 m2 offload {sharded}",
+            "actor_train": f"0-3 {of_actor} tokens {sharded}",
+            "critic_train": f"0-3 {of_critic} m2 offload {sharded}",
         }
         return trajectory(ranks, tmp_path, 4, calls)
 
+    alone = trajectory(ranks, tmp_path, *PLANS["one rank"])
     sharded = losses("sharded")
     assert sharded == losses("")
-    assert not differences(trajectory(ranks, tmp_path, *PLANS["one rank"]), sharded)
+    assert not differences(alone, sharded)
+    # Ranks that divide tokens have shares, too.
+    assert not differences(alone, losses("sharded", ("d2 c2", "c4")))
 
 
 @pytest.mark.dist

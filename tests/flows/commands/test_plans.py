@@ -184,6 +184,18 @@ def test_a_manual_plan_may_offload_a_frozen_model(run_plan, write, tmp_path):
     assert after["peak_memory_bytes"]["0"] <= before["peak_memory_bytes"]["0"]
 
 
+def test_sharded_weights_have_a_column_where_there_are_some(run_plan, write):
+    plan = {**DISJOINT, "actor_train": "0-1 d2 sharded"}
+    heads = {}
+    for name, its in (("none", DISJOINT), ("some", plan)):
+        status, out, err = run_plan(ppo(), "--evaluate", write(its), "--no-compare")
+        assert status == 0, err
+        heads[name] = "sharded" in out
+        row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["actor_train"])
+        assert ("yes" in row) == (name == "some")
+    assert heads == {"none": False, "some": True}
+
+
 def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(run_plan, write):
     small = {"n_hosts": 1, "devices_per_host": 2, "device": {"like": "cpu-slot", "memory_bytes": 2_000_000}}
     status, out, err = run_plan(
