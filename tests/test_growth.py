@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 325,
-    "hundreds of lines": 712,
+    "files": 326,
+    "hundreds of lines": 714,
     "lines of the longest file": 650,
     "modules of the fullest folder": 16,
     "configuration paths of PPO": 138,

@@ -12,10 +12,6 @@ from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
 from prefect_rlhf.planner.pricing.analytic import with_measured_moves
 from prefect_rlhf.planner.pricing.call_formulas import (
-    AtStage,
-    CallCost,
-    Crossings,
-    OnMesh,
     generate_beside,
     generate_in_turns,
     infer,
@@ -44,6 +40,7 @@ from prefect_rlhf.planner.pricing.rooflines import (
     sizes,
     stage_sizes,
 )
+from prefect_rlhf.planner.pricing.terms import AtStage, CallCost, Crossings, OnMesh
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.shares import Gathering, gathering
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout, check_context_parallel

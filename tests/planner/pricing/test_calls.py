@@ -7,10 +7,10 @@ import torch
 
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import Lengths, OtherEngine
-from prefect_rlhf.planner.pricing.call_formulas import Crossings, OnMesh
 from prefect_rlhf.planner.pricing.calls import CallCost
 from prefect_rlhf.planner.pricing.devices import PRESETS, DeviceLink, preset
 from prefect_rlhf.planner.pricing.rooflines import Roofline, sizes
+from prefect_rlhf.planner.pricing.terms import Crossings, OnMesh
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import split
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from prefect_rlhf.planner.plan.workload import Lengths, Workload
-from prefect_rlhf.planner.pricing.call_formulas import Crossings, OnMesh, generate
+from prefect_rlhf.planner.pricing.call_formulas import generate
 from prefect_rlhf.planner.pricing.rooflines import sizes
+from prefect_rlhf.planner.pricing.terms import Crossings, OnMesh
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, NUMBER

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from prefect_rlhf.planner.pricing.call_formulas import LOGPROB_BYTES
+from prefect_rlhf.planner.pricing.terms import LOGPROB_BYTES
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import micro_batch, predicting
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import split
