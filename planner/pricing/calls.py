@@ -234,10 +234,10 @@ class CostModel:
         trained = locals if model.lora is None else self._trained_by_stage(role, s)
         of_mean = self._rooflines(role, mean, where)
         known: dict[tuple[Sizes, Sizes], AtStage] = {}
-        for own, moved in zip(locals, trained, strict=True):
-            if (own, moved) not in known:
-                here = OfStage(timing, of_mean, self._rooflines(role, own, where))
-                known[own, moved] = AtStage(here, own, moved)
+        for local, moved in zip(locals, trained, strict=True):
+            if (local, moved) not in known:
+                here = OfStage(timing, of_mean, self._rooflines(role, local, where))
+                known[local, moved] = AtStage(here, local, moved)
         return tuple(known[pair] for pair in zip(locals, trained, strict=True))
 
     def _rooflines(self, role: str, local: Sizes, where: _Circumstances) -> Timing:
