@@ -42,6 +42,7 @@ COMMANDS = {
     "chat": "answers",
     "generate": "answers",
     "graph": "plans",
+    "replay": "replays",
 }
 CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}
 RUNS_COMMANDS = {"list": "records:list_runs", "compare": "records:compare_runs"}

@@ -26,6 +26,7 @@ from prefect_rlhf.flows.view.prefect_api import Away, CommitEvents, PrefectApi
 from prefect_rlhf.flows.view.terminal import RunProgress, tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
+from prefect_rlhf.rlhf_tasks.checkpoint.dumps import dumps_of
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
 from prefect_rlhf.rlhf_tasks.config.sampling import OnePass
 from prefect_rlhf.rlhf_tasks.protocol.messages import (
@@ -129,10 +130,12 @@ class RunView:
                 self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
 
     def _warn(self, metrics: Mapping[str, float | None]) -> None:
-        """Warn, once for each cause, if the metrics so far show that the run cannot learn."""
+        """Warn, once for each cause, of an anomaly, and if the metrics so far show that the run cannot learn."""
         self._first = self._first or metrics
         self._newest.append(metrics)
-        for what, said in learning_warnings(self._first, list(self._newest)).items():
+        dumps = [str(folder) for folder in dumps_of(self._folder)]
+        warned = anomaly_warnings(metrics, dumps) | learning_warnings(self._first, list(self._newest))
+        for what, said in warned.items():
             if what not in self._warned:
                 self._warned.add(what)
                 self.say(f"warning: {said}")
@@ -288,6 +291,21 @@ def run_tags(config: RunConfig) -> list[str]:
 
 
 # --- a run that cannot learn ---
+
+
+def anomaly_warnings(row: Row, dumps: Sequence[str]) -> dict[str, str]:
+    """What is an anomaly (`on_anomaly`) -> a sentence that says so, by an iteration's row. dumps: folders of dumps"""
+    known = {
+        "anomaly/kl": "the KL divergence from the reference is above kl_bound",
+        "anomaly/equal_rewards": "all rewards are equal, in equal_rewards_iterations iterations in a row",
+    }
+    steps = {
+        name: f"optimizer steps of {name.partition('/')[2]} had no finite loss or gradient, and were left out"
+        for name in row
+        if name.startswith("skipped_steps/")
+    }
+    replay = f" To compute it again: prefect-rlhf replay {dumps[-1]}" if dumps else ""
+    return {name: f"{said}.{replay}" for name, said in {**steps, **known}.items() if row.get(name)}
 
 
 def learning_warnings(first: Row, newest: Sequence[Row]) -> dict[str, str]:

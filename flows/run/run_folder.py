@@ -23,6 +23,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           trackers/        what each tracker of report_to has, and what it has printed
           tensorboard/     event files (report_to: tensorboard); wandb/ likewise
           skipped-samples/ the samples that a reward failed on, and why (on_reward_error: skip)
+          anomalies/       the first anomaly of each role, for `prefect-rlhf replay` (on_anomaly)
           samples/         samples with their scores: a few of each iteration; all of a rollout or evaluation, in
                            one file per iteration, dp rank and part
           model/           the trained model of the finished run, a Hugging Face folder

@@ -86,6 +86,9 @@ ORDINARY = (
     "optimizer.warmup_steps",
     "evaluation.every",
     "evaluation.keep_best",
+    "on_anomaly",
+    "kl_bound",
+    "equal_rewards_iterations",
 )
 """Keys that people change between two parts of one training."""
 _OF_A_NEW_RUN = ("name", "output_dir", "resume")

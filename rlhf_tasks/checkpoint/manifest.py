@@ -1,10 +1,12 @@
-"""The manifest of a commit, and the check that all files in it are there and unchanged. Torch-free."""
+"""The manifest of a commit or of a dump (dumps.py), and the check that all files in it are there and unchanged.
+Torch-free.
+"""
 
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -73,7 +75,17 @@ class PartReport(Frozen):
     record: RoleRecord | None
 
 
-class Manifest(Frozen):
+class Contents(Frozen):
+    """A folder's table of contents.
+
+    schema_version  of its class: another one is refused
+    """
+
+    schema_version: int
+    files: tuple[StoredFile, ...]
+
+
+class Manifest(Contents):
     """The table of contents of a commit.
 
     step         number of committed iterations
@@ -92,13 +104,15 @@ class Manifest(Frozen):
     cursor: int = Field(ge=0)
     versions: dict[str, int]
     roles: dict[str, RoleRecord]
-    files: tuple[StoredFile, ...]
     journals: JournalMarks
     config: dict[str, Any]
     plan_sha256: str
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+OfFolder = TypeVar("OfFolder", bound=Contents)
+
+
+def write_manifest(folder: Path, manifest: Contents) -> None:
     """Write manifest and checksum, and sync them. Raises OSError."""
     data = manifest.model_dump_json(indent=1).encode()
     write_file(folder / MANIFEST, data)
@@ -107,7 +121,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     sync(folder)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, kind: type[OfFolder] = Manifest) -> OfFolder:
     """Read and check a folder's manifest. Raises CheckpointError naming the file."""
     path = folder / MANIFEST
     if folder.is_symlink():
@@ -120,23 +134,23 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: its checksum is not the one in {CHECKSUM}.")
     with reading(path, "not a manifest", CheckpointError):
         schema = json.loads(data).get("schema_version")
-        if schema != SCHEMA:
+        if schema != (ours := kind.model_fields["schema_version"].default):
             raise CheckpointError(
-                f"{path}: schema {shown(schema)}; this version of prefect-rlhf reads {SCHEMA}. Use the version that "
+                f"{path}: schema {shown(schema)}; this version of prefect-rlhf reads {ours}. Use the version that "
                 "wrote it."
             )
         try:
-            return Manifest.model_validate_json(data)
+            return kind.model_validate_json(data)
         except ValidationError as error:
             raise CheckpointError(f"{path}: not a manifest: {first_fault(error)}") from None
 
 
-def verify(folder: Path) -> Manifest:
-    """Check the manifest of a commit, and the size and hash of every file in it, several files at once.
+def verify(folder: Path, kind: type[OfFolder] = Manifest) -> OfFolder:
+    """Check the manifest of a folder, and the size and hash of every file in it, several files at once.
 
     Raises CheckpointError naming the first file that is missing or has changed. Other files are not opened.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, kind)
     for stored in manifest.files:
         path = folder / stored.file
         if path.is_symlink() or not path.is_file():

@@ -1,6 +1,6 @@
 """The base class of configurations whose runs train. Torch-free."""
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -37,6 +37,7 @@ class TrainingConfig(Judges):
     groups: ClassVar[Groups] = {
         "": ("total_iterations",),
         "Training": ("num_mini_batches", "optimizer", "lora", "gradient_checkpointing", "micro_batch_tokens"),
+        "Guards": ("on_anomaly",),
         "Evaluation": ("evaluation",),
         "Run": ("push_to_hub",),
     }
@@ -86,6 +87,12 @@ class TrainingConfig(Judges):
         le=MOST_TOKENS,
         description="Most tokens of a micro-batch in training and inference; a longer sample has its own. A "
         "rank's batch is cut into as many as that takes, at least micro_batches. Default: no limit.",
+    )
+    on_anomaly: Literal["stop", "skip", "warn"] = Field(
+        default="skip",
+        description="stop: an anomaly ends the run at its last commit; skip: its update is left out, and three train "
+        "calls in a row without an update end the run; warn: only said. A step whose loss or gradient is not finite "
+        "is never applied.",
     )
     evaluation: EvaluationConfig | None = Field(
         default=None,

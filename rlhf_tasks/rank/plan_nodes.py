@@ -30,6 +30,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import union_set
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import shares
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from prefect_rlhf.rlhf_tasks.rank.anomalies import train
 from prefect_rlhf.rlhf_tasks.rank.generators import make_generator
 from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
 from prefect_rlhf.rlhf_tasks.rank.samples import RankSamples
@@ -311,10 +312,13 @@ class RankRun:
             rows=lambda sample_ids: fetch(self._rows, self._config, sample_ids),
             generator=self._generator,
         )
-        output = self._functions[call.name](engine, batch, context)
+        function = self._functions[call.name]
         if node.trains:
+            output = train(function, engine, call, batch, context, self._spec.run)
             engine.version += 1
             reach(Point.TRAINED)
+        else:
+            output = function(engine, batch, context)
         if call.kind == "generate" and node.part.number == node.part.of - 1:
             self._generator.free()
         samples.put(node, whole, output)

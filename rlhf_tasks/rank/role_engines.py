@@ -261,14 +261,14 @@ class RoleEngines:
             alone = away or not layout.whole.specs.keys() - trained.keys()
             stage = self._stage(parts, layout, shares=None if alone else self._shares.get(key))
             assert stage.shares is not None
-            _fill(stage, parts, self._seed, stage.shares.filled, self._bytes_filled)
+            fill(stage, parts, self._seed, stage.shares.filled, self._bytes_filled)
             if not alone:
                 self._shares[key] = stage.shares
             return stage
         frozen = self._frozen.setdefault(key, {})
         shared = {} if away else {name: given for name, given in frozen.items() if name not in trained}
         stage = self._stage(parts, layout, shared)
-        _fill(stage, parts, self._seed, shared, self._bytes_filled)
+        fill(stage, parts, self._seed, shared, self._bytes_filled)
         if not away:
             frozen |= {name: mine for name, mine in stage.named_slices().items() if name not in trained}
         return stage
@@ -307,7 +307,7 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
     )
 
 
-def _fill(stage: Stage, parts: Role, seed: int, shared: Collection[str], moved: ByteCount | None) -> None:
+def fill(stage: Stage, parts: Role, seed: int, shared: Collection[str], moved: ByteCount | None) -> None:
     """Give a resident its weights, except for those that are shared and there.
 
     Raises ValueError when a frozen role's head would be random.

@@ -22,6 +22,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
 from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import on_tokens
+from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import are_equal, extremes, leaves_out_update
 from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Counts,
     Objective,
@@ -89,13 +90,14 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
 
     The loss of a mini-batch is the mean over its response tokens, of all replicas. It has no KL term: the KL penalty
     is in the rewards (`learning_targets`).
-    Metrics: those of `learning_targets` and `policy_steps`.
+    Metrics: those of `learning_targets`, `leaves_out_update` and `policy_steps`.
     """
     config, batch = _ppo(context), without_skipped(batch)
     targets = learning_targets(engine, batch, context)
     engine.state.update(targets.state)
     if context.iteration < config.critic_warmup_iterations:
         return CallOutput(metrics={**targets.metrics, "policy/steps": 0.0})
+    left_out, anomalies = leaves_out_update(engine, context, targets.metrics["kl"], targets.equal)
     objective = Objective(
         token_ratio,
         partial(clipped_loss, low=config.cliprange, high=config.cliprange, dual_clip=config.dual_clip),
@@ -112,8 +114,9 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         batch["response_mask"].values,
         Counts([], tokens, tokens),
         first_iteration=config.critic_warmup_iterations,
+        left_out=left_out,
     )
-    return CallOutput(metrics={**targets.metrics, **metrics})
+    return CallOutput(metrics={**targets.metrics, **anomalies, **metrics})
 
 
 def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -181,6 +184,7 @@ class Targets:
     metrics            kl (mean KL per sequence, in nats), kl_coef, shaped_reward (mean over sequences of the sum of
                        rewards), advantages/std (before whitening), returns/mean, explained_variance of the old values
     state              what the call puts into `engine.state`: the next KL coefficient, where it adapts
+    equal              whether the scores of all samples are equal
     """
 
     advantages: Tensor
@@ -190,6 +194,7 @@ class Targets:
     returns_square: float
     metrics: Mapping[str, float]
     state: Mapping[str, Any]
+    equal: bool
 
 
 def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -> Targets:
@@ -221,7 +226,9 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     tokens = counts_per_block(batch, context, "response_mask").to(mask.device)
     n_samples = kl.new_tensor(len(batch), dtype=torch.float64)
     sums = torch.stack([kl.double().sum(), rewards.double().sum(), n_samples])
-    *blocks, total_kl, reward, n = engine.sum_over_dp(torch.cat([tokens, sums])).tolist()
+    ends = extremes(engine, batch["scores"].values)
+    summed = engine.sum_over_dp(torch.cat([tokens, sums, ends])).tolist()
+    *blocks, total_kl, reward, n = summed[: -len(ends)]
     count = sum(blocks)
     if config.whiten_rewards:
         (of_rewards,) = moments(engine, mask, count, rewards)
@@ -248,7 +255,8 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
         else 0.0,
     }
     square = of_returns.variance + of_returns.mean**2
-    return Targets(advantages, returns, blocks, of_returns.mean, square, metrics, state)
+    equal = are_equal(summed[-len(ends) :])
+    return Targets(advantages, returns, blocks, of_returns.mean, square, metrics, state, equal)
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: int, n_seqs: int) -> float:

@@ -10,7 +10,7 @@ from prefect_rlhf.rlhf_tasks.config.base import Groups
 from prefect_rlhf.rlhf_tasks.config.models import GRPOModels, ReferenceModels, Role
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
-from prefect_rlhf.rlhf_tasks.config.settings import Pair, Settings
+from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, Pair, Settings
 
 MOST_STALENESS = 16
 """Each iteration ahead is one more batch in the memory of the ranks that generate, and in every commit."""
@@ -57,7 +57,10 @@ class PolicyConfig(Scores, MovesReference):
     """What policies share: they sample at random, and record among which tokens. They may sample ahead of training
     (docs/adr/0017-staleness-is-a-lag.md)."""
 
-    groups: ClassVar[Groups] = {"Staleness": ("staleness", "correction")}
+    groups: ClassVar[Groups] = {
+        "Staleness": ("staleness", "correction"),
+        "Guards": ("kl_bound", "equal_rewards_iterations"),
+    }
     pairs: ClassVar[tuple[Pair, ...]] = (
         Pair(
             "staleness",
@@ -82,6 +85,13 @@ class PolicyConfig(Scores, MovesReference):
             ),
         ),
         Pair(
+            "kl_bound",
+            "beta",
+            "{first} bounds the KL divergence from the reference, and with {second} the run has none. Raise beta or "
+            "leave out kl_bound.",
+            lambda config: config.kl_bound is not None and "ref" not in config.roles(),
+        ),
+        Pair(
             "sampling.temperature",
             "type",
             "{first} is greedy, but {second} must explore. Choose 1.0, for example.",
@@ -98,6 +108,17 @@ class PolicyConfig(Scores, MovesReference):
     )
     correction: Correction = Field(
         default=Correction(), description="Weights of tokens that another policy has drawn."
+    )
+    kl_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="An anomaly: a mean KL divergence from the reference above this (metric kl, nats per sequence).",
+    )
+    equal_rewards_iterations: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_ITERATIONS,
+        description="An anomaly: so many iterations in a row whose rewards are all equal (with groups: in each).",
     )
 
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import STAYS
+from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import Record
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import BuiltIn, Generator
@@ -44,6 +45,7 @@ class CallContext:
     environment    this rank's helper process for environments; None where there is none
     rows           gives the values of the data set's keys of samples, by their global ids
     generator      draws responses
+    record         of a train call: what is kept of it for the case of an anomaly
     """
 
     config: RunConfig
@@ -62,6 +64,7 @@ class CallContext:
     environment: "EnvironmentProcess | None" = None
     rows: Callable[[Sequence[int]], SampleBatch] | None = None
     generator: Generator = field(default_factory=BuiltIn)
+    record: Record = field(default_factory=Record)
 
     def all_parts(self, figures: Any) -> list[Any] | None:
         """In the call's last part, the figures of all its parts, in their order; None in the others.

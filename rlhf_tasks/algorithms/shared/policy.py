@@ -33,6 +33,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import (
     response_lengths,
     response_sums,
 )
+from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import are_equal, extremes, leaves_out_update
 from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import (
     Steps,
     counts_per_block,
@@ -305,6 +306,7 @@ def policy_steps(
     *,
     first_iteration: int = 0,
     ids: Sequence[int] | None = None,
+    left_out: bool = False,
 ) -> dict[str, float]:
     """The optimizer steps of one train call.
 
@@ -312,6 +314,7 @@ def policy_steps(
     learned          [T] bool, the tokens that are learned
     first_iteration  the role's first training iteration
     ids              of all replicas' samples that mini-batches are cut from; None: all of the iteration
+    left_out         an anomaly leaves out all steps (guards.py)
     Returns the metrics
         loss/policy: mean of the mini-batches' losses, by their denominators
         entropy (nats), clip_ratio, policy/ratio, policy/approx_kl (nats; estimator k3, from the proximal policy,
@@ -346,7 +349,9 @@ def policy_steps(
     samples = _read_by_terms(engine, batch, config, objective, advantages, weights)
     staleness = ages(engine, batch, config.oldest) if config.learns_from_older else {}
     mismatch = dict[str, float]()
-    for step in optimizer_steps(samples, context, config.optimizer, config.passes, first_iteration, ids):
+    steps.left_out = left_out
+    planned = optimizer_steps(samples, context, config.optimizer, config.passes, first_iteration, ids)
+    for step in () if left_out else planned:
         if not weights.denominators[step.block]:
             continue  # only the optimizer's momentum would change the weights
         unchanged = steps.applied == 0
@@ -475,14 +480,15 @@ def learn(
     ids           of the responses, of all replicas, that stay in the batch, in whole groups; mini-batches are cut
                   from these. None: all stay
     Metrics, besides those of `policy_steps`: kl (with a reference: mean KL(sampling policy || reference) per
-    sequence, in nats), frac_reward_zero_std (with groups: share of the samples whose group's scores are all equal).
+    sequence, in nats), frac_reward_zero_std (with groups: share of the samples whose group's scores are all equal),
+    those of `leaves_out_update`.
     Raises RewardError when the batch is empty on all replicas.
     """
     config, scores = context.config, batch["scores"].values
     assert isinstance(config, CriticFreeConfig), f"{config.type} runs have a critic"
     kl = reference_kl(batch, kl_estimator).double().sum() if config.beta > 0 else scores.new_zeros(())
-    equal = per_group(all_equal, scores, batch.ids, config.group_size).sum()
-    whole = torch.stack([kl.double(), equal.double(), scores.new_tensor(len(batch), dtype=torch.float64)])
+    in_groups = per_group(all_equal, scores, batch.ids, config.group_size).sum()
+    whole = torch.stack([kl.double(), in_groups.double(), scores.new_tensor(len(batch), dtype=torch.float64)])
     of_tokens = {"advantages": Packed(advantages, batch["input_ids"].lengths)}
     batch = SampleBatch(batch.ids, {**batch.data, **of_tokens})
     if ids is not None:
@@ -494,8 +500,9 @@ def learn(
         learned = learned & ~on_tokens(batch["truncated"].values, lengths)
     marks = SampleBatch(batch.ids, {"learned": Packed(learned, lengths), "tokens": batch["response_mask"]})
     counted = torch.cat([counts_per_block(marks, context, key, ids) for key in (None, "learned", "tokens")])
-    own = torch.cat([counted.to(engine.device), whole])
-    *totals, total_kl, total_equal, n_samples = engine.sum_over_dp(own).tolist()
+    own = torch.cat([counted.to(engine.device), whole, extremes(engine, scores)])
+    summed = engine.sum_over_dp(own).tolist()
+    *totals, total_kl, total_equal, n_samples = summed[: len(counted) + len(whole)]
     if not n_samples:
         raise RewardError(
             f"a reward failed on every sample of iteration {context.iteration}, so none is left to learn from. "
@@ -507,9 +514,20 @@ def learn(
     metrics: dict[str, float] = {}
     if config.beta > 0:
         metrics["kl"] = total_kl / n_samples
+    equal = are_equal(summed[len(counted) + len(whole) :])
     if config.group_size > 1:
         metrics["frac_reward_zero_std"] = total_equal / n_samples
+        equal = total_equal == n_samples
+    left_out, anomalies = leaves_out_update(engine, context, metrics.get("kl"), equal)
     steps = policy_steps(
-        engine, batch, context, objective, batch["advantages"].values, learned, counts, ids=ids
+        engine,
+        batch,
+        context,
+        objective,
+        batch["advantages"].values,
+        learned,
+        counts,
+        ids=ids,
+        left_out=left_out,
     )
-    return CallOutput(metrics=metrics | steps)
+    return CallOutput(metrics=metrics | anomalies | steps)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import AnomalyError
 from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
@@ -19,8 +20,8 @@ from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, Loss
 from prefect_rlhf.rlhf_tasks.system.counter_random import permutation
 
 MAX_SKIPPED_CALLS = 3
-"""The run fails after this many consecutive train calls of a role without an applied step. One or two bad batches
-must not end a run, but weights that never give finite losses do not recover."""
+"""The run ends after this many consecutive train calls of a role without an applied step, whatever `on_anomaly` says.
+One or two bad batches must not end a run, but weights that never give finite losses do not recover."""
 
 STATE_KEY = "skipped_calls"
 """The count's key in `engine.state` while it is not 0: so it is in the role's snapshots and moves with the role."""
@@ -141,6 +142,7 @@ class Steps:
     counts            of each mini-batch, over all replicas: what metrics are means over; default: the denominators
     counted           key of the mask of the tokens that the loss looks at (see `Engine.train_step`)
     applied, skipped  numbers of steps so far
+    left_out          True where an anomaly leaves out all steps of the call
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class Steps:
     ) -> None:
         self.applied = 0
         self.skipped = 0
+        self.left_out = False
         self._engine, self._loss = engine, loss
         self._denominators, self._micro_batches, self._metrics = denominators, micro_batches, metrics
         self._counts = denominators if counts is None else counts
@@ -209,14 +212,19 @@ class Steps:
     def end(self, role: str) -> dict[str, float]:
         """Call after the last step. Returns the metrics grad_norm, learning_rate and skipped_steps of the role.
 
-        Raises ValueError when all steps of the last MAX_SKIPPED_CALLS calls were skipped.
+        Raises AnomalyError when all steps of the last MAX_SKIPPED_CALLS calls were skipped or left out.
         """
-        calls = self._engine.state.get(STATE_KEY, 0) + 1 if self.skipped and not self.applied else 0
+        nothing = (self.skipped or self.left_out) and not self.applied
+        calls = self._engine.state.get(STATE_KEY, 0) + 1 if nothing else 0
         if calls >= MAX_SKIPPED_CALLS:
-            raise ValueError(
-                f"{role}: no optimizer step of {calls} iterations in a row was applied, because losses or gradients "
-                "were not finite. Look for rewards or data that are NaN or infinite. If there are none, "
-                "lower the learning rate and resume from an earlier commit."
+            reason = (
+                "their losses or gradients were not finite. Look for rewards or data that are NaN or infinite. If "
+                "there are none, lower the learning rate and resume from an earlier commit."
+                if self.skipped
+                else "on_anomaly=skip left them out. Look at the rewards and the KL divergence in metrics.jsonl."
+            )
+            raise AnomalyError(
+                f"{role}: no optimizer step of {calls} iterations in a row was applied: {reason}"
             )
         self._engine.state.pop(STATE_KEY, None)
         if calls:

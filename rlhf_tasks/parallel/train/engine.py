@@ -73,6 +73,7 @@ class Engine:
                         train call may be many calls of `train_step`
     state               JSON-able state of the role besides parameters and optimizer
     flops               FLOPs that this replica has computed (layout/work.py); counted on its head, 0 elsewhere
+    watch               is given each report of `train_step` before the step returns; it may raise
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Engine:
         self.version = version
         self.state: dict[str, Any] = {}
         self.flops = 0.0
+        self.watch: Callable[[Mapping[str, float]], None] = lambda report: None
         self._mesh = groups[self.placement.devices]
         stage.requires_grad_(False)
         self.master: MasterWeights | None = None
@@ -223,8 +225,10 @@ class Engine:
         self.count(self._flops_of(batch, micros, counted, training=True))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
         totals["loss"] /= denominator
-        report = optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
-        return {**totals, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
+        applied = optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
+        report = {**totals, "grad_norm": applied.grad_norm, "skipped": float(applied.skipped)}
+        self.watch(report)
+        return report
 
     def _stage_output(self, x: Tensor, micro: MicroBatch, counted: str | None) -> tuple[Tensor, MicroBatch]:
         """The stage's output, and the micro-batch with the rows that passed the head."""

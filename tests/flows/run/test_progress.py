@@ -12,7 +12,7 @@ from httpx import ConnectError
 
 from prefect_rlhf.flows.run import progress as run_view
 from prefect_rlhf.flows.run.prepare import prepare
-from prefect_rlhf.flows.run.progress import IN_A_ROW, RunView, learning_warnings
+from prefect_rlhf.flows.run.progress import IN_A_ROW, RunView, anomaly_warnings, learning_warnings
 from prefect_rlhf.flows.view import prefect_api
 from prefect_rlhf.flows.view.artifacts import Page
 from prefect_rlhf.rlhf_tasks.protocol.messages import Aborted, Cause, Committed, IterationRan
@@ -329,6 +329,21 @@ def test_a_warning_needs_five_iterations_that_agree(changes: list[dict[str, Any]
     for what, part in said.items():
         assert part in found[what]
         assert "\n" not in found[what]
+
+
+def test_an_anomaly_is_said_at_once_with_the_command_that_computes_it_again():
+    row = {
+        "skipped_steps/actor": 2.0,
+        "skipped_steps/critic": 0.0,
+        "anomaly/kl": 1.0,
+        "anomaly/equal_rewards": 0.0,
+    }
+    said = anomaly_warnings(row, ["runs/a/anomalies/actor-iteration-00000003"])
+    assert list(said) == ["skipped_steps/actor", "anomaly/kl"]
+    for sentence in said.values():
+        assert sentence.endswith("prefect-rlhf replay runs/a/anomalies/actor-iteration-00000003")
+    assert anomaly_warnings({**row, "anomaly/kl": None}, [])["skipped_steps/actor"].endswith("were left out.")
+    assert anomaly_warnings(HEALTHY, []) == {}
 
 
 def test_runs_without_these_metrics_are_told_nothing():
