@@ -21,12 +21,12 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 326,
-    "hundreds of lines": 714,
+    "files": 331,
+    "hundreds of lines": 721,
     "lines of the longest file": 650,
     "modules of the fullest folder": 16,
-    "configuration paths of PPO": 138,
-    "configuration paths of GRPO": 133,
+    "configuration paths of PPO": 141,
+    "configuration paths of GRPO": 136,
     "hundreds of words in docs": 332,
     "files that name a kind of plan node": 16,
 }
