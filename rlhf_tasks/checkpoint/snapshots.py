@@ -6,6 +6,7 @@ other layout can read it: a head reads the files of all, and keeps its own sampl
 which stand in the lines of the iterations that learn from them.
 """
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ from prefect_rlhf.rlhf_tasks.checkpoint.manifest import (
     read_manifest,
 )
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
-from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import require_same
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import host_copies
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
@@ -38,13 +40,17 @@ from prefect_rlhf.rlhf_tasks.parallel.train.state_files import (
     Written,
     pieces_of,
     read_shards,
+    read_sums,
     state_size_bytes,
+    state_sums,
+    sum_keys,
     write_checked,
     write_shards,
 )
 from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from prefect_rlhf.rlhf_tasks.system.durable import ByteCount, NotWritable, explained, refuse_full, sync
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, at, reach
+from prefect_rlhf.rlhf_tasks.system.invariants import require
 
 _VALUES, _LENGTHS, _IDS = "values", "lengths", "ids"
 _METRICS = "metrics"
@@ -112,6 +118,8 @@ class SnapshotWriter:
         """
         assert engine.master is not None, f"role {role!r} does not change here: there is nothing to save"
         state, free = list(engine.master.shard_state()), self._written[role]
+        of_state = state_sums(engine.layout, self._spec.rank, state).flatten()
+        sums = {key: one for key, one in zip(sum_keys(engine.layout), of_state.tolist(), strict=True) if one}
         copies = host_copies([shard.tensor for shard in state], free.pop() if free else ())
         shards = [shard._replace(tensor=copy) for shard, copy in zip(state, copies, strict=True)]
         record = RoleRecord(
@@ -128,7 +136,7 @@ class SnapshotWriter:
 
         def write() -> Written:
             try:
-                return write_shards(path, rank, shards, self._moved, self._given_up)
+                return write_shards(path, rank, shards, self._moved, self._given_up, sums)
             finally:
                 if any(copy.is_pinned() for copy in copies):
                     free.append(copies)
@@ -224,8 +232,9 @@ def restore(
 
     moved  counts the bytes that are read
 
-    The commit must have been verified (`latest_commit`). Collective over each dp group of the engine's placement.
-    Raises CheckpointError when the commit lacks the role or has another model, ValueError when it lacks elements.
+    The commit must have been verified (`latest_commit`). Collective over the engine's placement.
+    Raises CheckpointError when the commit lacks the role or has another model, ValueError when it lacks elements,
+    InvariantError, on every rank, where other bits arrive than those that a device had when it was written.
     """
     assert engine.master is not None, f"role {role!r} does not change here: there is nothing to restore"
     folder, layout = step_folder(run_folder, step), engine.layout
@@ -237,6 +246,21 @@ def restore(
     shards = read_shards(files, record.layout, layout, engine.groups.rank, wanted)
     engine.master.load_shard_state(_counted(shards, moved or ByteCount()), record.optimizer_step)
     engine.version, engine.state = record.version, dict(record.state)
+    _require_as_saved(f"restoring {role!r} from {folder}", engine, files)
+
+
+def _require_as_saved(what: str, engine: ChangingRole, files: Sequence[Path]) -> None:
+    """Compare the checksums of a role's state with those of before it was written: whatever the layouts, they are
+    equal. Collective over the engine's placement."""
+    written, layout, groups = read_sums(files), engine.layout, engine.groups
+    if written is None or engine.master is None:
+        return
+    devices = layout.placement.devices
+    here = state_sums(layout, groups.rank, engine.master.shard_state())
+    arrived, keys = all_reduce(here, groups[devices]).flatten(), sum_keys(layout)
+    sent = [(written[key] + 2**63) % 2**64 - 2**63 for key in keys]
+    expected = torch.tensor(sent, dtype=torch.int64, device=arrived.device)
+    require_same(f"{what} to ranks {list(devices)}", keys, expected, arrived)
 
 
 def _counted(shards: Iterable[StateShard], moved: ByteCount) -> Iterator[StateShard]:
@@ -274,10 +298,12 @@ class DrawnSamples:
 
     def __init__(self, run_folder: Path, step: int | None, calls: Sequence[str], moved: ByteCount) -> None:
         self._moved, self._files, self.first_sample = moved, dict[str, list[Path]](), 0
+        self._sha256 = dict[str, str]()
         if step and calls and samples_count(run_folder, step):
             folder = step_folder(run_folder, step)
             manifest = read_manifest(folder)
             self.first_sample = manifest.cursor
+            self._sha256 = {stored.file: stored.sha256 for stored in manifest.files}
             self._files = {c: [folder / f.file for f in manifest.files if f.role == c] for c in calls}
         self.ready = bool(self._files) and all(self._files.values())
 
@@ -293,6 +319,10 @@ class DrawnSamples:
         for path in self._files[call]:
             data = path.read_bytes()
             self._moved.add(len(data))
+            require(
+                hashlib.sha256(data).hexdigest() == self._sha256[path.name],
+                f"samples of {call} from {path} have other bits than those that were written",
+            )
             for batch in unpacked(data):
                 found.put(batch)
         return found

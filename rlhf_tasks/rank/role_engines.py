@@ -106,7 +106,7 @@ class RoleEngines:
                 if copy:
                     self._drop(role, placement)
                 if comes_and_goes:
-                    self._host_copies[role, placement] = self._away(self._engines[role, placement])
+                    self._host_copies[role, placement] = self._away(role, self._engines[role, placement])
 
     def get(self, role: str, placement: Placement) -> Engine:
         """The engine of a role on a placement, whose weights must be there. Waits for a copy that is in progress."""
@@ -206,15 +206,27 @@ class RoleEngines:
         """End the copies between host and device."""
         self._copier.close()
 
-    def _away(self, engine: Engine) -> HostCopy:
+    def _away(self, role: str, engine: Engine) -> HostCopy:
         """The weights of an engine, in host memory from now on."""
+        what = f"onload of {role!r} on rank {self._groups.rank}"
         if (master := engine.master) is not None:
             return HostCopy(
-                [master.weights], lambda tensors: master.use(*tensors), self._copier, changes=True
+                [master.weights],
+                lambda tensors: master.use(*tensors),
+                self._copier,
+                changes=True,
+                what=what,
+                named=engine.stage.held_weights,
             )
         if (shares := engine.stage.shares) is not None:
-            return HostCopy([shares.flat], lambda tensors: setattr(shares, "flat", *tensors), self._copier)
-        return HostCopy.of_module(engine.stage, self._copier)
+            return HostCopy(
+                [shares.flat],
+                lambda tensors: setattr(shares, "flat", *tensors),
+                self._copier,
+                what=what,
+                named=shares.ranges,
+            )
+        return HostCopy.of_module(engine.stage, self._copier, what)
 
     def _install(self, role: str, placement: Placement, moved: Reallocated) -> None:
         key = (role, placement)

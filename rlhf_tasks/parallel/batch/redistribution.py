@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import checksum, checksums, require_same
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import Blank, ProcessGroups, exchange, pack, unpack
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import Side, plan_redistribution, shares
@@ -95,7 +96,8 @@ def redistribute(
 
     Collective over the heads of both sides; any other rank returns at once. The heads first tell each other which
     samples they hold; then each computes the same list of messages. A head does not receive what it already holds.
-    Sources keep what they send.
+    Sources keep what they send. A message ends with the checksums of its tensors. Raises InvariantError naming the
+    key and both ranks where other bits arrive.
     """
     heads = heads_set(source, destination)
     if groups.rank not in heads:
@@ -114,12 +116,20 @@ def redistribute(
                 outgoing.setdefault(transfer.destination, []).append(values)
             elif transfer.destination == groups.rank:
                 expected.setdefault(transfer.source, []).append((key, transfer.ids))
-    blanks = {peer: [holdings[key].blank(samples) for key, samples in e] for peer, e in expected.items()}
-    for peer, tensors in exchange(outgoing, blanks, groups[heads], groups.device).items():
+    sent = sum(tensor.nbytes for tensors in outgoing.values() for tensor in tensors)
+    for tensors in outgoing.values():
+        tensors.append(checksums(tensors, groups.device))
+    blanks = {
+        peer: [*(holdings[key].blank(samples) for key, samples in e), Blank(torch.int64, (len(e),))]
+        for peer, e in expected.items()
+    }
+    for peer, (*tensors, sums) in exchange(outgoing, blanks, groups[heads], groups.device).items():
+        what = f"transfer from rank {peer} to rank {groups.rank}"
+        require_same(what, [key for key, _ in expected[peer]], sums, checksums(tensors, groups.device))
         for (key, samples), values in zip(expected[peer], tensors, strict=True):
             packed = Packed(values, tuple(holdings[key].rows[sample] for sample in samples))
             store.put(SampleBatch(samples, {key: packed}))
-    return sum(tensor.nbytes for tensors in outgoing.values() for tensor in tensors)
+    return sent
 
 
 def _all_gather(ours: Tensor, heads: Sequence[int], groups: ProcessGroups) -> dict[int, Tensor]:
@@ -155,8 +165,9 @@ def share_batch(batch: SampleBatch | None, placement: Placement, groups: Process
     """Broadcast the head's batch to all ranks of its replica, which call this together.
 
     batch  on the head; None on the other ranks of the replica
-    There are two messages, both to the rank's device: two lengths; then a description of the batch and all tensors,
-    bit for bit.
+    There are two messages, both to the rank's device: two lengths and the checksum of the description; then a
+    description of the batch, with checksums, and all tensors, bit for bit. Raises InvariantError naming the key and
+    both ranks where other bits arrive.
     """
     dp_rank = placement.coordinate(groups.rank).dp
     group, head = groups[placement.replica(dp_rank)], placement.head(dp_rank)
@@ -169,30 +180,43 @@ def share_batch(batch: SampleBatch | None, placement: Placement, groups: Process
     parts: list[Tensor] = []
     if batch is not None:
         values = [packed.values.to(groups.device) for packed in batch.data.values()]
-        parts = [_described(batch), pack(values) if values else torch.empty(0, dtype=torch.uint8)]
-    lengths = torch.tensor([part.numel() for part in parts] or [0, 0], device=groups.device)
+        described_here = _described(batch, checksums(values, groups.device).tolist())
+        parts = [described_here, pack(values) if values else torch.empty(0, dtype=torch.uint8)]
+    numbers = [*(part.numel() for part in parts), int(checksum(parts[0]))] if parts else [0, 0, 0]
+    lengths = torch.tensor(numbers, device=groups.device)
     dist.broadcast(lengths, src=head, group=group)
-    described, packed = lengths.tolist()
+    described, packed, _ = lengths.tolist()
     message = torch.empty(described + packed, dtype=torch.uint8, device=groups.device)
     for part, into in zip(parts, message.split([described, packed]), strict=False):
         into.copy_(part)
     dist.broadcast(message, src=head, group=group)
     if batch is not None:
         return batch
-    ids, keys = json.loads(message[:described].cpu().numpy().tobytes())
-    blanks = [Blank(getattr(torch, dtype), tuple(shape)) for _, dtype, shape, _ in keys]
-    tensors = zip(keys, unpack(message[described:], blanks), strict=True)
+    what, text = f"batch from rank {head} to rank {groups.rank}", message[:described]
+    require_same(what, ["its description"], lengths[2:], checksum(text)[None])
+    ids, keys = json.loads(text.cpu().numpy().tobytes())
+    blanks = [Blank(getattr(torch, dtype), tuple(shape)) for _, dtype, shape, *_ in keys]
+    values = unpack(message[described:], blanks)
+    sums = torch.tensor([key[-1] for key in keys], dtype=torch.int64, device=groups.device)
+    require_same(what, [key[0] for key in keys], sums, checksums(values, groups.device))
     return SampleBatch(
-        tuple(ids), {key: Packed(values, tuple(lengths)) for (key, *_, lengths), values in tensors}
+        tuple(ids),
+        {key: Packed(of_key, tuple(n)) for (key, *_, n, _), of_key in zip(keys, values, strict=True)},
     )
 
 
-def _described(batch: SampleBatch) -> Tensor:
-    """[n] uint8: JSON of a batch's ids, and of each key's name, dtype, shape and lengths. n is a multiple of 16, so
-    that what follows is aligned for any dtype."""
+def _described(batch: SampleBatch, sums: Sequence[int]) -> Tensor:
+    """[n] uint8: JSON of a batch's ids, and of each key's name, dtype, shape, lengths and checksum. n is a multiple
+    of 16, so that what follows is aligned for any dtype."""
     keys = [
-        (key, str(packed.values.dtype).removeprefix("torch."), tuple(packed.values.shape), packed.lengths)
-        for key, packed in batch.data.items()
+        (
+            key,
+            str(of_key.values.dtype).removeprefix("torch."),
+            tuple(of_key.values.shape),
+            of_key.lengths,
+            one,
+        )
+        for (key, of_key), one in zip(batch.data.items(), sums, strict=True)
     ]
     text = json.dumps([batch.ids, keys]).encode()
     return torch.frombuffer(bytearray(text + b" " * (-len(text) % 16)), dtype=torch.uint8)

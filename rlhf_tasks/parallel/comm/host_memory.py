@@ -8,13 +8,15 @@ never change, so offloading only frees the device's memory. What trains is copie
 copies the weights from host memory while the device computes other things.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import checksums, require_same
 
 
 class Arrival(NamedTuple):
@@ -162,6 +164,11 @@ class HostCopy:
     held     the tensors
     use      lets their owner use others of the same shapes; those without elements mean that they are offloaded
     changes  their values change while they are on the device
+    what     they are, for the error where other bits come back than went
+    named    gives what is on the device, by name; default: the tensors by their numbers
+
+    The checksums of what leaves the device are compared with those of what comes back, so that both copies and host
+    memory itself are covered, and nothing is read twice on the host.
 
     Using parameters while they are offloaded raises an error in torch, because they have no elements. Call `wait`
     before using them.
@@ -173,17 +180,24 @@ class HostCopy:
         use: Callable[[Sequence[Tensor]], None],
         copies: Copier,
         changes: bool = False,
+        what: str = "parameters",
+        named: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self._held = list(held)
+        self._what = what
+        self._named = named or (lambda: {str(number): one for number, one in enumerate(self._held)})
         self._use = use
         self._copies = copies
         self._changes = changes
         self._arrival: Arrival | None = None
         self._on_host = [copies.on_host(tensor) for tensor in held]
+        self._device = self._held[0].device if self._held else torch.device("cpu")
+        self._left = self._sums()
+        self._is_checked = False
         self._free()
 
     @classmethod
-    def of_module(cls, module: nn.Module, copies: Copier) -> "HostCopy":
+    def of_module(cls, module: nn.Module, copies: Copier, what: str = "parameters") -> "HostCopy":
         """Of a frozen module's parameters."""
         parameters = list(module.parameters())
 
@@ -191,7 +205,13 @@ class HostCopy:
             for parameter, tensor in zip(parameters, tensors, strict=True):
                 parameter.data = tensor
 
-        return cls([parameter.data for parameter in parameters], use, copies)
+        return cls(
+            [parameter.data for parameter in parameters],
+            use,
+            copies,
+            what=what,
+            named=lambda: {name: parameter.data for name, parameter in module.named_parameters()},
+        )
 
     @property
     def is_away(self) -> bool:
@@ -206,20 +226,31 @@ class HostCopy:
             for copy, away in zip(self._on_host, self._held, strict=True)
         ]
         self._arrival = self._copies.start(list(zip(self._on_host, self._held, strict=True)))
+        self._is_checked = False
         self._use(self._held)
 
     def wait(self) -> None:
-        """Everything computed after this call sees the parameters on the device."""
+        """Everything computed after this call sees the parameters on the device.
+
+        Raises InvariantError, the first time after an onload, where they are not those that left it.
+        """
         assert self._arrival is not None, "the parameters are in host memory: no onload was started"
         self._arrival.wait()
+        if not self._is_checked:
+            self._is_checked = True
+            require_same(f"{self._what}, from host memory", self._named(), self._left, self._sums())
 
     def offload(self) -> None:
         """Free the device's tensors. Waits for a copy in progress first, because it still writes to them. Where they
         change, host memory has their values when this call returns."""
         self.wait()
         if self._changes:
+            self._left = self._sums()
             host_copies(self._held, self._on_host)
         self._free()
+
+    def _sums(self) -> Tensor:
+        return checksums(self._named().values(), self._device)
 
     def _free(self) -> None:
         self._arrival = None

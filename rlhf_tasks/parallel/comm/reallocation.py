@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import BITS, row_sums
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
     Blank,
     ProcessGroups,
@@ -21,7 +22,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
 )
 from prefect_rlhf.rlhf_tasks.parallel.layout.shares import ShareTransfer, plan_shares
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
-from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import HeldLayout, Rectangle, rows_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import HeldLayout, Rectangle, StateLayout, rows_of
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import SliceTransfer, plan_reallocation
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
@@ -29,9 +30,6 @@ from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 
 ROUND_BYTES = 256 * 2**20
 """A message is sent in rounds of about this many bytes. That bounds the buffers: at most one round per peer."""
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Item size in bytes -> the integer dtype that its bits are read as."""
 
 
 class Reallocated(NamedTuple):
@@ -184,25 +182,34 @@ def _rounds(
 
 
 def _verify(ours: _WeightsHere, fresh: _WeightsHere, groups: ProcessGroups) -> str:
-    """The digest of the source's first copy. Raises InvariantError if a copy of the destination has another digest.
+    """The digest of the source's first copy. Raises InvariantError, which names the first tensor and the ranks that
+    have it, if a copy of the destination has another digest.
 
     The devices of a dp and cp rank hold a copy; all together where weights are sharded.
     """
     source, destination = ours.layout.placement, fresh.layout.placement
-    sums = torch.zeros(1 + destination.strategy.copies, dtype=torch.int64, device=groups.device)
+    names = list(ours.layout.specs)
+    sums = torch.zeros(1 + destination.strategy.copies, len(names), dtype=torch.int64, device=groups.device)
     copies = destination.strategy.copies // fresh.layout.weight_shares
     if ours.slices and (_copy(source, ours.rank) == 0 or ours.layout.weight_shares > 1):
-        sums[0] = digest(ours.slices, ours.layout, ours.rank)
+        sums[0] = digests(ours.slices, ours.extents, ours.rank, names, groups.device)
     if fresh.slices:
-        sums[1 + _copy(destination, fresh.rank) % copies] = digest(fresh.slices, fresh.layout, fresh.rank)
-    sent, *received = all_reduce(sums, groups[union_set(source, destination)]).tolist()
-    wrong = [copy for copy, value in enumerate(received[:copies]) if value != sent]
+        place = 1 + _copy(destination, fresh.rank) % copies
+        sums[place] = digests(fresh.slices, fresh.extents, fresh.rank, names, groups.device)
+    all_reduce(sums, groups[union_set(source, destination)])
+    wrong = (sums[1 : 1 + copies] != sums[0]).nonzero().tolist()
     if wrong:
+        copy, place = wrong[0]
+        ranks = [
+            device
+            for device in destination.devices
+            if _copy(destination, device) % copies == copy and fresh.layout.held(device).get(names[place])
+        ]
         raise InvariantError(
-            f"reallocation {source} -> {destination}: copies {wrong} hold other bits than the source "
-            f"({[f'{received[copy]:x}' for copy in wrong]} instead of {sent:x})"
+            f"reallocation {source} -> {destination}: {names[place]!r} has other bits on ranks {ranks} than on ranks "
+            f"{list(source.devices)}, from which it came"
         )
-    return f"{sent % 2**64:016x}"
+    return f"{int(sums[0].sum()) % 2**64:016x}"
 
 
 def _copy(placement: Placement, device: int) -> int:
@@ -212,17 +219,31 @@ def _copy(placement: Placement, device: int) -> int:
 
 
 def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:
-    """This device's summand of the digest of its dp rank's model: one int64 scalar on the tensors' device, or
-    of no tensors on the CPU.
+    """This device's summand of the digest of its dp rank's model: one int64 scalar on the CPU.
 
     slices  parameter name -> this device's slice; of sharded weights what it has of the flattened slice
 
-    A digest is a checksum of a model's parameters that does not depend on their layout. It is the sum of the summands
-    of a replica's devices; each row counts on one device only (`Layout.primary`). The bit patterns of a row are
-    summed, then weighted by the row's number and the parameter's name, so that swapped rows or parameters change the
-    digest. Sums wrap around at 2**64.
+    A digest is a checksum of a model's parameters that does not depend on their layout: the sum of `digests`.
     """
-    extents, summands = HeldLayout(layout), []
+    names = list(layout.specs)
+    return digests(slices, HeldLayout(layout), device, names, torch.device("cpu")).sum()
+
+
+def digests(
+    slices: Mapping[str, Tensor], extents: StateLayout, device: int, names: Sequence[str], on: torch.device
+) -> Tensor:
+    """This device's summand of the digest of each parameter: [n] int64, 0 of what it does not have.
+
+    slices   parameter name -> what this device has of the flattened slice, from the first element of its range on
+    extents  which range that is
+    on       where the result is to be
+
+    The sum over the devices that have a parameter between them does not depend on the layout: each row counts on one
+    device only (`Layout.primary`). The bit patterns of a row are summed, then weighted by the row's number and the
+    parameter's name, so that swapped rows or parameters change the sum. Sums wrap around at 2**64.
+    """
+    layout, sums = extents.layout, torch.zeros(len(names), dtype=torch.int64, device=on)
+    places = {name: place for place, name in enumerate(names)}
     for name, rows in layout.primary(device).items():
         if not rows.size or name not in slices:
             continue
@@ -235,9 +256,9 @@ def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:
         start, factor = extents.range(name, device).start, 2 * zlib.crc32(name.encode()) + 1
         for rectangle in extents.rectangles(name, device):
             if (part := rectangle.intersect(counted)) is not None:
-                bits = columns.view(flat, start, part).view(_BITS[flat.dtype.itemsize])
-                summands.append(_sum_of_rows(bits, part.left, inner) * factor)
-    return torch.stack(summands).sum() if summands else torch.zeros((), dtype=torch.int64)
+                bits = columns.view(flat, start, part).view(BITS[flat.dtype.itemsize])
+                sums[places[name]] += (_sum_of_rows(bits, part.left, inner) * factor).to(on)
+    return sums
 
 
 def _sum_of_rows(bits: Tensor, left: int, inner: int) -> Tensor:
@@ -253,7 +274,7 @@ def _sum_of_rows(bits: Tensor, left: int, inner: int) -> Tensor:
     pieces = sums[:head], sums[head : head + n_rows * inner], sums[head + n_rows * inner :]
     first = (left + head) // inner
     numbers = torch.arange(first, first + n_rows, device=sums.device)
-    of_whole = pieces[1].view(n_rows, inner).sum(1, dtype=torch.int64)
+    of_whole = row_sums(pieces[1].view(n_rows, inner))
     ends = [
         piece.sum(dtype=torch.int64) * (2 * number + 1)
         for piece, number in ((pieces[0], first - 1), (pieces[2], first + n_rows))

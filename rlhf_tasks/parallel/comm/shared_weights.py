@@ -5,6 +5,7 @@ The memory has no name: it is a file descriptor of the process that made it, and
 ends. Others of the same user open it as /proc/PID/fd/N.
 """
 
+import hashlib
 import math
 import mmap
 import os
@@ -59,19 +60,33 @@ class SharedWeights:
             for name, shape, start in places
         }
 
-    def digest(self) -> str:
-        """Of all its bits: of 64-bit words, each times an odd number of its place, modulo 2^64, in 16 hex digits."""
+    def digests(self, places: list[Place]) -> dict[str, str]:
+        """Of each tensor, by name: of its 64-bit words, each times an odd number of its place, modulo 2^64, in 16 hex
+        digits. What lies between two tensors counts with the first."""
         words = self.bytes.view(torch.int64)
-        factors = torch.arange(1, 2 * min(_WORDS, len(words)), 2)
-        total = 0
-        for part in words.split(_WORDS):
-            total = (total * _FACTOR + int((part * factors[: len(part)]).sum())) % 2**64
-        return f"{total:016x}"
+        stops = [place.start for place in places[1:]] + [len(self.bytes)]
+        return {
+            place.name: _digest(words[place.start // 8 : stop // 8])
+            for place, stop in zip(places, stops, strict=True)
+        }
 
     def close(self) -> None:
         """Let go of it. The memory ends when all processes have."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
         os.close(self._file)
+
+
+def _digest(words: Tensor) -> str:
+    factors = torch.arange(1, 2 * min(_WORDS, len(words)), 2)
+    total = 0
+    for part in words.split(_WORDS):
+        total = (total * _FACTOR + int((part * factors[: len(part)]).sum())) % 2**64
+    return f"{total:016x}"
+
+
+def digest_of_all(digests: Mapping[str, str]) -> str:
+    """Of `SharedWeights.digests`: 16 hex digits."""
+    return hashlib.sha256(" ".join(digests.values()).encode()).hexdigest()[:16]
 
 
 def described(places: list[Place]) -> list[list[Any]]:

@@ -28,7 +28,7 @@ class Handover:
         """Write an engine's weights. Collective over its replica.
 
         Returns, on the head, what a reader needs, as JSON: `path` and `size` of the memory, `places`, `dtype`,
-        `version` and `digest`; None elsewhere. Raises OSError where the replica's ranks are on several hosts.
+        `version`, `digests` (name -> digest) and `digest` of all; None elsewhere. Raises OSError where the replica's ranks are on several hosts.
         """
         layout, stage = engine.stage.layout, engine.stage
         replica = layout.placement.replica(engine.coordinate.dp)
@@ -53,13 +53,15 @@ class Handover:
         all_reduce(torch.ones(1), group)  # all have written
         if not engine.is_head:
             return None
+        digests = self._memory.digests(places)
         return {
             "path": path,
             "size": size,
             "places": described(places),
             "dtype": str(stage.dtype).removeprefix("torch."),
             "version": engine.version,
-            "digest": self._memory.digest(),
+            "digests": digests,
+            "digest": digest_of_all(digests),
         }
 
     def tensors(self) -> dict[str, Tensor]:

@@ -158,11 +158,16 @@ class Vllm:
         handed = self._handover.write(engine)
         if handed is not None:
             taken = self._reply_to({"take": handed})
-            for what in ("version", "digest"):
-                if taken.get(what) != handed[what]:
-                    raise GenerationFault(
-                        f"vLLM has weights of {what} {taken.get(what)}, and was given {what} {handed[what]}"
-                    )
+            version, theirs = taken.get("version"), taken.get("digests", {})
+            if version != handed["version"]:
+                raise GenerationFault(
+                    f"vLLM has weights of version {version}, and was given {handed['version']}"
+                )
+            other = [name for name, ours in handed["digests"].items() if theirs.get(name) != ours]
+            if other:
+                raise GenerationFault(
+                    f"vLLM on rank {engine.groups.rank} has other bits of {other[0]!r} than it was given"
+                )
         self._taken = (id(engine), engine.version)
 
     def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:

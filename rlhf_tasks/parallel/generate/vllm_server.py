@@ -4,7 +4,7 @@ Requests and replies are lines of JSON. The first request has what vLLM begins w
 `{"vllm": ..., "torch": ...}`, their versions. Then
 
 - `{"take": {...}}`, what `Handover.write` returns: the weights are taken from memory that processes share, and no key
-  or value of older weights is used again. The reply has `version` and `digest` of what was taken;
+  or value of older weights is used again. The reply has `version` and `digests` of what was taken;
 - `{"draw": {...}}`: replies `{"drawn": tokens}` about every second, and then
   `{"answers": [[ids, logprobs, reason], ...]}`
   in the order of the requests;
@@ -77,7 +77,8 @@ class _Server:
         digests = self._llm.collective_rpc("take_weights", args=(dict(handed),))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps keys and values of older weights")
-        return {"version": handed["version"], "digest": digests[0] if len(set(digests)) == 1 else "differs"}
+        others = [one for one in digests if one != handed["digests"]]
+        return {"version": handed["version"], "digests": (others or digests)[0]}
 
     def sleep(self, _: Any) -> dict[str, Any]:
         if self._sleeps and not self._asleep:
@@ -125,8 +126,8 @@ class TakesWeights:
 
     model_runner: Any
 
-    def take_weights(self, handed: Mapping[str, Any]) -> str:
-        """Load the weights from shared memory. vLLM fuses and cuts them itself. Returns the digest of what was there.
+    def take_weights(self, handed: Mapping[str, Any]) -> dict[str, str]:
+        """Load the weights from shared memory. vLLM fuses and cuts them itself. Returns the digests of what was there.
 
         A worker reads all tensors, and copies the part that is its own.
         """
@@ -134,15 +135,16 @@ class TakesWeights:
 
         memory = SharedWeights(handed["size"], handed["path"])
         try:
-            tensors = memory.tensors(read_places(handed["places"]), getattr(torch, handed["dtype"]))
-            digest = memory.digest()
+            places = read_places(handed["places"])
+            tensors = memory.tensors(places, getattr(torch, handed["dtype"]))
+            digests = memory.digests(places)
             self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
             for module in self.model_runner.get_model().modules():
                 # On CPUs vLLM packs weights. A head that is tied to the embedding is not among those that it loads
                 # again: its packed copy would be of the first weights.
                 if hasattr(module, "cpu_linear") and module.weight.numel():
                     module.quant_method.process_weights_after_loading(module)
-            return digest
+            return digests
         finally:
             memory.close()
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import checksums, require_same
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_gather, all_reduce
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Arrival, Copier, host_zeros
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
@@ -235,6 +236,12 @@ class Optimizer(MasterWeights):
         self.gradients = Gradients(slices, layout, groups, self._precise, shares)
         self._state |= {"exp_avg": self._zeros(), "exp_avg_sq": self._zeros()}
         self._counted = self._primary_ranges(layout, groups.rank)
+        self._rank = groups.rank
+        self._left: Tensor | None = None  # checksums of each chunk of each kind when it last left the device
+
+    def load_shard_state(self, shards: Iterable[StateShard], step: int) -> None:
+        self._left = None
+        super().load_shard_state(shards, step)
 
     def apply(self, learning_rate: float, finite: bool = True) -> StepReport:
         """Take the sum of the gradients and, if all are finite, clip them and update.
@@ -290,16 +297,32 @@ class Optimizer(MasterWeights):
     ) -> Iterator[tuple[Bucket, Tensor]]:
         """As `_updated`, with the state in host memory."""
         chunks = [list(_chunks(*bucket.share)) for bucket in self._buckets]
-        pieces = _streamed(self._held, [chunk for own in chunks for chunk in own], gradient.device, copies)
+        ranges = [chunk for own in chunks for chunk in own]
+        pieces = _streamed(self._held, ranges, gradient.device, copies)
+        left, arrived, leaving = self._left, list[Tensor](), list[Tensor]()
         for bucket, own in zip(self._buckets, chunks, strict=True):
             share = self.weights.new_empty(bucket.share.size)
             for start, stop in own:
                 state = next(pieces)
+                if left is not None:
+                    arrived.append(checksums(state, gradient.device))
                 self._update(bucket, gradient[start:stop], state, learning_rate)
+                leaving.append(checksums(state, gradient.device))
                 share[start - bucket.share.start : stop - bucket.share.start] = state[0]
             yield bucket, share
         for _ in pieces:
             raise AssertionError("every chunk belongs to a bucket")
+        self._left = torch.stack(leaving)
+        if left is not None:
+            where = f"optimizer state of rank {self._rank} from host memory"
+            require_same(where, self._names_of(ranges), left.view(-1), torch.stack(arrived).view(-1))
+
+    def _names_of(self, ranges: Sequence[tuple[int, int]]) -> Iterator[str]:
+        """What the pieces in some ranges of the state belong to, kind after kind: parameters, by their names."""
+        for start, stop in ranges:
+            names = [n for n, first, last, at in self._kept if at < stop and at + last - first > start]
+            for kind in self._state:
+                yield f"{kind} of {', '.join(names)}"
 
     @property
     def _held(self) -> list[Tensor]:

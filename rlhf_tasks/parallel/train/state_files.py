@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,13 +24,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import digests
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import StateLayout, StateTransfer
-from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import StateShard
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import StateKind, StateShard
 from prefect_rlhf.rlhf_tasks.system.durable import CHUNK_BYTES, ByteCount
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 
+KINDS: tuple[StateKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _SYNC_BYTES = 1 << 26  # synced and read back at a time
 
@@ -60,10 +64,12 @@ def write_shards(
     shards: Sequence[StateShard],
     moved: ByteCount | None = None,
     given_up: Event | None = None,
+    sums: Mapping[str, int] | None = None,
 ) -> Written:
     """Write a rank's shards (tensors on the CPU), hash and fsync the file, and check it.
 
     device    the rank's device id, by which a reader knows the slices
+    sums      `state_sums` of what the shards were on the device
     moved     counts the bytes that are durable and checked
     given_up  when it is set, the writing ends soon
     Raises OSError when the disk is full or cannot be written, NotAsWritten when it has other bytes, GivenUp.
@@ -80,7 +86,7 @@ def write_shards(
         }
         starts[key] = shard.start
         offset += size_bytes
-    metadata = {"device": str(device), "starts": json.dumps(starts)}
+    metadata = {"device": str(device), "starts": json.dumps(starts), "sums": json.dumps(sums)}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
     return write_checked(path, _chunks(header, shards), moved, given_up)
@@ -176,6 +182,38 @@ class _ReadBack:
 
 def _numbers(data: bytes | bytearray | memoryview) -> "np.ndarray[Any, Any]":
     return np.frombuffer(data, dtype=np.uint8)
+
+
+def state_sums(layout: Layout, device: int, shards: Iterable[StateShard]) -> Tensor:
+    """A device's summands of the checksums of a role's state, which do not depend on the layout: [kinds, parameters]
+    int64, kinds and parameters in the order of `sum_keys`, where the shards are.
+
+    shards  all that the device keeps
+    """
+    on = torch.device("cpu")
+    of_kind: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    for shard in shards:
+        of_kind[shard.kind][shard.name], on = shard.tensor, shard.tensor.device
+    extents, names = StateLayout(layout), list(layout.specs)
+    return torch.stack([digests(of_kind[kind], extents, device, names, on) for kind in KINDS])
+
+
+def sum_keys(layout: Layout) -> list[str]:
+    """The name of each of the sums of `state_sums`, row after row."""
+    return [f"{kind}/{name}" for kind in KINDS for name in layout.specs]
+
+
+def read_sums(files: Iterable[Path]) -> Counter[str] | None:
+    """The sums over all ranks of `state_sums`, as they were when the files were written; None where a file of before
+    has none."""
+    total = Counter[str]()
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            sums = json.loads(file.metadata().get("sums", "null"))
+        if sums is None:
+            return None
+        total.update(sums)
+    return total
 
 
 def read_shards(

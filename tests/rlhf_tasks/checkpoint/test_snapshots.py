@@ -52,6 +52,7 @@ from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart,
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, RolePlacements
 from prefect_rlhf.rlhf_tasks.system import failpoints
 from prefect_rlhf.rlhf_tasks.system.durable import ByteCount, NotWritable
+from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 from tests.rlhf_tasks.roles_in_layouts import (
     ADAPTERS,
     FOUR,
@@ -197,7 +198,7 @@ class FakeOptimizer:
         return iter(self.state)
 
     def load_shard_state(self, loaded, step) -> None:
-        self.loaded = list(loaded)
+        self.loaded = self.state = list(loaded)
 
 
 def small_role(**changes) -> Role:
@@ -206,7 +207,7 @@ def small_role(**changes) -> Role:
     state = [
         StateShard(spec.name, "master", 0, spec.size, torch.zeros(spec.size)) for spec in layout.parameters
     ]
-    groups = type("Groups", (), {"rank": 0})()
+    groups = type("Groups", (), {"rank": 0, "__getitem__": lambda *_: None})()
     return Role(layout, groups, FakeOptimizer(state), {}, version=7)  # type: ignore[arg-type]
 
 
@@ -542,6 +543,14 @@ def test_all_that_the_heads_had_is_found_and_counted(run):
     assert stored.get([6, 7, 8], ["columns"])["columns"].values.tolist() == [1, 2, 3, 9]
     assert repr(drawn.metrics(CALL)) == repr(METRICS)
     assert moved.total_bytes == sum(path.stat().st_size for path in step_folder(run, STEP).glob("actor*"))
+
+
+def test_samples_that_are_read_with_a_flipped_bit_are_a_fault(run):
+    drawn = DrawnSamples(run, STEP, [CALL], ByteCount())
+    path = next(step_folder(run, STEP).glob("actor*"))
+    flip(path, path.stat().st_size - 1)
+    with pytest.raises(InvariantError, match=f"samples of {CALL} from .*{path.name} have other bits"):
+        drawn.of(CALL)
 
 
 def test_a_commit_has_samples_in_flight_or_none(run):

@@ -10,6 +10,7 @@ import torch
 
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import AnomalyError
 from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import (
     MAX_SKIPPED_CALLS,
     STATE_KEY,
@@ -183,6 +184,6 @@ def test_calls_without_an_applied_step_end_the_run_after_several_in_a_row():
     for _ in range(MAX_SKIPPED_CALLS - 1):
         train_call(engine, BAD)
     with pytest.raises(
-        ValueError, match=f"actor: no optimizer step of {MAX_SKIPPED_CALLS} iterations in a row"
+        AnomalyError, match=f"actor: no optimizer step of {MAX_SKIPPED_CALLS} iterations in a row"
     ):
         train_call(engine, BAD)

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import SharedWeights, read_places
+from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import (
+    Place,
+    SharedWeights,
+    digest_of_all,
+    read_places,
+)
 from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from tests.rlhf_tasks.parallel.comm.test_reallocation import cut, whole_model
@@ -43,8 +48,9 @@ def engine_of(layout: Layout, groups: ProcessGroups, whole: dict[str, torch.Tens
 
 def read(handed) -> dict[str, torch.Tensor]:
     memory = SharedWeights(handed["size"], handed["path"])
-    assert memory.digest() == handed["digest"]
     places = read_places(handed["places"])
+    assert memory.digests(places) == handed["digests"]
+    assert digest_of_all(handed["digests"]) == handed["digest"]
     there = {n: t.clone() for n, t in memory.tensors(places, getattr(torch, handed["dtype"])).items()}
     memory.close()
     return there
@@ -123,10 +129,13 @@ def test_a_digest_tells_any_bit_and_any_two_words_that_change_places():
     memory = SharedWeights(1 << 16)
     words = memory.bytes.view(torch.int64)
     words.copy_(torch.arange(len(words)))
-    digests = {memory.digest()}
+    places = [Place("one", (8192,), 0), Place("other", (8192,), 1 << 15)]
+    known = memory.digests(places)
     words[[7, 9]] = words[[9, 7]]
-    digests.add(memory.digest())
+    swapped = memory.digests(places)
     memory.bytes[-1] ^= 1
-    digests.add(memory.digest())
-    assert len(digests) == 3
+    flipped = memory.digests(places)
+    assert [name for name in known if known[name] != swapped[name]] == ["one"]
+    assert [name for name in known if swapped[name] != flipped[name]] == ["other"]
+    assert len(set(map(digest_of_all, (known, swapped, flipped)))) == 3
     memory.close()

@@ -1,0 +1,213 @@
+"""A flipped bit in each kind of movement is found, and the tensor and the ranks are named: between heads, within a
+replica, of parameters, of what comes from host memory, of a state that passes through the device, of a commit.
+
+The engine of another process has its own: tests/rlhf_tasks/parallel/generate/test_handover.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from prefect_rlhf.rlhf_tasks.checkpoint import snapshots
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import restore
+from prefect_rlhf.rlhf_tasks.parallel.batch import redistribution
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import redistribute, share_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.comm import reallocation
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import checksum, checksums, require_same, row_sums
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import HostCopy, ThreadCopier
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import reallocate
+from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.train import optimizer as optimizer_module
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
+from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
+from tests.rlhf_tasks.algorithms.one_rank import world_of_one
+from tests.rlhf_tasks.checkpoint.test_snapshots import commit_parts, save
+from tests.rlhf_tasks.parallel.batch.test_redistribution import IDS, KEYS, at, batch
+from tests.rlhf_tasks.parallel.comm.test_reallocation import cut, whole_model
+from tests.rlhf_tasks.roles_in_layouts import build, model, place, whole_state
+
+CPU = torch.device("cpu")
+
+
+def flip(values: Tensor, at: int = -1) -> None:
+    """Flip the lowest bit of one byte of a tensor."""
+    values.view(-1).view(torch.uint8)[at] ^= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("elements", [1, 4095, 4097, 300_000])
+def test_any_flipped_bit_changes_a_checksum_and_rows_that_change_places_do(dtype, elements):
+    values = (torch.arange(elements) % 251).to(dtype)
+    known = checksum(values)
+    for place_of_byte in (0, values.nbytes // 2, values.nbytes - 1):
+        flipped = values.clone()
+        flip(flipped, place_of_byte)
+        assert checksum(flipped) != known
+    if elements == 300_000 and dtype not in (torch.bool, torch.uint8):
+        assert checksum(torch.cat([values[4096:8192], values[:4096], values[8192:]])) != known
+    assert checksum(values.clone()) == known
+
+
+def test_sums_of_rows_wrap_around_and_are_those_of_wide_integers():
+    bits = torch.randint(-(2**31), 2**31 - 1, (5, 300_001), dtype=torch.int32)
+    assert torch.equal(row_sums(bits), bits.to(torch.int64).sum(1))
+    assert row_sums(torch.zeros(0, 7, dtype=torch.int8)).tolist() == []
+    assert int(checksum(torch.full((4096,), 2**62))) == (4096 * 2**62 + 2**63) % 2**64 - 2**63
+
+
+def test_the_first_tensor_that_differs_is_named():
+    one, other = torch.arange(4.0), torch.arange(4.0)
+    sums = checksums([one, other], CPU)
+    require_same("move", ["a", "b"], sums, checksums([one, other], CPU))
+    flip(other)
+    with pytest.raises(InvariantError, match="move: 'b' has other bits than before"):
+        require_same("move", ["a", "b"], sums, checksums([one, other], CPU))
+
+
+def failure(move: Any) -> str:
+    try:
+        move()
+    except InvariantError as error:
+        return str(error)
+    return ""
+
+
+def moves(rank: int, world: int) -> list[str]:
+    """What is said on a rank of a transfer, a batch for a replica, and parameters, each with one flipped bit; then of
+    the same without."""
+    groups = ProcessGroups([(0, 1), *device_sets(place([0, 1], tp=2))], 240.0, CPU)
+    exchange, broadcast = redistribution.exchange, dist.broadcast
+    lay = [Layout(model(), "lm", placement) for placement in (place([0]), place([0, 1], tp=2))]
+    damaged, said = False, list[str]()
+
+    def damaging(*how: Any) -> Any:
+        arrived = exchange(*how)
+        for tensors in arrived.values() if damaged else ():
+            flip(tensors[1])
+        return arrived
+
+    def damaging_broadcast(tensor: Tensor, **how: Any) -> None:
+        broadcast(tensor, **how)
+        if damaged and rank == 1 and tensor.dtype == torch.uint8:
+            flip(tensor)
+
+    def transfer() -> None:
+        store = SampleStore()
+        if rank == 0:
+            store.put(batch(IDS))
+        redistribute(at([0]), at([1]), IDS, KEYS, store, groups, 2)
+
+    def share() -> None:
+        share_batch(batch(IDS) if rank == 0 else None, place([0, 1], pp=2), groups)
+
+    def parameters() -> None:
+        slices = cut(whole_model(model(), "lm"), lay[0], rank)
+        reallocate(lay[0], lay[1], slices, torch.float32, groups, 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redistribution, "exchange", damaging)
+        patch.setattr(reallocation, "exchange", damaging)
+        patch.setattr(dist, "broadcast", damaging_broadcast)
+        for damaged in (True, False):  # noqa: B007 - the functions above read it
+            said += [failure(move) for move in (transfer, share, parameters)]
+    return said
+
+
+@pytest.mark.dist
+def test_what_arrives_at_another_rank_with_a_flipped_bit_is_named_with_both_ranks(ranks):
+    of_sender, of_receiver = ranks.run(2, moves)
+    key = list(KEYS)[1]
+    assert of_receiver[0] == f"transfer from rank 0 to rank 1: {key!r} has other bits than before"
+    assert of_receiver[1].startswith("batch from rank 0 to rank 1: '")
+    assert "has other bits on ranks [1] than on ranks [0], from which it came" in of_receiver[2]
+    assert of_receiver[2].startswith("reallocation ")
+    assert of_sender == ["", "", of_receiver[2], "", "", ""], (
+        "parameters are known to be damaged on every rank"
+    )
+    assert of_receiver[3:] == [""] * 3
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_comes_back_from_host_memory_with_a_flipped_bit_is_named(changes):
+    made, copies = nn.Linear(7, 3), ThreadCopier()
+    parameters = list(made.parameters())
+
+    def use(tensors: Any) -> None:
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    device = [parameter.data for parameter in parameters]
+    named = lambda: {name: parameter.data for name, parameter in made.named_parameters()}  # noqa: E731
+    kept = HostCopy(
+        [one.clone() for one in device], use, copies, changes, "onload of 'critic' on rank 3", named
+    )
+    for _ in range(2):
+        kept.onload()
+        kept.wait()
+        if changes:
+            made.weight.data.add_(1.0)
+        kept.offload()
+    flip(kept._on_host[1])
+    kept.onload()
+    with pytest.raises(
+        InvariantError, match="onload of 'critic' on rank 3, from host memory: 'bias' has other bits"
+    ):
+        kept.wait()
+    copies.close()
+
+
+def test_a_state_in_host_memory_with_a_flipped_bit_is_named_with_its_parameter(monkeypatch):
+    monkeypatch.setattr(optimizer_module, "CHUNK", 32)
+    settings = OptimizerSettings((0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+    layout, copies = Layout(model(), "lm", place([0])), ThreadCopier()
+    with world_of_one():
+        groups = ProcessGroups(device_sets(layout.placement), 240.0, CPU)
+        slices = {name: nn.Parameter(torch.ones(layout.slice_shape(name, 0))) for name in layout.held(0)}
+        optimizer = Optimizer(slices, layout, groups, settings, copies)
+
+        def step() -> None:
+            optimizer.gradients.begin(1)
+            sum(one.sum() for one in slices.values()).backward()  # type: ignore[union-attr]
+            optimizer.gradients.end_pass()
+            optimizer.gradients.end_passes()
+            optimizer.apply(1e-3)
+
+        step()
+        step()
+        name = "model.layers.1.self_attn.o_proj.weight"
+        moment = next(s for s in optimizer.shard_state() if (s.kind, s.name) == ("exp_avg_sq", name))
+        flip(moment.tensor, 0)
+        with pytest.raises(InvariantError, match=f"of rank 0 from host memory: 'exp_avg_sq of .*{name}"):
+            step()
+        optimizer.load_shard_state(list(optimizer.shard_state()), 2)
+        step()
+    copies.close()
+
+
+@pytest.mark.parametrize("kind", ["master", "exp_avg"])
+def test_a_commit_that_was_written_with_a_flipped_bit_is_not_restored(tmp_path: Path, monkeypatch, kind):
+    """The file is as it was written: its hash says nothing. The bit was lost between the device and the file."""
+    layout, name = Layout(model(), "lm", place([0])), "model.layers.2.mlp.up_proj.weight"
+    copy = snapshots.host_copies
+    with world_of_one():
+        groups = ProcessGroups(device_sets(layout.placement), 240.0, CPU)
+        role = build(layout, groups, torch.float32)
+        number = [(s.kind, s.name) for s in role.master.shard_state()].index((kind, name))
+
+        def damaging(*how: Any) -> list[Tensor]:
+            copies = copy(*how)
+            flip(copies[number])
+            return copies
+
+        monkeypatch.setattr(snapshots, "host_copies", damaging)
+        save(tmp_path, role, whole_state(layout, torch.float32))
+        commit_parts(tmp_path, 1)
+        said = f"restoring 'actor' from .*step-00000003 to ranks \\[0\\]: '{kind}/{name}' has other bits"
+        with pytest.raises(InvariantError, match=said):
+            restore("actor", build(layout, groups, torch.float32), tmp_path, 3)
