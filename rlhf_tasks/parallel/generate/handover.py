@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import all_reduce, broadcast_json
-from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import Place, SharedWeights, described, places_of
+from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import (
+    Place,
+    SharedWeights,
+    described,
+    digest_of_all,
+    places_of,
+)
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import write_rows
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
@@ -28,7 +34,8 @@ class Handover:
         """Write an engine's weights. Collective over its replica.
 
         Returns, on the head, what a reader needs, as JSON: `path` and `size` of the memory, `places`, `dtype`,
-        `version`, `digests` (name -> digest) and `digest` of all; None elsewhere. Raises OSError where the replica's ranks are on several hosts.
+        `version`, `digests` (name -> digest) and `digest` of all; None elsewhere. Raises OSError where the replica's
+        ranks are on several hosts.
         """
         layout, stage = engine.stage.layout, engine.stage
         replica = layout.placement.replica(engine.coordinate.dp)

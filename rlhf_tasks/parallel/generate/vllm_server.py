@@ -127,7 +127,7 @@ class TakesWeights:
     model_runner: Any
 
     def take_weights(self, handed: Mapping[str, Any]) -> dict[str, str]:
-        """Load the weights from shared memory. vLLM fuses and cuts them itself. Returns the digests of what was there.
+        """Load the weights from shared memory. vLLM fuses and cuts them itself. Returns digests of what was there.
 
         A worker reads all tensors, and copies the part that is its own.
         """
