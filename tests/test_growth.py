@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 331,
-    "hundreds of lines": 721,
+    "files": 332,
+    "hundreds of lines": 724,
     "lines of the longest file": 650,
     "modules of the fullest folder": 16,
     "configuration paths of PPO": 141,
