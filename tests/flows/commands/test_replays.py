@@ -57,7 +57,7 @@ def test_a_run_that_an_anomaly_stops_is_replayed_to_its_values(site, tmp_path, m
         "models": {"actor": "actor"},
         "data": {"train": "rows.jsonl"},
         "batch_size": 12,
-        "num_mini_batches": 3,
+        "num_mini_batches": 4,
         "total_iterations": 3,
         "on_anomaly": "stop",
         "optimizer": {"learning_rate": 1e-3},

@@ -35,8 +35,10 @@ def actor_train(engine, batch, context):
     if context.iteration == 1 and (context.run_folder / "weights").exists():
         next(engine.optimizer.shard_state()).tensor[0] = math.inf
 
+    engine.state["calls"] = engine.state.get("calls", 0) + 1
+
     def loss(logits, micro):
-        total = -engine.logprobs(logits, micro).sum()
+        total = -engine.logprobs(logits, micro).sum() / engine.state["calls"]
         is_bad = context.iteration == 1 and steps.applied + steps.skipped == 1
         bad = is_bad and not (context.run_folder / "weights").exists()
         return LossTerms(total * math.nan if bad else total, {"square": total.detach() ** 2})
@@ -78,7 +80,7 @@ def prepared_run(folder: Path, ranks: int, place: str, **changes: Any) -> tuple[
         "data": {"train": str(folder / "rows.jsonl")},
         "output_dir": str(folder / "runs"),
         "batch_size": 12,
-        "num_mini_batches": 3,
+        "num_mini_batches": 4,
         "total_iterations": 3,
         "optimizer": {"learning_rate": 1e-3},
         "cluster": {"devices_per_host": ranks},
@@ -136,11 +138,13 @@ def test_a_skipped_step_and_those_after_it_are_computed_again_to_the_same_bits(s
         replay = Replay(dump_folder(Path(folder), "actor", 1))
         metrics = replay.run()
     assert {name: metrics[name] for name in second} == second
-    (before, none, _), (bad, again, place), (after, once_more, nothing) = reports(replay)
+    (before, none, _), (bad, again, place), (after, once_more, nothing), (last, last_again, _) = reports(
+        replay
+    )
     assert (none, math.isnan(bad["loss"]), bad["skipped"], after["skipped"]) == (None, True, 1.0, 0.0)
     assert math.isfinite(before["loss"])
     assert repr(again) == repr(bad), "NaN for NaN"
-    assert (once_more, nothing) == (after, "")
+    assert (once_more, last_again, nothing) == (after, last, "")
     assert place == "the loss, of finite outputs"
     assert not [pair.number for pair in replay.steps if pair.difference(replay.tolerance)]
 
@@ -153,14 +157,14 @@ def test_infinite_weights_and_a_value_that_nothing_in_the_dump_explains_are_name
         place = dump_folder(Path(folder), "actor", 1)
         replay = Replay(place)
         replay.run()
-        assert [pair.place.split(" of ")[0] for pair in replay.steps] == ["", "weights", "weights"]
+        assert [pair.place.split(" of ")[0] for pair in replay.steps] == ["", *["weights"] * 3]
         assert not any(pair.difference(replay.tolerance) for pair in replay.steps), "NaN is NaN"
         steps = [dict(step) for step in replay.dump.steps]
         steps[2]["grad_norm"] = 1.0
         write_manifest(place, replay.dump.model_copy(update={"steps": tuple(steps)}))
         damaged = Replay(place)
         damaged.run()
-    assert [pair.difference(damaged.tolerance) for pair in damaged.steps] == ["", "", "grad_norm"]
+    assert [pair.difference(damaged.tolerance) for pair in damaged.steps] == ["", "", "grad_norm", ""]
 
 
 @pytest.mark.dist
