@@ -118,8 +118,7 @@ class SnapshotWriter:
         """
         assert engine.master is not None, f"role {role!r} does not change here: there is nothing to save"
         state, free = list(engine.master.shard_state()), self._written[role]
-        of_state = state_sums(engine.layout, self._spec.rank, state).flatten()
-        sums = {key: one for key, one in zip(sum_keys(engine.layout), of_state.tolist(), strict=True) if one}
+        of_state, layout = state_sums(engine.layout, self._spec.rank, state), engine.layout
         copies = host_copies([shard.tensor for shard in state], free.pop() if free else ())
         shards = [shard._replace(tensor=copy) for shard, copy in zip(state, copies, strict=True)]
         record = RoleRecord(
@@ -136,6 +135,9 @@ class SnapshotWriter:
 
         def write() -> Written:
             try:
+                sent, arrived = of_state.flatten().cpu(), state_sums(layout, rank, shards).flatten()
+                require_same(f"{role!r} of rank {rank} to host memory", sum_keys(layout), sent, arrived)
+                sums = {key: one for key, one in zip(sum_keys(layout), sent.tolist(), strict=True) if one}
                 return write_shards(path, rank, shards, self._moved, self._given_up, sums)
             finally:
                 if any(copy.is_pinned() for copy in copies):

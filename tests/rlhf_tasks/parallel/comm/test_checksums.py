@@ -4,6 +4,7 @@ replica, of parameters, of what comes from host memory, of a state that passes t
 The engine of another process has its own: tests/rlhf_tasks/parallel/generate/test_handover.py.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from prefect_rlhf.rlhf_tasks.checkpoint import snapshots
-from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import restore
+from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from prefect_rlhf.rlhf_tasks.parallel.batch import redistribution
 from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import redistribute, share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleStore
@@ -24,13 +25,14 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import HostCopy, ThreadCo
 from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import reallocate
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.train import optimizer as optimizer_module
-from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
+from prefect_rlhf.rlhf_tasks.protocol.messages import SavedPart
 from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 from tests.rlhf_tasks.algorithms.one_rank import world_of_one
-from tests.rlhf_tasks.checkpoint.test_snapshots import commit_parts, save
+from tests.rlhf_tasks.checkpoint.test_snapshots import commit_parts, generation, save
 from tests.rlhf_tasks.parallel.batch.test_redistribution import IDS, KEYS, at, batch
 from tests.rlhf_tasks.parallel.comm.test_reallocation import cut, whole_model
-from tests.rlhf_tasks.roles_in_layouts import build, model, place, whole_state
+from tests.rlhf_tasks.roles_in_layouts import Role, build, fill, model, place, whole_state
 
 CPU = torch.device("cpu")
 
@@ -192,14 +194,14 @@ def test_a_state_in_host_memory_with_a_flipped_bit_is_named_with_its_parameter(m
 
 
 @pytest.mark.parametrize("kind", ["master", "exp_avg"])
-def test_a_commit_that_was_written_with_a_flipped_bit_is_not_restored(tmp_path: Path, monkeypatch, kind):
-    """The file is as it was written: its hash says nothing. The bit was lost between the device and the file."""
-    layout, name = Layout(model(), "lm", place([0])), "model.layers.2.mlp.up_proj.weight"
-    copy = snapshots.host_copies
+def test_a_state_that_a_commit_would_have_with_a_flipped_bit_is_not_written(
+    tmp_path: Path, monkeypatch, kind
+):
+    """Its hash would be right: the bit is lost between the device and host memory."""
+    told = list[SavedPart]()
     with world_of_one():
-        groups = ProcessGroups(device_sets(layout.placement), 240.0, CPU)
-        role = build(layout, groups, torch.float32)
-        number = [(s.kind, s.name) for s in role.master.shard_state()].index((kind, name))
+        role, number, name = filled(kind)
+        copy = snapshots.host_copies
 
         def damaging(*how: Any) -> list[Tensor]:
             copies = copy(*how)
@@ -207,8 +209,37 @@ def test_a_commit_that_was_written_with_a_flipped_bit_is_not_restored(tmp_path: 
             return copies
 
         monkeypatch.setattr(snapshots, "host_copies", damaging)
-        save(tmp_path, role, whole_state(layout, torch.float32))
+        writer = SnapshotWriter(generation(tmp_path, 0), told.append)
+        writer.save("actor", role, 3)
+        writer.close()
+    (part,) = told
+    said = f"InvariantError: 'actor' of rank 0 to host memory: '{kind}/{name}' has other bits than before"
+    assert (part.error, part.lasting) == (said, False)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_state_that_is_restored_with_a_flipped_bit_is_named(tmp_path: Path, monkeypatch):
+    read = snapshots.read_shards
+
+    def damaging(*how: Any) -> Iterator[StateShard]:
+        for shard in read(*how):
+            if (shard.kind, shard.name) == ("exp_avg", name):
+                flip(shard.tensor)
+            yield shard
+
+    with world_of_one():
+        role, _, name = filled("exp_avg")
+        save(tmp_path, role, whole_state(role.layout, torch.float32))
         commit_parts(tmp_path, 1)
-        said = f"restoring 'actor' from .*step-00000003 to ranks \\[0\\]: '{kind}/{name}' has other bits"
+        monkeypatch.setattr(snapshots, "read_shards", damaging)
+        said = f"restoring 'actor' from .*step-00000003 to ranks \\[0\\]: 'exp_avg/{name}' has other bits"
         with pytest.raises(InvariantError, match=said):
-            restore("actor", build(layout, groups, torch.float32), tmp_path, 3)
+            restore("actor", build(role.layout, role.groups, torch.float32), tmp_path, 3)
+
+
+def filled(kind: str) -> tuple[Role, int, str]:
+    """A role on this process, and of one of its shards the number and the parameter's name."""
+    layout, name = Layout(model(), "lm", place([0])), "model.layers.2.mlp.up_proj.weight"
+    role = build(layout, ProcessGroups(device_sets(layout.placement), 240.0, CPU), torch.float32)
+    fill(role, whole_state(layout, torch.float32))
+    return role, [(s.kind, s.name) for s in role.master.shard_state()].index((kind, name)), name
