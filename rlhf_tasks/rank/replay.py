@@ -24,6 +24,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
 from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import AnomalyError, guarded
 from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import functions_of
 from prefect_rlhf.rlhf_tasks.checkpoint.dumps import Dump, read_dump
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError
 from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import unpacked
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
@@ -32,6 +33,7 @@ from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch, SampleSt
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import load_config
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -79,7 +81,7 @@ class Replay:
 
     dump, tolerance  its manifest, and what rounding explains (TOLERANCES)
     steps            filled by `run`
-    Raises CheckpointError where the dump cannot be used.
+    Raises CheckpointError where the dump cannot be used, ConfigError where the role's model folder is not there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,6 +89,10 @@ class Replay:
         self.tolerance = TOLERANCES[self.dump.config["dtype"]]
         self.steps: list[StepPair] = []
         self._folder = folder
+        self._config = make_config(self.dump.config)
+        model = self._config.roles()[self.dump.role].folder
+        if self.dump.record.shape.difference(read_shape(model)):
+            raise CheckpointError(f"{folder} is of another model than {model} now has. Put that back.")
 
     def run(self, tell: Callable[[StepPair], None] = lambda pair: None) -> Mapping[str, float]:
         """Compute the call. tell is given each step. Returns its metrics; none where an anomaly has ended it."""
@@ -99,7 +105,7 @@ class Replay:
             leave_world()
 
     def _run(self, device: torch.device, tell: Callable[[StepPair], None]) -> Mapping[str, float]:
-        dump, config = self.dump, make_config(self.dump.config)
+        dump, config = self.dump, self._config
         assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
         batch = self._samples().to(device)
 

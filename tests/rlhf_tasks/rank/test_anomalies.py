@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from prefect_rlhf.flows.run.prepare import prepare
-from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import AnomalyError
 from prefect_rlhf.rlhf_tasks.checkpoint.dumps import dump_folder, read_dump
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, write_manifest
@@ -205,12 +205,18 @@ def test_a_second_anomaly_and_a_disk_that_fails_leave_no_dump_and_end_no_run(sit
         assert [path.name for path in Path(folder, "anomalies").iterdir()] == ["actor-iteration-00000000"]
 
 
-def test_a_dump_of_another_version_is_refused(site, tmp_path):
+def test_a_dump_of_another_version_or_without_its_model_is_refused(site, tmp_path):
     with installed(site):
         *_, folder = of_run = prepared_run(tmp_path, 1, "0")
         alone(*of_run)
-    place = dump_folder(Path(folder), "actor", 1)
-    dump = Replay(place).dump
+        place = dump_folder(Path(folder), "actor", 1)
+        dump = Replay(place).dump
+        (tmp_path / "actor").rename(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match=str(tmp_path / "actor")):
+            Replay(place)
+        write_model(tmp_path / "actor", num_hidden_layers=1)
+        with pytest.raises(CheckpointError, match=r"is of another model than .*actor now has"):
+            Replay(place)
     with pytest.raises(
         CheckpointError, match=r"was written by prefect-rlhf .* and this is 9.9, which may compute other"
     ):
