@@ -102,7 +102,7 @@ def iterate(
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--iterations", type=int, default=3)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -25,6 +25,8 @@ def row_sums(bits: Tensor) -> Tensor:
     """The sums of integers [rows, columns]: [rows] int64."""
     if bits.device.type != "cpu":
         return bits.sum(1, dtype=torch.int64)
+    if bits.numel() <= _BLOCK:
+        return bits.to(torch.int64).sum(1)
     n_rows = max(1, _BLOCK // max(1, bits.shape[1]))
     return torch.cat([part.to(torch.int64).sum(1) for part in bits.split(n_rows)])
 
@@ -33,6 +35,8 @@ def checksum(values: Tensor) -> Tensor:
     """Of a tensor of any shape and dtype: one int64 scalar on its device."""
     bits = values.detach().contiguous().view(-1).view(BITS[values.dtype.itemsize])
     n_rows = len(bits) // _ROW
+    if not n_rows:
+        return bits.sum(dtype=torch.int64)
     whole, rest = bits[: n_rows * _ROW].view(n_rows, _ROW), bits[n_rows * _ROW :]
     sums = torch.cat([row_sums(whole), rest.to(torch.int64).sum()[None]])
     return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()

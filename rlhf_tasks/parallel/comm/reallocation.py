@@ -242,8 +242,7 @@ def digests(
     device only (`Layout.primary`). The bit patterns of a row are summed, then weighted by the row's number and the
     parameter's name, so that swapped rows or parameters change the sum. Sums wrap around at 2**64.
     """
-    layout, sums = extents.layout, torch.zeros(len(names), dtype=torch.int64, device=on)
-    places = {name: place for place, name in enumerate(names)}
+    layout, summands = extents.layout, dict[str, Tensor]()
     for name, rows in layout.primary(device).items():
         if not rows.size or name not in slices:
             continue
@@ -257,8 +256,12 @@ def digests(
         for rectangle in extents.rectangles(name, device):
             if (part := rectangle.intersect(counted)) is not None:
                 bits = columns.view(flat, start, part).view(BITS[flat.dtype.itemsize])
-                sums[places[name]] += (_sum_of_rows(bits, part.left, inner) * factor).to(on)
-    return sums
+                summand = _sum_of_rows(bits, part.left, inner) * factor
+                summands[name] = summands[name] + summand if name in summands else summand
+    if not summands:
+        return torch.zeros(len(names), dtype=torch.int64, device=on)
+    none = torch.zeros_like(next(iter(summands.values())))
+    return torch.stack([summands.get(name, none) for name in names]).to(on)
 
 
 def _sum_of_rows(bits: Tensor, left: int, inner: int) -> Tensor:
@@ -273,10 +276,9 @@ def _sum_of_rows(bits: Tensor, left: int, inner: int) -> Tensor:
     n_rows = (len(sums) - head) // inner
     pieces = sums[:head], sums[head : head + n_rows * inner], sums[head + n_rows * inner :]
     first = (left + head) // inner
-    numbers = torch.arange(first, first + n_rows, device=sums.device)
-    of_whole = row_sums(pieces[1].view(n_rows, inner))
-    ends = [
-        piece.sum(dtype=torch.int64) * (2 * number + 1)
-        for piece, number in ((pieces[0], first - 1), (pieces[2], first + n_rows))
-    ]
-    return (of_whole * (2 * numbers + 1)).sum() + ends[0] + ends[1]
+    numbers = torch.arange(2 * first + 1, 2 * (first + n_rows) + 1, 2, device=sums.device)
+    total = (row_sums(pieces[1].view(n_rows, inner)) * numbers).sum()
+    for piece, number in ((pieces[0], first - 1), (pieces[2], first + n_rows)):
+        if len(piece):
+            total += piece.sum(dtype=torch.int64) * (2 * number + 1)
+    return total

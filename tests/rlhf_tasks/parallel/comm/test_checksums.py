@@ -106,7 +106,7 @@ def moves(rank: int, world: int) -> list[str]:
         redistribute(at([0]), at([1]), IDS, KEYS, store, groups, 2)
 
     def share() -> None:
-        share_batch(batch(IDS) if rank == 0 else None, place([0, 1], pp=2), groups)
+        share_batch(batch(IDS) if rank == 0 else None, place([0, 1], tp=2), groups)
 
     def parameters() -> None:
         slices = cut(whole_model(model(), "lm"), lay[0], rank)
