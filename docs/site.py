@@ -121,14 +121,14 @@ def _rewards() -> str:
 def _built_in(name: str, thing: Any) -> list[str]:
     parameters = inspect.signature(thing).parameters.values()
     taken = [p for p in parameters if p.name not in GIVEN and p.kind is not p.VAR_KEYWORD]
-    shown = ", ".join(f"{p.name}: {json.dumps(p.default)}" for p in taken)
+    shown = ", ".join(f"{p.name}: {'...' if p.default is p.empty else json.dumps(p.default)}" for p in taken)
     heading = "##" if inspect.isfunction(thing) else "###"
     return [f"{heading} {name}", "", *([f"`kwargs: {{{shown}}}`", ""] if taken else []), _prose(thing)]
 
 
 _ABOUT_REWARDS = """# Built-in rewards and environments
 
-`rewards: [{function: "builtin:NAME", kwargs: {...}}]`. Arguments are shown with their defaults.
+`rewards: [{function: "builtin:NAME", kwargs: {...}}]`. Arguments are shown with their defaults; `...` must be given.
 The right answer is the column `answer`, `solution`, `ground_truth`, `label`, `labels` or verl's
 `reward_model`, whichever comes first; `column` names another."""
 
