@@ -111,18 +111,17 @@ def _rewards() -> str:
     """What is built in to judge and to answer, with the arguments that `kwargs` takes."""
     page = [_ABOUT_REWARDS]
     for name in builtin_rewards.__all__:
-        page += ["", *_built_in(name, getattr(builtin_rewards, name))]
+        page += ["", *_built_in("##", name, getattr(builtin_rewards, name))]
     page += ["", "## Environments", "", "`environment: {factory: builtin:NAME, kwargs: {...}}`."]
     for name in builtin_environments.__all__:
-        page += ["", *_built_in(name, getattr(builtin_environments, name))]
+        page += ["", *_built_in("###", name, getattr(builtin_environments, name))]
     return "\n".join(page)
 
 
-def _built_in(name: str, thing: Any) -> list[str]:
+def _built_in(heading: str, name: str, thing: Any) -> list[str]:
     parameters = inspect.signature(thing).parameters.values()
     taken = [p for p in parameters if p.name not in GIVEN and p.kind is not p.VAR_KEYWORD]
     shown = ", ".join(f"{p.name}: {'...' if p.default is p.empty else json.dumps(p.default)}" for p in taken)
-    heading = "##" if inspect.isfunction(thing) else "###"
     return [f"{heading} {name}", "", *([f"`kwargs: {{{shown}}}`", ""] if taken else []), _prose(thing)]
 
 
