@@ -252,9 +252,8 @@ def _kind(field: dict[str, Any], definitions: dict[str, Any]) -> str:
         )
         if key in field
     ]
-    kind = {"object": "mapping", "null": "nothing", "string": "text"}.get(
-        field.get("type", ""), field.get("type", "any")
-    )
+    named = str(field.get("type", "any"))
+    kind = {"object": "mapping", "null": "nothing", "string": "text"}.get(named, named)
     return f"{kind} ({', '.join(bounds)})" if bounds else kind
 
 
