@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prefect_rlhf.flows.cluster.engines_beside import check_generation
+from prefect_rlhf.flows.cluster.engines_beside import check_generation, check_layout
 from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
 from prefect_rlhf.flows.pushes import check_push
 from prefect_rlhf.flows.rewards import check_environment, check_rewards, literal_secrets
@@ -160,6 +160,8 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None, weights:
     config, hardware, problem = chosen
     if config.on_device_loss == "shrink":
         refuse_no_shrink(config)
+    if "actor" in shapes:
+        check_layout(config, shapes["actor"], plan)
     of_plan = (
         *hardware.warnings,
         *problem.warnings,

@@ -233,7 +233,9 @@ class Completions:
                 raise GenerationFault(f"{self.url}{path}: the request was ended")
             if tried < RETRIES:
                 time.sleep(FIRST_PAUSE_S * 2**tried)
-        raise GenerationFault(f"{self.url}{path} does not answer: {reason} ({RETRIES + 1} tries)")
+        raise GenerationFault(
+            f"{self.url}{path} does not answer: {reason} ({RETRIES + 1} tries). Start it, or correct url."
+        )
 
     def _once(self, method: str, path: str, content: bytes | None, until_s: float) -> dict[str, Any]:
         """Raises OSError and HTTPException where another try may succeed."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from distributed.comm import CommClosedError
 
@@ -17,10 +18,12 @@ from prefect_rlhf.flows.run.run_identity import accept_changes
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import has_samples_in_flight
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import read_manifest
+from prefect_rlhf.rlhf_tasks.config.generation import GenerationConfig
 from prefect_rlhf.rlhf_tasks.protocol.messages import Faulted, Held
 from tests.committed import assert_same_run, metrics_of, state_at
 from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume, run_undisturbed, spec_of_job
 from tests.rlhf_tasks.controller.test_kills import armed
+from tests.rlhf_tasks.rank.engines_of_others import Restless
 from tests.tiny_runs import TWO_RANKS, ppo_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -207,3 +210,40 @@ def test_what_one_plan_has_in_flight_goes_on_under_another(cluster, played, tmp_
     assert committed(events) == list(range(held.step, played.case.iterations))
     for mine, wanted in zip(metrics_of(folder), metrics_of(played.undisturbed), strict=True):
         assert mine == pytest.approx(wanted, rel=1e-9, abs=1e-11)
+
+
+def tokens_at(folder, step):
+    """Sample -> its tokens, of those that a commit has for later iterations."""
+    tensors, _ = state_at(folder, step)
+    tokens = {}
+    for role, rank, name in tensors:
+        if role == "actor_generate" and name == "input_ids/ids":
+            ids, lengths, values = (
+                np.frombuffer(tensors[role, rank, f"input_ids/{part}"][1], dtype=np.int64)
+                for part in ("ids", "lengths", "values")
+            )
+            parts = np.split(values, np.cumsum(lengths)[:-1])
+            tokens |= {int(sample): part.tolist() for sample, part in zip(ids, parts, strict=True)}
+    return tokens
+
+
+@pytest.mark.whole
+def test_what_an_engine_that_never_draws_alike_has_drawn_is_trained_on_as_it_is_recorded(cluster, tmp_path):
+    """The run is killed before it commits iteration AT, and begins again at the commit before: what that has drawn
+    ahead is not drawn anew."""
+    case = AHEAD
+    engine = {"engine": f"{Restless.__module__}:{Restless.__name__}"}
+    job = case.prepared(tmp_path)
+    played = Played(
+        case, prepare(job.config.model_copy(update={"generation": GenerationConfig(**engine)})), tmp_path
+    )
+    folder = tmp_path / "run"
+    gone = killed(cluster, played, folder)
+    before = tokens_at(folder, AT)
+    assert sorted(before) == list(range(16 * AT, 16 * (AT + 2)))
+    events = resume(cluster, folder, gone, lambda now: played.spec(now, folder, attempt=2))
+    assert committed(events) == list(range(AT, case.iterations))
+    after = tokens_at(folder, AT + 1)
+    both = before.keys() & after.keys()
+    assert sorted(both) == list(range(16 * (AT + 1), 16 * (AT + 2)))
+    assert all(before[sample] == after[sample] for sample in both)

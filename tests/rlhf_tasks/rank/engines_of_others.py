@@ -34,6 +34,8 @@ class Uniform:
 
     def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:
         assert self._engine is not None
+        if not self._engine.is_head:
+            return None
         self.log.append(("draw", order.iteration))
         parts: dict[str, list[torch.Tensor]] = {
             key: [] for key in ("input_ids", "response_mask", "old_logprobs", "truncated")
@@ -42,10 +44,10 @@ class Uniform:
             bits = counter_bits(
                 order.seed, order.purpose, order.iteration, torch.tensor([sample]), torch.arange(LENGTH)
             )
-            none = torch.zeros(len(prompt))
+            none = torch.zeros(len(prompt), dtype=self._engine.dtype_of_rows)
             parts["input_ids"].append(torch.cat([prompt, bits % self._tokens]))
             parts["response_mask"].append(torch.cat([none.bool(), torch.ones(LENGTH, dtype=torch.bool)]))
-            likely = torch.full((LENGTH,), -math.log(self._tokens))
+            likely = none.new_full((LENGTH,), -math.log(self._tokens))
             parts["old_logprobs"].append(torch.cat([none, likely]))
             parts["truncated"].append(torch.tensor([True]))
         return SampleBatch(batch.ids, {key: Packed.of(of) for key, of in parts.items()})
@@ -56,6 +58,13 @@ class Uniform:
 
     def close(self) -> None:
         self.log.append("close")
+
+
+class Restless(Uniform):
+    """Never draws the same tokens twice."""
+
+    def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:
+        return super().draw(batch, order._replace(seed=int.from_bytes(os.urandom(4), "little")))
 
 
 class FakeVllm(Vllm):

@@ -279,6 +279,29 @@ def test_vllm_draws_with_the_probabilities_of_transformers_after_each_version(
     assert_drawn_as_transformers_says(run, tmp_path)
 
 
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_draws_in_bfloat16_and_turn_by_turn(start: Any, folder: Path, tmp_path: Path):
+    """In bfloat16 the two engines round unlike, which is what the weights are for; in float32 what an environment has
+    answered is context for both."""
+    actor, vllm = str(wide_model(folder, tmp_path)), {"python": VLLM_PYTHON, "kv_bytes": 1 << 26}
+    rounded = start("vllm", models={"actor": actor}, generation=vllm, dtype="bfloat16", **SHORT)
+    for iteration in range(2):
+        metrics, _ = rounded.iterate(iteration)
+        rounded.engines["actor"].version += 1
+        assert 1e-7 < metrics["importance/kl"] < 0.01
+    echo = {"factory": f"{Path(__file__).parents[2]}/tiny_environment.py:Echo", "max_turn_tokens": 4}
+    room = {"sampling": {"max_completion_length": 20}, "rewards": [], "environment": echo}
+    played = start("vllm", models={"actor": actor}, generation=vllm, optimizer=SHORT["optimizer"], **room)
+    for iteration in range(2):
+        metrics, store = played.iterate(iteration)
+        played.engines["actor"].version += 1
+        assert metrics["importance/kl"] < 1e-8
+        ids = list(range(8 * iteration, 8 * iteration + 8))
+        masks = store.get(ids, ["response_mask"])["response_mask"].split()
+        assert any((mask[:-1] & ~mask[1:]).any() for mask in masks), "no response was answered"
+
+
 @contextmanager
 def vllm_server(model: Path) -> Iterator[str]:
     """A server of vLLM on a port of its own."""
