@@ -9,8 +9,8 @@ from prefect_rlhf.flows.cluster.this_machine import gpus_here
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from prefect_rlhf.rlhf_tasks.config.generation import OPENAI, VLLM, default_python, most_drawn
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import BLOCK_ON_CPUS, BLOCK_ON_GPUS, GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.completions import Completions
-from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
@@ -19,8 +19,6 @@ from prefect_rlhf.rlhf_tasks.system.reading import module_file, names_bound, par
 VLLM_VERSION, TORCH_VERSION = "0.32.0", "2.13.0"
 """With these it was tested. Another version may keep its weights otherwise."""
 PROBE_S = 60.0
-BLOCK_ON_CPUS, BLOCK_ON_GPUS = 128, 16
-"""Tokens whose keys and values vLLM keeps together."""
 HEAD_DIMS_ON_CPUS = (
     32,
     64,

@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from prefect_rlhf.rlhf_tasks.config.settings import Pair, Settings
-from prefect_rlhf.rlhf_tasks.parallel.generate.faults import SECONDS_A_TOKEN, STALL_S, START_S
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import SECONDS_A_TOKEN, STALL_S, START_S
 
 BUILT_IN, VLLM, OPENAI = "builtin", "vllm", "openai"
 MODULE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from prefect_rlhf.rlhf_tasks.parallel.generate.faults import SECONDS_A_TOKEN, STALL_S, GenerationFault
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import SECONDS_A_TOKEN, STALL_S, GenerationFault
 
 MOST_BYTES = 256 << 20  # of an answer
 RETRIES, FIRST_PAUSE_S = 3, 0.5  # of a request that could not be answered; each pause is twice the last

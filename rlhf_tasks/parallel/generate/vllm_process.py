@@ -18,8 +18,8 @@ import torch
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import STALL_S, START_S, GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.drawn import requests_of, samples_of, sampling_of
-from prefect_rlhf.rlhf_tasks.parallel.generate.faults import STALL_S, START_S, GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import SharedWeights, read_places
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import BLOCK_ON_CPUS
 from prefect_rlhf.rlhf_tasks.system.child_pipes import Requests
 
 SAY_EVERY_S = 1.0
@@ -66,6 +67,7 @@ class _Server:
             seed=0,  # each request has its own
             disable_log_stats=True,
             enable_prefix_caching=True,
+            **({} if begin["sleeps"] else {"block_size": BLOCK_ON_CPUS}),
         )
         if begin["tokens"] is not None:
             self._llm.collective_rpc("draw_only_below", args=(begin["tokens"],))

@@ -92,7 +92,7 @@ def test_a_sequence_takes_whole_blocks_of_vllms_cache(folder: Path, monkeypatch:
     exactly = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4 * 129
     generation = {"engine": "vllm", "kv_bytes": exactly}
     config = make_config(document("grpo", folder, num_generations=2, generation=generation))
-    with pytest.raises(ConfigError, match="one sequence of 256 tokens"):
+    with pytest.raises(ConfigError, match="one sequence of 160 tokens"):
         check_generation(config, shape)
 
 

@@ -27,5 +27,5 @@ def test_the_commands_of_an_environment_run_under_its_last_name(
 
 
 def test_an_engine_without_an_environment_is_named():
-    with pytest.raises(ConfigError, match="There is no environment to make for 'sglang'. Name vllm."):
+    with pytest.raises(ConfigError, match=r"There is no environment to make for 'sglang'\. Name vllm"):
         setup("sglang")

@@ -26,8 +26,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
 from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import sampling_params
 from prefect_rlhf.rlhf_tasks.config.generation import default_python
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleStore
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.completions import Completions
-from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from tests.rlhf_tasks.algorithms.one_rank import OneRank

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from prefect_rlhf.rlhf_tasks.parallel.generate import completions
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.completions import Answer, Completions
-from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
 from tests.rlhf_tasks.parallel.generate.completion_server import KEY, TOKENS, serving
 
 VOCABULARY = 17

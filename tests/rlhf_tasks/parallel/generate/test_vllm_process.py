@@ -9,7 +9,7 @@ import torch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.generate import vllm_process
-from prefect_rlhf.rlhf_tasks.parallel.generate.faults import GenerationFault
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
 from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import Vllm, VllmProcess
