@@ -111,6 +111,7 @@ def test_the_pinned_list_has_the_versions_that_runs_accept():
         (ParallelStrategy(tp=2), (4, 2), None),
         (ParallelStrategy(tp=2, pp=2), (4, 2), None),
         (ParallelStrategy(dp=4), (9, 3), None),
+        (ParallelStrategy(tp=4), (6, 2), "but it has 6 heads and 2 of keys and values"),
         (
             ParallelStrategy(tp=4),
             (9, 3),
