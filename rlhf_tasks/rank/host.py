@@ -55,6 +55,7 @@ from prefect_rlhf.rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, Node
 from prefect_rlhf.rlhf_tasks.system.child_processes import end_with_starter
 from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, at, reach
+from prefect_rlhf.rlhf_tasks.system.interruption import interruptible
 from prefect_rlhf.rlhf_tasks.system.reading import printable
 from prefect_rlhf.rlhf_tasks.user_code.errors import UserCodeError
 
@@ -226,6 +227,7 @@ class EngineHost:
         self._nodes: dict[str, PlanNode] = {}
         self._told_bytes = 0  # of what the executor has moved, the controller knows
         self._job: tuple[str, float] = ("", 0.0)  # what the engine thread does, and since when (time.time())
+        self._job_ended = threading.Event()  # set when nobody waits any more for what it does
         self._ticking = asyncio.create_task(self._tick())
         self._act: dict[type, Callable[[Any], None]] = {
             Clear: self._clear,
@@ -364,6 +366,7 @@ class EngineHost:
     def _interrupt(self, instruction: Interrupt) -> None:
         """Abort the engine thread's current job."""
         target = self._engine.finished + 1
+        self._job_ended.set()
         threading.Thread(target=self._abort, args=(target,), name="abort", daemon=True).start()
 
     # --- the engine thread and the news ------------------------------------------------------------------
@@ -371,6 +374,7 @@ class EngineHost:
     def _submit(self, key: NodeKey, job: Callable[[], Any], ended_well: Callable[[Any], list[Any]]) -> None:
         """Run a job of the inbox on the engine thread, and tell the inbox how it ended."""
         self._job = (f"{key.node}-it{key.iteration}", time.time())
+        self._job_ended = ended = threading.Event()
         inbox = self._inbox
 
         def done(value: Any) -> None:
@@ -382,7 +386,7 @@ class EngineHost:
                     self._apply(ended_well(value))
 
         def job_here() -> Any:
-            with at(inbox.rank, key.iteration, key.generation, key.attempt):
+            with at(inbox.rank, key.iteration, key.generation, key.attempt), interruptible(ended):
                 return job()
 
         def start() -> None:

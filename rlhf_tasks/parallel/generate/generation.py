@@ -20,6 +20,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, generat
 from prefect_rlhf.rlhf_tasks.parallel.model.products import PackedWeights, can_pack, products
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
 
 PACK_FROM_STEPS = 12  # packing the weights costs about what it saves in 5 steps
 
@@ -155,6 +156,7 @@ def _decode(groups: Sequence[Group]) -> None:
             if not group.done:
                 group.compute()
         reach(Point.GENERATION)
+        leave_if_ended()
         active = [group for group in active if not group.done]
 
 

@@ -35,6 +35,7 @@ from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import (
 )
 from prefect_rlhf.rlhf_tasks.parallel.train.pipeline import Pipeline
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
+from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +233,7 @@ class Engine:
 
     def _stage_output(self, x: Tensor, micro: MicroBatch, counted: str | None) -> tuple[Tensor, MicroBatch]:
         """The stage's output, and the micro-batch with the rows that passed the head."""
+        leave_if_ended()
         counts = counted is not None or self.stage.context is not None
         if counts and self.is_last_stage and self.layout.head == "lm":
             micro = predicting(micro, counted)
