@@ -125,7 +125,8 @@ def rehearse(
     used_seed = settings.seed if stated_seed is None else stated_seed
     n_devices, per_host = run.plan.n_devices, run.plan.devices_per_host
     strikes = scheduled(fault_plan, n_devices, per_host, hours, used_seed, str(faults))
-    machines = Machines(disk_bytes_per_s=disk_bytes_per_s)
+    on_cpus = all(profile.is_on_host for profile in run.problem.model.classes.profiles)
+    machines = (Machines.of_cpus if on_cpus else Machines)(disk_bytes_per_s)
     with console.status("rehearsing ..."):
         outcome = rehearsed(
             run,

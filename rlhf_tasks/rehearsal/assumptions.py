@@ -118,6 +118,22 @@ class Machines:
         repr=False,
     )
 
+    @classmethod
+    def of_cpus(cls, disk_bytes_per_s: float) -> Self:
+        """Of ranks on CPUs, whose processes are forks of one that has loaded torch."""
+        return cls(
+            disk_bytes_per_s,
+            start_s=3.0,
+            join_s=0.5,
+            reset_s=0.2,
+            noticed_s=0.1,
+            interrupt_s=0.2,
+            attempt_s=20.0,
+            sources=(
+                "start_s to attempt_s: the demo on two busy cores (tests/flows/test_effective_time.py)",
+            ),
+        )
+
 
 class Noise:
     """By how much nodes take longer or shorter than they are priced: a factor of mean 1, log-normal, drawn from the

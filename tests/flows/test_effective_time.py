@@ -30,6 +30,7 @@ def test_a_kill_in_ten_iterations_of_ten_seconds_leaves_nine_tenths_of_the_time(
     with MarkedCommand(tmp_path / "log", *command, environment=variables) as run:
         assert run.process.wait(1500) == 0, run.output
         run.assert_gone()
+        assert "this process exits" not in run.output, "the other ranks keep their processes"
     folder = tmp_path / "runs" / "killed"
     generations = [generation for _, generation in generations_of(folder).values()]
     assert generations == [0] * 5 + [1] * 10 + [2] * 5

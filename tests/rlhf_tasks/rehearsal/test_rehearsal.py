@@ -148,6 +148,24 @@ def test_a_killed_process_is_replaced_and_the_rebuild_lasts_as_long_as_its_start
     assert found.story.seconds["rebuilding: kill"] == pytest.approx(expected_s, abs=3.0)
 
 
+def test_a_kill_in_ten_iterations_of_ten_seconds_leaves_nine_tenths_of_the_time_on_cpus():
+    """With the demo's parts of a commit; tests/flows/test_effective_time.py does it on ranks."""
+    draw, n = random.Random(0), 100
+    seconds = {name: taken_s * 10 / ITERATION_S for name, taken_s in SECONDS.items()}
+    kills = [
+        RankFault(kind="kill", at_s=106.0 * tenth + draw.uniform(5, 95), rank=draw.randrange(3))
+        for tenth in range(n // 10)
+    ]
+    found = rehearsed(
+        seconds=seconds, iterations=n, part_bytes=3.2e6, faults=kills, machines=Machines.of_cpus(1e8)
+    )
+    assert found.finished
+    assert len(found.story.faults) == n // 10
+    share = n * 10 / found.elapsed_s
+    assert share >= 0.9
+    assert n * 10 / (found.elapsed_s + 25.0 * len(kills)) < 0.9, "with GPUs' start of 25 s it is less"
+
+
 def test_a_host_that_stays_away_makes_the_run_give_up():
     gone = HostFault(kind="host", at_s=100, host=0, for_s=86_400)
     found = rehearsed(faults=[gone])
