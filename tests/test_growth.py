@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 332,
-    "hundreds of lines": 724,
+    "files": 333,
+    "hundreds of lines": 725,
     "lines of the longest file": 650,
     "modules of the fullest folder": 16,
     "configuration paths of PPO": 141,
