@@ -9,9 +9,9 @@ of the state (float32 weights and both moments) there and back. No weights are m
 needs a device, so two placements look better here than they are.
 """
 
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.harness import options, write
 from bench.planner import SETTINGS, problem
@@ -100,29 +100,23 @@ def best(first: Problem, second: Problem) -> Best:
     return Best(one_s, unmoved_s, least, moves, moved_bytes, pairs)
 
 
-def rows(names: list[str]) -> Iterator[dict[str, object]]:
-    for name in names:
-        actor, critic, hosts = SETTINGS[name]
-        first = problem(actor, critic, hosts)
-        for factor in LONGER:
-            yield {"setting": name, "longer": factor, **best(first, longer(first, factor))._asdict()}
-
-
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="of bench.planner")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = list[dict[str, object]]()
-    for row in rows(arguments.settings):
-        found.append(row)
+    rows = list[dict[str, Any]]()
+    for name, factor in product(arguments.settings, LONGER):
+        first = problem(*SETTINGS[name])
+        of = best(first, longer(first, factor))
+        rows.append({"setting": name, "longer": factor, **of._asdict()})
         print(
-            f"{row['setting']}, second call {row['longer']}x as long: one placement {row['one_s']:.2f} s, two "
-            f"{row['two_s']:.2f} s of which moves {row['moves_s']:.2f} s ({row['moved_bytes'] / 1e9:.0f} GB); "
-            f"without moves {row['unmoved_s']:.2f} s; {row['pairs']} pairs",
+            f"{name}, second call {factor}x as long: one placement {of.one_s:.2f} s, two {of.two_s:.2f} s of which "
+            f"moves {of.moves_s:.2f} s ({of.moved_bytes / 1e9:.0f} GB); without moves {of.unmoved_s:.2f} s; "
+            f"{of.pairs} pairs",
             flush=True,
         )
-    write(arguments.json, found)
+    write(rows, arguments.json)
 
 
 if __name__ == "__main__":
