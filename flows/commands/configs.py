@@ -150,7 +150,8 @@ def doctor(
     model
         A model on the Hugging Face Hub, ORG/NAME[@REVISION], or a folder.
     strategy
-        dp,tp,pp, such as 1,2,1; several may follow. Default: one rank, and two under dp, tp and pp each.
+        dp,tp,pp or dp,tp,pp,cp, such as 1,2,1; several may follow. Default: one rank, and two under dp, tp and pp
+        each.
     dtype
         Of weights and activations.
     """

@@ -92,13 +92,14 @@ class Patient:
 
 
 def strategy_of(text: str) -> ParallelStrategy:
-    """The strategy in a text such as `1,2,1`. Raises ConfigError for another text."""
+    """The strategy in a text such as `1,2,1` or `1,1,1,2`. Raises ConfigError for another text."""
     try:
-        dp, tp, pp = (int(part) for part in text.split(","))
-        return ParallelStrategy(dp, tp, pp)
+        dp, tp, pp, *cp = (int(part) for part in text.split(","))
+        (cp,) = cp or (1,)
+        return ParallelStrategy(dp, tp, pp, cp)
     except ValueError:
         raise ConfigError(
-            f"--strategy {shown(text)} is not dp,tp,pp: three whole numbers from 1, such as 1,2,1."
+            f"--strategy {shown(text)} is not dp,tp,pp or dp,tp,pp,cp: whole numbers from 1, such as 1,2,1."
         ) from None
 
 

@@ -123,7 +123,8 @@ class ContextRanks:
         return micro.rows[mine], places[mine] - self._rank * self.rows(micro)
 
     def gather_rows(self, values: Tensor, micro: MicroBatch) -> Tensor:
-        """All ranks' results for the rows of `own_rows`, in the order of `micro.rows`: [R of this rank] -> [R]."""
+        """All ranks' results for the rows of `own_rows`, in the order of `micro.rows`: [R of this rank, ...] ->
+        [R, ...]."""
         owners = self._places(micro)[1]
         counts = torch.bincount(owners, minlength=self._cp).tolist()
         order = owners.argsort(stable=True)
@@ -173,7 +174,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, mine: Tensor, rank: int, counts: list[int], numbers: list[int], group: ProcessGroup
     ) -> Tensor:
         ctx.slice = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        padded = F.pad(mine, (0, max(counts) - len(mine)))
+        padded = F.pad(mine, (0, 0) * (mine.ndim - 1) + (0, max(counts) - len(mine)))
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=group)
         return torch.cat([parts[number][:count] for number, count in zip(numbers, counts, strict=True)])
@@ -186,8 +187,8 @@ class _Gather(torch.autograd.Function):
 def _gather(
     mine: Tensor, rank: int, counts: list[int], numbers: list[int], group: ProcessGroup | None
 ) -> Tensor:
-    """All cp ranks' vectors after each other. Every rank has the same gradient of the result, and takes its part.
+    """All cp ranks' rows after each other. Every rank has the same gradient of the result, and takes its part.
 
-    counts   elements of each cp rank's; numbers: each one's number in the group
+    counts   rows of each cp rank's; numbers: each one's number in the group
     """
     return _Gather.apply(mine, rank, counts, numbers, group)  # pyright: ignore[reportReturnType]
