@@ -163,20 +163,24 @@ def _of_family(family: str, lora: Lora | None) -> Trial:
 @pytest.mark.parametrize(
     ("family", "lora", "degrees"),
     [
-        ("gemma4_text", None, (2, 1, 1, 1)),
-        ("gemma4_text", None, (1, 1, 1, 2)),
-        ("gemma4_text", ON_Q_AND_V, (2, 1, 1, 1)),
-        ("qwen3_next", ON_Q_AND_V, (4, 1, 1, 1)),
-        ("lfm2", ON_Q_AND_V, (2, 1, 1, 1)),
-        ("deepseek_v3", None, (2, 1, 1, 1)),
-        ("gemma3_text", None, (1, 2, 1, 2)),
+        ("gemma4_text", None, (2, 1, 1, 1, SHARDED)),
+        ("gemma4_text", None, (1, 1, 1, 2, SHARDED)),
+        ("gemma4_text", ON_Q_AND_V, (2, 1, 1, 1, SHARDED)),
+        ("gemma4_text", ON_Q_AND_V, (1, 1, 1, 2)),
+        ("gemma4_text", ON_Q_AND_V, (1, 1, 1, 2, SHARDED)),
+        pytest.param("gemma4_text", None, (1, 1, 1, 2), marks=pytest.mark.whole),
+        pytest.param("gemma4_text", ON_Q_AND_V, (1, 2, 1, 1), marks=pytest.mark.whole),
+        ("qwen3_next", ON_Q_AND_V, (4, 1, 1, 1, SHARDED)),
+        ("lfm2", ON_Q_AND_V, (2, 1, 1, 1, SHARDED)),
+        ("deepseek_v3", None, (2, 1, 1, 1, SHARDED)),
+        ("gemma3_text", None, (1, 2, 1, 2, SHARDED)),
     ],
 )
-def test_sharded_weights_of_any_family_train_as_whole_ones(ranks, family, lora, degrees) -> None:
+def test_divided_weights_and_tokens_of_any_family_train_as_whole_ones(ranks, family, lora, degrees) -> None:
     """On one rank. Of four replicas one has no samples: it gathers what the backward passes of the others gather."""
     plain = _of_family(family, lora)
     ((rows, _, metrics, _, weights, _),) = ranks.run(1, train, plain)
-    trial = replace(plain, strategy=ParallelStrategy(*degrees, SHARDED))
+    trial = replace(plain, strategy=ParallelStrategy(*degrees))
     for rank, (of_rank, _, steps, _, after, changed) in enumerate(
         ranks.run(trial.strategy.size, train, trial)
     ):
