@@ -37,6 +37,7 @@ ELSEWHERE = {
     "prefect-rlhf run evaluate --config deployments/examples/smollm2-evaluate.yaml": "the same",
     "prefect-rlhf demo": "tests/flows/test_pipeline.py and others run its stages",
     "prefect-rlhf setup": "downloads vLLM, 2 GB",
+    "prefect-rlhf replay": "needs an anomaly: tests/flows/commands/test_replays.py",
     "prefect": "tests/deployments/deployed.py: server, work pool, deployments, worker, automation",
     "export": "tests/flows/two_hosts.py has these variables",
     "for": "the same",
