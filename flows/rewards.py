@@ -18,7 +18,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.examples import first_example
 from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, is_pickled
-from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
+from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig, ToolConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.rows import prompt_example
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
@@ -30,6 +30,7 @@ from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, shown
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.forms import BUILTIN, Answers, Parameters, total
 from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
+from prefect_rlhf.rlhf_tasks.user_code.sandbox import refuse_sandbox
 
 _SECRETS = (
     "key",
@@ -104,6 +105,23 @@ def check_environment(environment: EnvironmentConfig, is_here: bool) -> list[str
     return list(_literals("environment.kwargs", environment.kwargs))
 
 
+def check_tools(tools: Sequence[ToolConfig], is_here: bool) -> list[str]:
+    """Warnings about a run's tools. Raises ConfigError for a secret that is not set, and for builtin:python where its
+    sandbox does not work. is_here: as in `check_rewards`"""
+    for tool in tools if is_here else ():
+        _refuse_unset(f"tool {tool.function}", tool.kwargs)
+        if tool.function == f"{BUILTIN}:python":
+            try:
+                refuse_sandbox(tool.kwargs.get("sandbox", "bwrap"), f"tool {tool.function}")
+            except RewardError as error:
+                raise ConfigError(str(error)) from None
+    return [
+        warning
+        for number, tool in enumerate(tools)
+        for warning in _literals(f"tools.{number}.kwargs", tool.kwargs)
+    ]
+
+
 def _refuse_unfit(environment: EnvironmentConfig) -> None:
     place, _, name = environment.factory.rpartition(":")
     if place == BUILTIN:
@@ -135,10 +153,10 @@ def _refuse_unfit(environment: EnvironmentConfig) -> None:
 
 
 def blocks_named(config: RunConfig) -> list[str]:
-    """The Prefect Secret blocks that the arguments of a run's rewards and environment name."""
-    environment = config.environment if isinstance(config, Scores) else None
+    """The Prefect Secret blocks that the arguments of a run's rewards, environment and tools name."""
+    environment, tools = (config.environment, config.tools) if isinstance(config, Scores) else (None, ())
     rewards = config.rewards if isinstance(config, Judges) else ()
-    users = (*rewards, *([environment] if environment else []))
+    users = (*rewards, *tools, *([environment] if environment else []))
     named = {secret_named(value) for each in users for value in each.arguments.values()}
     return sorted(name for kind, name in filter(None, named) if kind == "block")
 

@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 333,
-    "hundreds of lines": 725,
+    "files": 335,
+    "hundreds of lines": 730,
     "lines of the longest file": 650,
-    "modules of the fullest folder": 16,
-    "configuration paths of PPO": 141,
-    "configuration paths of GRPO": 136,
-    "hundreds of words in docs": 332,
+    "modules of the fullest folder": 17,
+    "configuration paths of PPO": 145,
+    "configuration paths of GRPO": 140,
+    "hundreds of words in docs": 336,
     "files that name a kind of plan node": 16,
 }
 

@@ -104,7 +104,7 @@ def code_hashes(config: RunConfig) -> dict[str, str]:
     rewards = config.rewards if isinstance(config, Judges) else ()
     places = [reward.function for reward in rewards if reward.function is not None]
     if isinstance(config, Scores) and config.environment is not None:
-        places.append(config.environment.factory)
+        places += [config.environment.factory, *(tool.function for tool in config.tools)]
     hashes = {}
     for place in places:
         module = place.rpartition(":")[0]

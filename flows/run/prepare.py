@@ -7,7 +7,7 @@ from pathlib import Path
 from prefect_rlhf.flows.cluster.engines_beside import check_generation, check_layout
 from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
 from prefect_rlhf.flows.pushes import check_push
-from prefect_rlhf.flows.rewards import check_environment, check_rewards, literal_secrets
+from prefect_rlhf.flows.rewards import check_environment, check_rewards, check_tools, literal_secrets
 from prefect_rlhf.flows.run.device_loss import refuse_no_shrink
 from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.examination import refuse_unexamined
@@ -64,6 +64,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     has_weights,
 )
 from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, ExecutionPlan
+from prefect_rlhf.rlhf_tasks.user_code.tools import CALL_COLUMNS
 
 PLAN_REMEDY = "Remove it, and the run is planned again."
 
@@ -242,8 +243,10 @@ def _check_scores(config: RunConfig, columns: Sequence[str], folder: Path | None
     """Warnings about a run's rewards and environment. Raises ConfigError for those that such rows cannot have."""
     is_here, warnings = config.cluster.address is None, list[str]()
     if isinstance(config, Scores):
-        if config.environment is not None:
-            warnings += check_environment(config.environment, is_here)
+        if config.rewarding_environment is not None:
+            warnings += check_environment(config.rewarding_environment, is_here)
+        warnings += check_tools(config.tools, is_here)
+        columns = [*columns, *(CALL_COLUMNS if config.tools else ())]
         check_rewards(config.scoring_rewards, _beside_prompt(columns), is_here, folder)
     return warnings + literal_secrets(config)
 
@@ -303,7 +306,8 @@ def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFi
     warnings = [shared] if (shared := shared_prompts(config)) else []
     evaluation, is_here = evaluation_of(config), config.cluster.address is None
     if evaluation is not None:
-        check_rewards(evaluation.rewards, _beside_prompt(sets[HELD_OUT].columns), is_here, folder)
+        columns = [*sets[HELD_OUT].columns, *(CALL_COLUMNS if evaluation.tools else ())]
+        check_rewards(evaluation.rewards, _beside_prompt(columns), is_here, folder)
     return sets, warnings
 
 

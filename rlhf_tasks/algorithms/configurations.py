@@ -178,6 +178,7 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan, "plan")
     code = [("environment", document.get("environment") or {}, "factory")]
+    code += [(f"tools.{n}", one, "function") for n, one in enumerate(document.get("tools", ()))]
     code += [(f"rewards.{n}", one, "function") for n, one in enumerate(document.get("rewards", ()))]
     for place, holder, key in code:
         location, _, name = (holder.get(key) or "").rpartition(":")

@@ -2,8 +2,9 @@
 
 import hashlib
 import inspect
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import chain, islice, repeat, takewhile
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
-from prefect_rlhf.rlhf_tasks.config.sampling import Samples
+from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.data import chat_template, dataset, rows, tokenizer
 from prefect_rlhf.rlhf_tasks.data.chat_template import Conversation
 from prefect_rlhf.rlhf_tasks.data.dataset import (
@@ -26,9 +27,10 @@ from prefect_rlhf.rlhf_tasks.data.dataset import (
 )
 from prefect_rlhf.rlhf_tasks.data.rows import Reader, Reading, messages, tools_of
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
-from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer, TokenizerError
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import own_or_base, read_shape
-from prefect_rlhf.rlhf_tasks.system.reading import shown
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
+from prefect_rlhf.rlhf_tasks.user_code.tools import schemas_of, tool_format
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256
@@ -45,10 +47,14 @@ def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROW
 
     folder  of a run that may have its token file already; else `TokenFile.keep` gives it one
     name    of the token file in it
-    Raises DataError (naming file:line), TokenizerError, or ConfigError if the algorithm's `fetch` leaves out a key.
+    Raises DataError (naming file:line), TokenizerError, or ConfigError if the algorithm's `fetch` leaves out a key or
+    tools do not fit.
     """
     record, data, limit = algorithm(config.type), data_set(config.data), _Limit.of(config)
-    key, stored = _key(config, record, data, limit), None
+    tools = _tools(config)
+    if tools:
+        _refuse_unfit_tools(config, tools, limit)
+    key, stored = _key(config, record, data, limit, tools), None
     if folder is not None:
         with suppress(DataError):  # none, or a damaged one: it is made anew
             stored = TokenFile.open(folder / name)
@@ -57,7 +63,7 @@ def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROW
         skipped = _Skipped()
         bad = (skipped.malformed_row, skipped.long_row) if _skips(config) else (refuse, refuse)
         tokenizer = Tokenizer.from_folder(config.models.tokenizer)
-        rows = _token_rows(config, tokenizer, record, data, limit, *bad)
+        rows = _token_rows(config, tokenizer, record, data, limit, *bad, tools)
         place, given = Path(config.output_dir), (skipped.rows, data.sources, tokenizer.size)
         made = new_token_file(place, key, data.digest, files, rows, *given)
         skipped.refuse_many(len(made))
@@ -99,14 +105,14 @@ def _sampled(config: RunConfig) -> list[Any]:
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     bad = _ignored if _skips(config) else refuse
     sampled = data_set(config.data).some(SAMPLED, bad)
-    examples = read_examples(algorithm(config.type).reader(config), sampled, tokenizer, bad)
+    examples = read_examples(algorithm(config.type).reader(config), sampled, tokenizer, bad, _tools(config))
     return [example for _, example in examples]
 
 
 def first_example(config: RunConfig, reader: Reader[Any], tokenizer: Tokenizer) -> tuple[PlacedRow, Any]:
     """The first row that can be used, and its example. Raises DataError where there is none."""
     bad = _ignored if _skips(config) else refuse
-    first = next(read_examples(reader, data_set(config.data).rows(bad), tokenizer, bad), None)
+    first = next(read_examples(reader, data_set(config.data).rows(bad), tokenizer, bad, _tools(config)), None)
     if first is None:
         raise DataError(f"{config.data.name}: has no row that can be used.")
     return first
@@ -117,9 +123,16 @@ def _ignored(where: str, error: DataError) -> None:
 
 
 def read_examples(
-    reader: Reader[Any], placed: Iterable[PlacedRow], tokenizer: Tokenizer, bad: BadRow = refuse
+    reader: Reader[Any],
+    placed: Iterable[PlacedRow],
+    tokenizer: Tokenizer,
+    bad: BadRow = refuse,
+    of_run: Sequence[Any] = (),
 ) -> Iterator[tuple[PlacedRow, Any]]:
-    """The examples that the reader makes of rows, each with its row. `bad` is called for rows that give none."""
+    """The examples that the reader makes of rows, each with its row. `bad` is called for rows that give none.
+
+    of_run  JSON schemas of the run's tools, which a chat template offers in place of the row's own
+    """
     remaining = iter(placed)
     while taken := list(islice(remaining, ROWS_AT_ONCE)):
         begun: list[tuple[PlacedRow, Reading[Any], list[Conversation]]] = []
@@ -127,8 +140,13 @@ def read_examples(
             try:
                 with _at(each.where):
                     reading = reader(each.row, tokenizer)
-                    tools = tools_of(each.row)
+                    tools = of_run or tools_of(each.row)
                     conversations: list[Conversation] = [(one[0], one[1], tools) for one in next(reading)]
+                    if of_run and not conversations:
+                        raise DataError(
+                            "the prompt is text, but a chat template offers the run's tools. Give it as messages, or "
+                            "leave out tools."
+                        )
             except DataError as error:
                 bad(each.where, error)
                 continue
@@ -158,7 +176,31 @@ def _skips(config: RunConfig) -> bool:
     return config.data.on_bad_row == "skip"
 
 
-def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -> str:
+def _tools(config: RunConfig) -> list[dict[str, Any]]:
+    """The JSON schemas of a run's tools."""
+    return schemas_of(config) if isinstance(config, Scores) else []
+
+
+def _refuse_unfit_tools(config: RunConfig, tools: Sequence[Any], limit: "_Limit") -> None:
+    """Raises ConfigError where the model cannot be offered the tools, or cannot read what they answer."""
+    assert isinstance(config, Scores), "others have no tools"
+    tool_format(config)
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+    size = len(tokenizer.encode(json.dumps(tools, ensure_ascii=False)))
+    if size >= limit.most:
+        raise ConfigError(
+            f"tools: their schemas have {size} tokens, but a prompt at most {limit.most}, by data.max_prompt_tokens "
+            "and the model's context. Shorten their docstrings, name fewer tools, or raise the limit."
+        )
+    answer = {"name": tools[0]["function"]["name"], "id": "call00000", "content": PROBE}
+    if PROBE not in tokenizer.decode(Observations(tokenizer).ids([answer], [], last=-1)):
+        raise ConfigError(
+            f"tools: the chat template of {config.models.tokenizer} does not write what a tool answers. Correct it, "
+            "or choose a model that was trained with tools."
+        )
+
+
+def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit", tools: Sequence[Any]) -> str:
     """A digest of everything that the tokens of a data set depend on."""
     digest = hashlib.sha256(f"{FORMAT} {record.name} {version('tokenizers')} {data.digest}".encode())
     names = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
@@ -170,6 +212,8 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -
     if len(config.data.sources) > 1:
         digest.update(repr(data.sources).encode())
     digest.update(repr(record.options(config)).encode())
+    if tools:
+        digest.update(json.dumps(tools).encode())
     for code in (record.read_row, record.fetch, rows, dataset, tokenizer, chat_template):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
     return digest.hexdigest()
@@ -191,11 +235,12 @@ def _token_rows(
     limit: "_Limit",
     bad: BadRow,
     long: BadRow,
+    tools: Sequence[Any],
 ) -> Iterator[TokenRow]:
     if isinstance(config, Samples):
         _refuse_silent_template(data, tokenizer)
     most, taken, last = config.data.max_rows, Counter[int](), ""
-    for placed, example in read_examples(record.reader(config), data.rows(bad), tokenizer, bad):
+    for placed, example in read_examples(record.reader(config), data.rows(bad), tokenizer, bad, tools):
         source = data.sources[placed.file]
         if taken[source] == most and placed.where != last:  # a row may give several examples
             if source == data.sources[-1]:

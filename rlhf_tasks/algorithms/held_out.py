@@ -53,7 +53,8 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         return None
     section, rewards = config.evaluation, config.rewards_of_evaluation
     environment = config.environment if isinstance(config, Scores) else None
-    if not (rewards or environment):
+    tools, named = (config.tools, config.tool_format) if isinstance(config, Scores) else ((), None)
+    if not (rewards or (environment and not tools)):
         return None
     tokens, stops, generation = section.max_completion_length, {}, GenerationConfig()
     if isinstance(config, Samples):
@@ -72,6 +73,8 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         dtype=config.dtype,
         rewards=tuple(reward.model_copy(update={"used_in": "both"}) for reward in rewards),
         environment=environment,
+        tools=tools,
+        tool_format=named,
         sampling=AnsweringConfig(max_completion_length=tokens, temperature=section.temperature, **stops),
         generation=generation,
         num_generations=section.num_generations,

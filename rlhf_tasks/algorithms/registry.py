@@ -102,7 +102,7 @@ class Algorithm:
         """
         calls = self.graph(config)
         if isinstance(config, Scores) and config.environment is not None:
-            calls = with_environment(calls, config.on_reward_error == "skip")
+            calls = with_environment(calls, config.on_reward_error == "skip", bool(config.tools))
         if isinstance(config, PolicyConfig):
             calls = from_older_versions(calls, config)
         calls = in_parts(calls, config.chunks if isinstance(config, Scores) else 1)

@@ -349,6 +349,31 @@ class EnvironmentConfig(Settings):
         return min(self.max_turns, max(1, math.ceil(fill)))
 
 
+class ToolConfig(Settings):
+    """A tool: a Python function that the model may call."""
+
+    function: str = Field(
+        pattern=r"^[^:]+:[^\W\d]\w*$",
+        description="Where it is: `module:function`, `file.py:function` or `builtin:NAME`. Its docstring and types "
+        "make the schema that the model reads.",
+    )
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments that the model does not give; name a secret as {env: VARIABLE} or "
+        "{block: PREFECT_SECRET}.",
+    )
+
+    @property
+    def name(self) -> str:
+        """The name by which the model calls it."""
+        return self.function.rpartition(":")[2]
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What it is given, which may name secrets."""
+        return self.kwargs
+
+
 class RewardModelScore(Settings):
     """How the reward model's raw score s enters the sum: weight * clip((s - mean) / std, -clip, clip)."""
 

@@ -1,7 +1,7 @@
 """The base classes of configurations whose runs generate, and score what they generate. Torch-free."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -19,11 +19,15 @@ from prefect_rlhf.rlhf_tasks.config.responses import (
     EnvironmentConfig,
     RewardModelScore,
     SamplingConfig,
+    ToolConfig,
 )
 from prefect_rlhf.rlhf_tasks.config.settings import (
     MOST_SEQS,
     Pair,
 )
+
+TOOLS = "builtin:Tools"
+"""The environment of a run with tools."""
 
 
 class Samples(RunConfig):
@@ -86,7 +90,7 @@ class Scores(Samples, Judges):
     """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
 
     groups: ClassVar[Groups] = {
-        "": ("rewards", "environment"),
+        "": ("rewards", "environment", "tools", "tool_format"),
         "Batch": ("chunks",),
         "Score": ("reward_model", "missing_eos_penalty"),
     }
@@ -111,6 +115,16 @@ class Scores(Samples, Judges):
     environment: EnvironmentConfig | None = Field(
         default=None,
         description="What answers the model turn by turn, and rewards it; default: a response is one turn.",
+    )
+    tools: tuple[ToolConfig, ...] = Field(
+        default=(),
+        max_length=128,
+        description="What the model may call, in at most environment.max_turns turns. Rewards judge the last turn. "
+        "The rows are conversations.",
+    )
+    tool_format: Literal["hermes", "xml", "llama", "mistral", "harmony"] | None = Field(
+        default=None,
+        description="How the model writes calls of tools; default: as its chat template does.",
     )
     chunks: int = Field(
         default=1,
@@ -139,8 +153,40 @@ class Scores(Samples, Judges):
     @property
     def score_names(self) -> list[str]:
         """The names, in metrics, of everything that contributes to a score, except the reward model."""
-        own = [] if self.environment is None else [self.environment.name]
+        own = [] if self.rewarding_environment is None else [self.rewarding_environment.name]
         return [*(reward.name for reward in self.scoring_rewards), *own]
+
+    @property
+    def rewarding_environment(self) -> EnvironmentConfig | None:
+        """The environment, where it gives rewards: that of tools gives none."""
+        return None if self.tools else self.environment
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tools_are_an_environment(cls, document: Any) -> Any:
+        if not isinstance(document, dict) or not document.get("tools"):
+            return document
+        environment = document.get("environment") or {}
+        if not isinstance(environment, dict):
+            return document
+        return {**document, "environment": {"factory": TOOLS, **environment}}
+
+    @model_validator(mode="after")
+    def _tools_go_together(self) -> Self:
+        names = [tool.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"tools: two are named {twice!r}. Rename one of the functions.")
+        factory = self.environment and self.environment.factory
+        if bool(self.tools) != (factory == TOOLS):
+            raise ValueError(
+                f"tools and environment.factory={factory}: tools answer the turns themselves. Leave out one of both."
+                if self.tools
+                else f"environment.factory={TOOLS}: name the tools in tools."
+            )
+        if self.tool_format is not None and not self.tools:
+            raise ValueError(f"tool_format={self.tool_format} has no meaning without tools. Leave it out.")
+        return self
 
     @model_validator(mode="after")
     def _parts_are_whole_groups(self) -> Self:

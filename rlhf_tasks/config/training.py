@@ -149,7 +149,7 @@ class TrainingConfig(Judges):
                 f"evaluation: its answers are those of a language model that trains, and a run of type {self.type!r} "
                 "trains none. Leave it out."
             )
-        played = self.environment if isinstance(self, Scores) else None
+        played = self.rewarding_environment if isinstance(self, Scores) else None
         if not self.rewards_of_evaluation and played is None and not asked.loss:
             raise ValueError(
                 "evaluation: nothing scores the answers. Name a function under rewards, or set evaluation.loss: true "

@@ -272,6 +272,13 @@ def _chat_template(folder: Path, settings: _Declared) -> Source | None:
     return None if stated is None else Source(stated, settings.path, whole=False)
 
 
+def template_of(folder: str | Path) -> str:
+    """The text of a folder's chat template; "" where it has none. Raises TokenizerError where it cannot be read."""
+    path = own_or_base(Path(folder), "tokenizer.json")
+    source = _chat_template(path.parent, _Declared.of(own_or_base(Path(folder), "tokenizer_config.json")))
+    return "" if source is None else source.text
+
+
 _ASKED, _SAID, _NEXT = (
     "c1q0",
     "c2a7",
@@ -284,27 +291,54 @@ class Observations:
 
     Behind a prompt that is text, an observation is this text alone. Behind a conversation it is the user's turn in
     the model's chat template, with all that the template writes from the end of the assistant's text on, up to where
-    the next answer begins.
+    the next answer begins. What tools answer is written as after a turn of calls.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._around: tuple[str, str] | None = None
 
-    def ids(self, text: str, prompt: Any, last: int) -> list[int]:
+    def ids(self, text: str | Sequence[Mapping[str, str]], prompt: Any, last: int) -> list[int]:
         """Token ids of an observation.
 
+        text    or answers of tools to the calls of a turn: `name` and `id` of the call, and `content`
         prompt  of its row: text, or messages
         last    the token that the model has drawn last. Where it is the template's own end of a turn, that is not
                 written again
         Raises TokenizerError where the tokenizer has no token for a part of the text, and where the chat template
         does not write the turns of a conversation one after another.
         """
+        if not isinstance(text, str):
+            return self._of_tools(text, last)
         if isinstance(prompt, str):
             return self._tokenizer.encode(text)
         before, after = self._written()
         ids = self._tokenizer.encode(f"{before}{text}{after}")
         return ids[1:] if ids[:1] == [last] else ids
+
+    def _of_tools(self, answers: Sequence[Mapping[str, str]], last: int) -> list[int]:
+        """What the template writes from the end of a turn of calls on, up to where the next turn begins."""
+        said = {"name": answers[0]["name"], "arguments": {"value": _SAID}}
+        call = {"id": answers[0]["id"], "type": "function", "function": said}
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": _ASKED},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        turns += [
+            {"role": "tool", "name": each["name"], "tool_call_id": each["id"], "content": each["content"]}
+            for each in answers
+        ]
+        (text,) = self._tokenizer.render([(turns, True)])
+        _, called, rest = text.partition(_SAID)
+        ends = (self._tokenizer.decode([i], special_tokens=True) for i in self._tokenizer.stop_ids)
+        places = [rest.find(end) for end in ends if end in rest]
+        if not called or not places:
+            raise TokenizerError(
+                "the chat template does not write calls of tools, with an end token after them, so tools cannot "
+                "answer. Choose a model that was trained with tools, or correct the template."
+            )
+        ids = self._tokenizer.encode(rest[min(places) :])
+        return ids[1:] if last in self._tokenizer.stop_ids else ids
 
     def _written(self) -> tuple[str, str]:
         """What the template writes before and after a user's turn that follows the assistant's text."""

@@ -12,6 +12,7 @@ from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations
 from prefect_rlhf.rlhf_tasks.user_code.episodes import TIMEOUT_KEY, Answer, Episode, FailedAnswer
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, MOST_LOST, Killed, Lost, Terms, UserProcess
+from prefect_rlhf.rlhf_tasks.user_code.tools import offered, tool_format
 
 MOST_KILLED = 2
 """As often as all its turns last, a batch may be played again where a lost process is not to be skipped: it is given
@@ -36,11 +37,18 @@ def _replays_s(config: Scores) -> float:
     return (MOST_LOST if config.on_reward_error == "skip" else MOST_KILLED) * _all_turns_s(config)
 
 
-def observed(observations: Observations, config: Scores, text: str, prompt: Any, last: int) -> list[int]:
+def observed(
+    observations: Observations,
+    config: Scores,
+    text: str | Sequence[Mapping[str, str]],
+    prompt: Any,
+    last: int,
+) -> list[int]:
     """The token ids of an observation: what the policy reads next.
 
-    prompt, last  see `Observations.ids`
-    Raises RewardError where the tokenizer or the chat template cannot write it, and where it has too many tokens.
+    text, prompt, last  see `Observations.ids`
+    Raises RewardError where the tokenizer or the chat template cannot write it, and where it has too many tokens;
+    what tools answer may have any number, which ends the response.
     """
     environment = config.environment
     assert environment is not None, "the run has no environment"
@@ -49,7 +57,7 @@ def observed(observations: Observations, config: Scores, text: str, prompt: Any,
     except TokenizerError as error:
         raise RewardError(f"environment {environment.factory}: {error}") from None
     most = config.sampling.max_completion_length
-    if len(ids) > most:
+    if len(ids) > most and not config.tools:
         raise RewardError(
             f"environment {environment.factory}: an observation has {len(ids)} tokens, but a response at most "
             f"sampling.max_completion_length={most}. Shorten the one or raise the other."
@@ -116,7 +124,11 @@ class _Part:
         assert environment is not None, "the run has no environment"
         self._config, self._skips = config, config.on_reward_error == "skip"
         name = f"environment {environment.factory}"
-        of_user = environment.model_dump(include={"factory", "kwargs"})
+        of_user: dict[str, Any] = environment.model_dump(include={"factory", "kwargs"})
+        of_user |= {
+            "tools": offered(config),
+            "tool_format": tool_format(config) if config.tools else None,
+        }
         self.process = UserProcess(
             Terms(
                 kind="prefect_rlhf.rlhf_tasks.user_code.episodes:Environments",

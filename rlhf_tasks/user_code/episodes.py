@@ -16,6 +16,7 @@ from prefect_rlhf.rlhf_tasks.user_code.errors import (
     traced,
 )
 from prefect_rlhf.rlhf_tasks.user_code.forms import as_float, module_at, unwrapped
+from prefect_rlhf.rlhf_tasks.user_code.tools import tool_episodes
 
 METHODS = ("reset", "step")
 TIMEOUT_KEY = "reward_timeout_s"
@@ -37,9 +38,12 @@ class Episode(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An environment's answer to a turn: what the policy reads next, a reward, whether the episode is over."""
+    """An environment's answer to a turn: what the policy reads next, a reward, whether the episode is over.
 
-    observation: str
+    observation  text; of tools (tools.py), an answer to each call
+    """
+
+    observation: str | Sequence[Mapping[str, str]]
     reward: float
     done: bool
 
@@ -54,7 +58,8 @@ class Environments:
     """The environments of one process, each with the number of turns that it has answered.
 
     begin  `factory`: `module:name`, `file.py:name` or `builtin:NAME` of a class or a factory; `kwargs`: what that is
-           called with; `skips`: an episode in which the environment fails has a FailedAnswer, else it is a fault
+           called with; `tools` and `tool_format`: of the tools that are the environment instead, if any; `skips`:
+           an episode in which the environment fails has a FailedAnswer, else it is a fault
     Raises RewardError where the factory is not there.
     """
 
@@ -62,8 +67,13 @@ class Environments:
         self._caller, self._skips = caller, begin["skips"]
         self._name = f"environment {begin['factory']}"
         self._kwargs = caller.secrets.resolved(self._name, begin["kwargs"])
+        self._has_tools = bool(begin["tools"])
         with importing(self._name):
-            self._factory = self._factory_at(*begin["factory"].rsplit(":", 1))
+            self._factory = (
+                tool_episodes(begin["tools"], begin["tool_format"], caller)
+                if self._has_tools
+                else self._factory_at(*begin["factory"].rsplit(":", 1))
+            )
         self._loop = asyncio.Runner()  # one for all requests: an environment may keep a connection open
         self._running: dict[int, tuple[Any, int]] = {}
         self._open = 0  # episodes that were begun and wait for their answers
@@ -179,7 +189,7 @@ class Environments:
         if not isinstance(returned, tuple | list) or len(returned) != len(Answer._fields):
             raise RewardError(f"{who} returned {shown(returned)}. Return (observation, reward, done).")
         observation, reward, done = returned
-        if not isinstance(observation, str):
+        if not isinstance(observation, str) and not self._has_tools:
             raise RewardError(f"{who} returned the observation {shown(observation)}: not a text.")
         number = as_float(unwrapped(reward))
         if not math.isfinite(number):

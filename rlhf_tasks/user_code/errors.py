@@ -19,6 +19,7 @@ _CALLERS = {
         "user_code/forms.py",
         "user_code/judge.py",
         "user_code/episodes.py",
+        "user_code/tools.py",
         "system/child_processes.py",
     )
 }

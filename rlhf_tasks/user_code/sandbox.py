@@ -15,10 +15,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 
@@ -39,6 +40,16 @@ def main(run=exec, write=os.write, leave=os._exit):  # the code may replace what
     leave(0)
 main()
 """
+_PRINTING = """
+import json, resource, sys, traceback
+limits, code = json.loads(sys.stdin.buffer.read())
+for kind, most in limits:
+    resource.setrlimit(kind, (most, most))
+try:
+    exec(compile(code, "program", "exec"), {"__name__": "__main__"})
+except Exception as error:
+    traceback.print_exception(error.with_traceback(error.__traceback__.tb_next), file=sys.stdout)
+"""
 
 
 class ProgramLimits(NamedTuple):
@@ -48,12 +59,12 @@ class ProgramLimits(NamedTuple):
     memory_bytes: int
 
 
-def refuse_sandbox(kind: str) -> None:
-    """Raises RewardError where bubblewrap is asked for and does not work here."""
+def refuse_sandbox(kind: str, who: str = "reward builtin:unit_tests") -> None:
+    """Raises RewardError where bubblewrap is asked for and does not work here. who: what runs the code"""
     fault = _fault() if kind == "bwrap" else ""
     if fault:
         raise RewardError(
-            f"reward builtin:unit_tests: runs code that a model has written in bubblewrap, {fault}. Install it "
+            f"{who}: runs code that a model has written in bubblewrap, {fault}. Install it "
             "(Debian: apt-get install bubblewrap), or set sandbox: process to run it with your own rights."
         )
 
@@ -94,29 +105,50 @@ def runs_through(parts: Sequence[str], sandbox: str, limits: ProgramLimits) -> b
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)  # a process that has got away may hold its end open
     stated = json.dumps([word, theirs, _limits(limits), list(parts)]).encode()
-    python = [sys.executable, "-I", "-c", _PROGRAM]
     try:
-        with subprocess.Popen(
-            [*_bwrap(), *python] if sandbox == "bwrap" else python,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={},
-            cwd="/",
-            start_new_session=True,
-            pass_fds=[theirs],
-        ) as child:
-            try:
-                child.communicate(stated, timeout=limits.seconds)
-                return os.read(ours, len(word) + 1) == word.encode()
-            except (subprocess.TimeoutExpired, BlockingIOError):  # late, or without a word
-                return False
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+        if not _ended(_PROGRAM, stated, sandbox, limits.seconds, subprocess.DEVNULL, [theirs]):
+            return False
+        return os.read(ours, len(word) + 1) == word.encode()
+    except BlockingIOError:  # without a word
+        return False
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+def output_of(code: str, sandbox: str, limits: ProgramLimits) -> str:
+    """What a program has printed, and the traceback of what it has raised, within the limits."""
+    with tempfile.TemporaryFile() as printed:
+        stated = json.dumps([_limits(limits), code]).encode()
+        in_time = _ended(_PRINTING, stated, sandbox, limits.seconds, printed)
+        printed.seek(0)
+        output = printed.read(MOST_FILE_BYTES).decode(errors="replace")
+    return output if in_time else f"{output}error: the program did not end in {limits.seconds:g} s"
+
+
+def _ended(
+    program: str, stated: bytes, sandbox: str, seconds: float, output: Any, pass_fds: Sequence[int] = ()
+) -> bool:
+    """Whether a program that reads `stated` has ended in time. It is killed, with all that it has started."""
+    python = [sys.executable, "-I", "-c", program]
+    with subprocess.Popen(
+        [*_bwrap(), *python] if sandbox == "bwrap" else python,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env={},
+        cwd="/",
+        start_new_session=True,
+        pass_fds=pass_fds,
+    ) as child:
+        try:
+            child.communicate(stated, timeout=seconds)
+            return True
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _limits(limits: ProgramLimits) -> list[tuple[int, int]]:

@@ -208,8 +208,12 @@ def test_scores_are_the_sum_of_environment_and_rewards(run, tmp_path):
 
 
 def test_the_gradient_is_that_of_the_drawn_tokens_alone(run, folder):
-    """As plain transformers computes it, from GRPO's formula: what was observed is context, and nothing else."""
-    begun = run(sampling=SAMPLING, beta=0.0)
+    refuse_other_gradient(run(sampling=SAMPLING, beta=0.0), folder)
+
+
+def refuse_other_gradient(begun, folder):
+    """The first gradient is as plain transformers computes it, from GRPO's formula: what was observed is context, and
+    nothing else."""
     metrics, store = begun.iterate(0)
     batch = store.get(range(16), ["input_ids", "response_mask", "scores"])
     scores = batch["scores"].values.view(-1, 4)

@@ -9,6 +9,7 @@ to environments; a broadcast gives the other ranks of its replica the contexts t
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -19,7 +20,12 @@ from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import DRAWN_BY, ENVIRONMENT_FAULT, ENVIRONMENT_REWARDS
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
+    DRAWN_BY,
+    ENVIRONMENT_FAULT,
+    ENVIRONMENT_REWARDS,
+    TOOL_CALLS,
+)
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
@@ -32,6 +38,7 @@ from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.user_code.environments import observed
 from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
+from prefect_rlhf.rlhf_tasks.user_code.tools import OUTCOMES
 
 
 def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -41,7 +48,8 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
 
     A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout and micro-batches.
     Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
-    truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second).
+    truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second); with tools
+    tools/calls, tools/malformed and tools/failed, per response.
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"
@@ -65,28 +73,33 @@ def respond(
     started = time.perf_counter()
     answered = draw(engine, batch, context, sampling, record_kept)
     elapsed_s = time.perf_counter() - started
-    mine = torch.zeros(5, dtype=torch.float64)
+    has_tools = isinstance(context.config, Scores) and bool(context.config.tools)
+    mine = torch.zeros(5 + len(OUTCOMES) * has_tools, dtype=torch.float64)
     if answered is not None:
         mine[0] = len(answered)
         mine[1] = answered["response_mask"].values.sum()
         mine[2] = answered["truncated"].values.sum()
         mine[3] = elapsed_s
         mine[4] = 1
+        if has_tools:
+            mine[5:] = answered[TOOL_CALLS].values.view(-1, len(OUTCOMES)).sum(0)
     return CallOutput(answered, generation_metrics(context.all_parts(engine.sum_over_dp(mine))))
 
 
 def generation_metrics(parts: Sequence[Tensor] | None) -> dict[str, float]:
     """The metrics of generation, from sums over the dp ranks of each part: [5] float64 responses, their tokens, those
-    truncated, seconds, dp ranks. None where further parts follow: there are none yet."""
+    truncated, seconds, dp ranks; with tools also [3] calls, by OUTCOMES. None where further parts follow: there are
+    none yet."""
     if parts is None:
         return {}
     figures = torch.stack(list(parts))
-    responses, tokens, clipped = figures.sum(0).tolist()[:3]
+    responses, tokens, clipped, _, _, *calls = figures.sum(0).tolist()
     seconds = (figures[:, 3] / figures[:, 4].clamp(min=1)).sum().item()
     return {
         "completions/mean_length": tokens / responses,
         "completions/clipped_ratio": clipped / responses,
         "throughput/tokens_per_s": tokens / seconds,
+        **{f"tools/{name}": count / responses for name, count in zip(OUTCOMES, calls, strict=False)},
     }
 
 
@@ -121,7 +134,8 @@ def draw(
     Then `max_new_tokens` counts all that is after the prompt, observations too. `response_mask` is False on
     observations, and `old_logprobs` are 0 there. `truncated` says that the environment had not ended the episode. A
     response ends with a token that was drawn: an observation after which no token or no turn is left is not part of
-    it. There is one key more: `environment_rewards` [1] float64, the sum of the environment's rewards.
+    it. There is one key more: `environment_rewards` [1] float64, the sum of the environment's rewards; with tools
+    also `tool_calls` [3] int64, numbers of calls by OUTCOMES, and `truncated` where the last turn was.
     Collective over the replica. Raises RewardError, naming the sample, where the environment fails. With
     `on_reward_error: skip` such a response ends with the turn that has no answer, and says why under a further key,
     `environment_fault`: text, empty where nothing failed.
@@ -160,11 +174,13 @@ class _Sequence:
     """A sample on its head, as it grows.
 
     parts      key -> its tensors, one for each turn and observation, and for the prompt
+    is_cut     whether its last turn did not end
     room       tokens that may still come
     texts      of its turns
     reward     sum of the environment's
     truncated  whether the environment has not ended it
     fault      how the environment has failed; "" where it has not
+    calls      of tools, by OUTCOMES
     """
 
     def __init__(
@@ -174,6 +190,7 @@ class _Sequence:
         self.row, self.seed, self.room, self._dtype = row, seed, most, dtype
         self.texts: list[str] = []
         self.reward, self.truncated, self.fault = 0.0, True, ""
+        self.is_cut, self.calls = False, Counter[str]()
         self._add_read(prompt)
 
     @property
@@ -252,8 +269,11 @@ class _Dialogues:
         parts = {key: data[key].split() for key in self._nothing}
         last: dict[int, int] = {}
         for place, sample in enumerate(drawn.ids):
-            new = self._sequences[sample].draw({key: of_all[place] for key, of_all in parts.items()}).tolist()
-            self._sequences[sample].texts.append(self._context.tokenizer.decode(new))
+            sequence, whole = self._sequences[sample], {key: of_all[place] for key, of_all in parts.items()}
+            new = sequence.draw(whole).tolist()
+            length = sum(map(len, sequence.parts["input_ids"]))
+            sequence.is_cut = bool(data["truncated"].values[place]) or length < len(whole["input_ids"])
+            sequence.texts.append(self._said(new))
             last[sample] = new[-1]
         following = [
             sample
@@ -264,6 +284,13 @@ class _Dialogues:
         values = torch.cat([torch.zeros(0, dtype=torch.int64), *contexts]).to(self._engine.device)
         packed = Packed(values, tuple(len(context) for context in contexts))
         return SampleBatch(tuple(following), {"prompt_ids": packed})
+
+    def _said(self, ids: Sequence[int]) -> str:
+        """The text of a turn. Where it may call tools, it has its special tokens, but not the one that ends it."""
+        tokenizer = self._context.tokenizer
+        if not self._config.tools:
+            return tokenizer.decode(ids)
+        return tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.stop_ids else ids, special_tokens=True)
 
     def _answers(self, samples: Sequence[int]) -> list[Answer | FailedAnswer]:
         if not samples:
@@ -293,9 +320,11 @@ class _Dialogues:
             sequence.fault = answer.reason
             return False
         sequence.reward += answer.reward
-        sequence.truncated = not answer.done
+        sequence.truncated = not answer.done or (bool(self._config.tools) and sequence.is_cut)
         if answer.done:
             return False
+        if not isinstance(answer.observation, str):
+            sequence.calls.update(each["outcome"] for each in answer.observation)
         try:
             prompt = sequence.row.get("prompt")
             ids = observed(self._observations, self._config, answer.observation, prompt, last)
@@ -320,6 +349,12 @@ class _Dialogues:
         truncated = torch.tensor([each.truncated for each in made], dtype=torch.bool, device=device)
         rewards = torch.tensor([each.reward for each in made], dtype=torch.float64, device=device)
         data |= {"truncated": Packed(truncated, one), ENVIRONMENT_REWARDS: Packed(rewards, one)}
+        if self._config.tools:
+            calls = [
+                count for each in made for count in (each.calls.total(), *map(each.calls.get, OUTCOMES[1:]))
+            ]
+            numbers = torch.tensor([count or 0 for count in calls], dtype=torch.int64, device=device)
+            data[TOOL_CALLS] = Packed(numbers, (len(OUTCOMES),) * len(made))
         if self._config.on_reward_error == "skip":
             faults = [each.fault.encode(errors="backslashreplace") for each in made]
             text = torch.tensor(list(b"".join(faults)), dtype=torch.uint8, device=device)

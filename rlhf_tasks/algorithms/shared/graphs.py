@@ -431,12 +431,19 @@ ENVIRONMENT_FAULT = "environment_fault"
 """The key of the sentence that says how the environment failed on a sample, where such are skipped; mostly empty."""
 
 
-def with_environment(calls: Sequence[ModelFunctionCall], skips: bool) -> list[ModelFunctionCall]:
+TOOL_CALLS = "tool_calls"
+"""The key of a sample's numbers of calls of tools: all, malformed ones, those whose tool failed."""
+
+
+def with_environment(
+    calls: Sequence[ModelFunctionCall], skips: bool, has_tools: bool = False
+) -> list[ModelFunctionCall]:
     """The calls of a graph whose `actor_generate` an environment answers.
 
     It also reads `columns`, the rows, and gives ENVIRONMENT_REWARDS, which the call that gives `scores` reads.
     skips  whether samples on which the environment fails are skipped: then it also gives ENVIRONMENT_FAULT, which the
            same call reads
+    has_tools  whether the environment is that of tools: then it also gives TOOL_CALLS, which the same call reads
 
     Raises ConfigError where the graph draws responses in another call too, or has no scores.
     """
@@ -449,7 +456,11 @@ def with_environment(calls: Sequence[ModelFunctionCall], skips: bool) -> list[Mo
     scoring = [call.name for call in calls if "scores" in call.outputs]
     if not scoring:
         raise ConfigError("environment: no call of this algorithm gives scores. Leave it out.")
-    keys = (ENVIRONMENT_REWARDS, ENVIRONMENT_FAULT) if skips else (ENVIRONMENT_REWARDS,)
+    keys = (
+        ENVIRONMENT_REWARDS,
+        *([ENVIRONMENT_FAULT] if skips else []),
+        *([TOOL_CALLS] if has_tools else []),
+    )
     result = []
     for call in calls:
         if call.name == "actor_generate":

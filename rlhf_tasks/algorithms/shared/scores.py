@@ -6,7 +6,7 @@ The processes that run rewards are in rlhf_tasks/user_code.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     ENVIRONMENT_REWARDS,
     STAYS,
     TOKEN_REWARDS,
+    TOOL_CALLS,
 )
 from prefect_rlhf.rlhf_tasks.config.responses import RewardModelScore
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
@@ -29,6 +30,7 @@ from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Values, total
 from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES, SKIPPED_SAMPLES, Fault, Judged
+from prefect_rlhf.rlhf_tasks.user_code.tools import CALL_COLUMNS
 
 EXAMPLES = 8
 """Samples per iteration that are written for users to look at."""
@@ -170,10 +172,11 @@ def _scored(
     }
     named = {name: [None if v is None else total(v) for v in values] for name, values in rewards.items()}
     whole = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
-    if config.environment is not None:
+    environment = config.rewarding_environment
+    if environment is not None:
         played = batch[ENVIRONMENT_REWARDS].values.double().cpu()
         whole = whole + played
-        named[config.environment.name] = [
+        named[environment.name] = [
             None if place in faults else value for place, value in enumerate(played.tolist())
         ]
     model_part = None if raw is None else reward_model_part(raw, config.reward_model)
@@ -249,7 +252,11 @@ def rewards_of_tokens(
 
 def _only_rewards_judge(config: Scores) -> bool:
     """Whether a sample has no score where every Python reward returns None for it."""
-    return bool(config.scoring_rewards) and config.scoring_role != "reward" and config.environment is None
+    return (
+        bool(config.scoring_rewards)
+        and config.scoring_role != "reward"
+        and config.rewarding_environment is None
+    )
 
 
 def _unjudged(rewards: Mapping[str, Values], n: int) -> dict[int, Fault]:
@@ -289,7 +296,9 @@ def last_value(values: Tensor, micro: MicroBatch) -> Tensor:
 def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
     """The prompts, responses and columns of a batch, in the form that rewards take.
 
-    Of a response of several turns, rewards get what the policy drew, without the environment's answers.
+    Of a response of several turns, rewards get what the policy drew, without the environment's answers. With tools
+    they get the last turn, and as columns how often tools were called: `tool_calls`, `malformed_calls`,
+    `failed_calls`.
     """
     responses = [
         ids[mask].tolist()
@@ -299,8 +308,20 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
         context.tokenizer.decode(ids[: int(mask.int().argmax())].tolist(), special_tokens=True)
         for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
     ]
-    texts = [context.tokenizer.decode(ids) for ids in responses]
-    return Answers.of_columns(batch["columns"].texts(), texts, responses, read, context.columns())
+    has_tools = TOOL_CALLS in batch.data
+    judged = _last_turns(batch) if has_tools else responses
+    texts = [context.tokenizer.decode(ids) for ids in judged]
+    answers = Answers.of_columns(batch["columns"].texts(), texts, responses, read, context.columns())
+    if not has_tools:
+        return answers
+    counts = torch.stack(batch[TOOL_CALLS].split()).T.tolist() if len(batch) else [[]] * len(CALL_COLUMNS)
+    return replace(answers, columns={**answers.columns, **dict(zip(CALL_COLUMNS, counts, strict=True))})
+
+
+def _last_turns(batch: SampleBatch) -> list[list[int]]:
+    """The tokens that were drawn last of each sample: those after the last one that it has read."""
+    pairs = zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
+    return [ids[int((~mask).nonzero()[-1]) + 1 :].tolist() for ids, mask in pairs]
 
 
 def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:

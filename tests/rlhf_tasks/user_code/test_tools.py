@@ -1,0 +1,144 @@
+"""The processes that run tools: bounds, secrets, faults; each format's template writes what they answer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
+from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
+from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.tools import MOST_CALLS, MOST_CHARACTERS, schemas_of
+from tests.rlhf_tasks.user_code.tool_templates import TEMPLATES
+from tests.tiny_runs import EOS, byte_tokenizer
+
+pytestmark = pytest.mark.cluster
+
+FILE = str(Path(__file__).parents[2] / "tiny_tools.py")
+
+
+def config_of(*tools: Any, **changes: Any) -> Any:
+    return make_config(
+        {
+            "type": "rollout",
+            "models": {"actor": "a"},
+            "data": {"train": "d"},
+            "sampling": {"max_completion_length": 4},
+            "rewards": [{"function": "builtin:numeric_answer"}],
+            "tools": [{"function": f"{FILE}:{tool}"} if isinstance(tool, str) else tool for tool in tools],
+            "tool_format": "hermes",
+            **changes,
+        }
+    )
+
+
+@pytest.fixture
+def answers():
+    """What a run's tools answer to one turn of each of some samples."""
+
+    def of(config, *texts):
+        process = EnvironmentProcess(config)
+        try:
+            return process.answers([Episode(n, {}, 0, [text]) for n, text in enumerate(texts)])
+        finally:
+            process.close()
+
+    return of
+
+
+def call(name, arguments):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def contents(answer):
+    return [each["content"] for each in answer.observation]
+
+
+def test_a_long_answer_is_cut_and_so_are_many_calls(answers):
+    long, many, end = answers(
+        config_of("long", "add"),
+        call("long", '{"a": 1}'),
+        (MOST_CALLS + 1) * call("add", '{"a": 1, "b": 2}'),
+        "3",
+    )
+    assert contents(long) == [
+        f"{MOST_CHARACTERS * 'x'} ... ({10_000_000 - MOST_CHARACTERS} more characters are cut)"
+    ]
+    assert contents(many) == [*MOST_CALLS * ["3"], f"error: a turn has at most {MOST_CALLS} calls"]
+    assert many.observation[-1]["outcome"] == "malformed"
+    assert end == Answer("", 0.0, True)
+
+
+def test_a_tool_that_never_answers_costs_its_sample_or_the_run(answers):
+    turns = [call("never", '{"a": 0}'), call("never", '{"a": 1}')]
+    line = next(n for n, text in enumerate(Path(FILE).read_text().split("\n"), 1) if "10_000" in text)
+    sentence = f"environment builtin:Tools: step gave no answer in 6 s at {FILE}:{line}. Correct it or raise"
+    with pytest.raises(RewardError, match=sentence):
+        answers(config_of("never", reward_timeout_s=6.0), *turns)
+    other, late = answers(config_of("never", reward_timeout_s=6.0, on_reward_error="skip"), *turns)
+    assert contents(other) == ["0"]
+    assert isinstance(late, FailedAnswer)
+    assert late.reason.startswith(sentence)
+
+
+def test_a_secret_reaches_the_tool_but_neither_its_schema_nor_the_model(answers, monkeypatch):
+    monkeypatch.setenv("TOOL_KEY", "hush-hush")
+    config = config_of({"function": f"{FILE}:key_of", "kwargs": {"key": {"env": "TOOL_KEY"}}})
+    [schema] = schemas_of(config)
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "description": "Anything."}},
+        "required": ["a"],
+    }
+    given, stolen = answers(config, call("key_of", '{"a": 7}'), call("key_of", '{"a": 7, "key": "mine"}'))
+    assert contents(given) == ['{"a": 7, "key": "***"}']
+    assert contents(stolen) == ["error: there is no argument 'key'; there are a"]
+
+
+def test_python_runs_in_the_sandbox_and_answers_what_it_prints(answers):
+    python = {"function": "builtin:python", "kwargs": {"sandbox": "process", "limit_s": 5.0}}
+    config = config_of(python, {"function": "builtin:calculator"})
+    assert [*schemas_of(config)[0]["function"]["parameters"]["properties"]] == ["code"]
+    printed, raised, late, value = answers(
+        config,
+        call("python", '{"code": "print(6 * 7)"}'),
+        call("python", '{"code": "print(1)\\n1 / 0"}'),
+        call("python", '{"code": "print(2, flush=True)\\nwhile True: pass"}'),
+        call("calculator", '{"expression": "(3 + 4) * 2"}'),
+    )
+    assert contents(printed) == ["42\n"]
+    assert contents(raised)[0].startswith("1\nTraceback")
+    assert contents(raised)[0].endswith("ZeroDivisionError: division by zero\n")
+    assert contents(late) == ["2\nerror: the program did not end in 5 s"]
+    assert contents(value) == ["14"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_tools_answer_is_what_the_template_writes_behind_the_calls(tmp_path, name):
+    template = TEMPLATES[name].replace("<|im_end|>", EOS)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": "{EOS}"}}')
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    answers = [{"name": "add", "id": f"call0000{n}", "content": f'"{n}"\n'} for n in range(2)]
+    calls = [
+        {"id": each["id"], "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        for each in answers
+    ]
+    told: list[Any] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    read = [
+        {"role": "tool", "name": "add", "tool_call_id": a["id"], "content": a["content"]} for a in answers
+    ]
+    written = _environment().from_string(template)
+    whole = written.render(messages=[*told, *read], add_generation_prompt=True)
+    turn = written.render(messages=told, add_generation_prompt=False).removesuffix("\n")
+    assert turn.endswith(EOS)
+    for last, rest in ((tokenizer.eos_id, whole.removeprefix(turn)), (65, EOS + whole.removeprefix(turn))):
+        ids = Observations(tokenizer).ids(answers, told, last)
+        assert tokenizer.decode(ids, special_tokens=True) == rest
