@@ -1,6 +1,7 @@
 """Calls of tools in runs: any plan gives the same losses; what tools answer is context alone; all is counted."""
 
 import json
+import re
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -170,7 +171,8 @@ def test_prompts_offer_the_tools_and_an_evaluation_has_them_too(folder):
         assert each.environment.factory == "builtin:Tools"
         rows = prepared_rows(each)
         ids = fetch(rows, each, [0])["prompt_ids"].values.tolist()
-        assert Tokenizer.from_folder(each.models.tokenizer).decode(ids) == "add0 says >"
+        text = Tokenizer.from_folder(each.models.tokenizer).decode(ids)
+        assert re.fullmatch("add[0-9a-f]+ says (ab)*>", text)
 
 
 @pytest.mark.parametrize(
