@@ -7,13 +7,18 @@ A Llama of 5M parameters, float32, one thread, one rank. The lengths of the resp
 percentile is ten times the median, the longest are cut at 16 medians. They are forced: a sequence draws the stop id
 at its last token, and never before.
 
+    slots    sequences that the cache has room for, if all are as long as they may be
     steps    decode steps that were computed; the bound is the tokens of all responses divided by the slots, or the
-             longest response where that is more
+             longest response where that is more. Shorter sequences take less room, so there can be fewer steps
     rows     tokens that were computed in all steps, divided by the tokens of the responses
     seconds  of process CPU time, medians over the rounds; the bound is what the same slots take for as many tokens of
              responses that all have the mean length, prompts included
 
 Then as many short responses to prompts of their own, and to a prompt for each eight.
+
+Then the memory of the cache where responses have lengths of 1 : 10, and each eight share a prompt: `slots` times the
+longest sequence, as it would be without blocks; the blocks that it has; of these, the most that were in use; and by
+how much the process grew.
 
 `--beside vllm` compares with vLLM in a process of its own, in turn, each with `--threads` threads: response tokens
 per second, the ratio of each round (above 1 where ours is faster), and the seconds in which vLLM takes the weights.
@@ -36,6 +41,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.harness import Spread, cpu_s, in_turn, options
+from bench.memory import peak_of
 from bench.models import CPU, batch_of, build_engine, random_tokens, sizes, write_model
 from prefect_rlhf.rlhf_tasks.config.generation import default_python
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
@@ -45,6 +51,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.generator import BuiltIn, Generat
 from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import KVCache
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import Draw, SamplingParams, sample, uniform
 from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import Vllm
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import BLOCK, slots_of
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 CONFIG = LlamaConfig(**sizes(256, 4, 4, 4, 1024, 4096))
@@ -97,11 +104,12 @@ class Work:
     def __init__(
         self, engine: Engine, prompts: SampleBatch, lengths: Sequence[int], micro_batches: int
     ) -> None:
-        self.steps = self.rows = 0
+        self.steps = self.rows = self.blocks = self.of_all = 0
         advance = KVCache.advance
 
         def counted(cache: KVCache) -> None:
             self.steps, self.rows = self.steps + 1, self.rows + cache.rows
+            self.blocks, self.of_all = cache.blocks.peak, cache.blocks.count
             advance(cache)
 
         params = SamplingParams(max_new_tokens=max(lengths), stop_ids=(STOP,))
@@ -147,6 +155,33 @@ def shared(engine: Engine, sequences: int, rounds: int, group: int = 8) -> None:
     }
     for name, took in in_turn(ways, rounds).items():
         print(f"{sequences} responses of 8 tokens, {name}: {Spread.of([one.seconds for one in took])} s")
+
+
+def memory(engine: Engine, sequences: int, shortest: int, group: int = 8) -> None:
+    """The blocks of the cache beside slots, where the longest response has ten times the tokens of the shortest."""
+    steps = torch.linspace(0, 1, sequences)[
+        torch.randperm(sequences, generator=torch.Generator().manual_seed(0))
+    ]
+    lengths = (10**steps * shortest).round().int().tolist()
+    of_token = 2 * engine.layout.shape.hidden * engine.layout.shape.layers * 4
+    columns = PROMPT + max(lengths) - 1
+    print(
+        f"{sequences} responses of {min(lengths)} to {max(lengths)} tokens, {group} to a prompt; MB of the cache"
+    )
+    print(
+        f"{'slots':>6} {'x longest':>10} {'blocks':>8} {'in use':>8} {'process':>8} {'steps':>6} {'seconds':>8}"
+    )
+    for micro_batches in (1, 2, 4, 8):
+        slots, works = slots_of(sequences, micro_batches), list[Work]()
+        once = partial(Work, engine, prompts_of(sequences, group), lengths, micro_batches)
+        grown = peak_of(lambda once=once, works=works: works.append(once()))
+        counted = (
+            slots * columns * of_token,
+            works[0].of_all * BLOCK * of_token,
+            works[0].blocks * BLOCK * of_token,
+        )
+        each = [f"{size_bytes / 1e6:8.1f}" for size_bytes in (*counted, grown)]
+        print(f"{slots:6}   {' '.join(each)} {works[0].steps:6} {works[0].seconds:8.2f}")
 
 
 NEW = 64
@@ -231,6 +266,7 @@ def main() -> None:
     engine = build_engine(LlamaForCausalLM(CONFIG), groups)
     tails(engine, given.sequences, given.median, given.rounds)
     shared(engine, given.sequences, given.rounds)
+    memory(engine, given.sequences, given.median)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from prefect_rlhf.planner.plan.workload import Workload, fullest_share
+from prefect_rlhf.planner.pricing.call_formulas import decoded_at_once
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
 from prefect_rlhf.planner.pricing.devices import described
@@ -24,7 +25,7 @@ from prefect_rlhf.planner.search.compiled.tables import Tables, assignments_of, 
 from prefect_rlhf.planner.search.search import ROUNDING, SearchResult
 from prefect_rlhf.planner.text import format_devices
 from prefect_rlhf.rlhf_tasks.config.cluster import ByHand
-from prefect_rlhf.rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, slots_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import PREFILL_TOKENS
 from prefect_rlhf.rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
 from prefect_rlhf.rlhf_tasks.spec import (
     CallAssignment,
@@ -511,7 +512,7 @@ def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload)
         passes = ["layer/forward"] if call.kind == "inference" else ["layer/forward", "layer/backward"]
         return [LargestPoint(operation, tokens, length) for operation in passes]
     prompt, groups = workload.prompt_tokens, min(s.pp, share)
-    rows = slots_of(-(-share // groups), given.micro_batches)
+    rows = -(-decoded_at_once(workload, share, groups, call.group_size, given.micro_batches) // groups)
     prompts = -(-rows // call.group_size)
     first, last, _ = workload.new_tokens.spans()[-1]
     return [

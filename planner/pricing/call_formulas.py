@@ -20,9 +20,15 @@ from prefect_rlhf.planner.pricing.segments import drawn
 from prefect_rlhf.planner.pricing.terms import CallCost, OnMesh
 from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import BUCKET
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
+    BLOCK,
     PREFILL_TOKENS,
+    READ_AT_ONCE,
     REFILL_SHARE,
+    blocks_of,
+    pool_of,
     rows_at_once,
+    rows_of,
+    shared_blocks,
     slots_of,
 )
 from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
@@ -170,16 +176,16 @@ def _update_s(mesh: OnMesh) -> float:
 def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """Prompts are read, each once for its group of samples; then a token per step for every sequence in a slot.
 
-    There are as many groups in flight as stages. While sequences wait for a slot, some slots are empty, because freed
-    slots are refilled several at a time. When no sequence waits any more, the slots empty one by one.
+    There are as many groups in flight as stages. While sequences wait, some room of the cache is empty, because
+    several enter at a time. When no sequence waits any more, those that are decoded end one by one.
     """
     workload = mesh.workload
     if call.segment_tokens is not None:
         return _generate_in_segments(mesh, call, call.segment_tokens, micro_batches)
     pp, share = mesh.strategy.pp, mesh.share(call)
     groups = min(pp, share)
-    slots = slots_of(-(-share // groups), micro_batches)
-    at_once = min(groups * slots, share)
+    states = mesh.local.state > 0
+    at_once = decoded_at_once(workload, share, groups, call.group_size, micro_batches, states)
     prompts, prompt = share // call.group_size, workload.prompt_tokens
     refills = REFILL_SHARE * (-(-share // at_once) - 1)
     passes = max(min(groups * (1 + refills), prompts), math.ceil(prompts * prompt / PREFILL_TOKENS))
@@ -187,15 +193,38 @@ def generate(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallC
     seconds += mesh.pipelined_s(["prefill"], prompts * prompt / passes, prompt, passes)
     lengths = workload.new_tokens
     if share > at_once:
-        taken = at_once * (1 - 1 / (2 * REFILL_SHARE)) if slots > 1 else at_once
-        # At a random step a sequence is in a slot by its length, and halfway through.
-        halfway = sum(tokens**2 * part for tokens, part in lengths.points) / lengths.mean / 2
-        seconds += _steps_s(mesh, groups, (share - at_once) * lengths.mean / taken, taken, prompt + halfway)
+        taken = at_once * (1 - 1 / (2 * REFILL_SHARE)) if at_once > groups else at_once
+        context = prompt + _halfway(lengths)
+        seconds += _steps_s(mesh, groups, (share - at_once) * lengths.mean / taken, taken, context)
     for first, last, running in lengths.spans():
         steps, context = last - first + 1, prompt + (first + last) / 2
         seconds += _steps_s(mesh, groups, steps, at_once * running, context)
-    read = min(-(-slots // call.group_size) * prompt, PREFILL_TOKENS)
-    return CallCost(seconds, _generation_bytes(mesh, at_once, slots, read))
+    read = min(-(-at_once // (groups * call.group_size)) * prompt, PREFILL_TOKENS)
+    return CallCost(seconds, _generation_bytes(mesh, share, groups, call.group_size, micro_batches, read))
+
+
+def decoded_at_once(
+    workload: Workload, share: int, groups: int, group_size: int, micro_batches: int, states: bool = False
+) -> int:
+    """Sequences that are decoded at a time while others wait: as many as the cache is expected to have room for.
+
+    Those that are decoded are taken to get as much longer as a response is on average (slots.py). At a random step a
+    sequence is among them by its length, and halfway through.
+
+    share   sequences, in so many groups in flight; group_size: those of a prompt
+    states  whether layers keep states
+    """
+    in_group, lengths, longest = -(-share // groups), workload.new_tokens, workload.longest_response
+    slots = slots_of(in_group, micro_batches)
+    prompt = (workload.longest_prompt or workload.prompt_tokens) / group_size
+    expected = prompt + min(longest, _halfway(lengths) + lengths.mean)
+    fit = max(slots, int(slots * (prompt + longest) / expected))
+    return min(share, groups * min(fit, rows_of(in_group, micro_batches, states)))
+
+
+def _halfway(lengths: Lengths) -> float:
+    """Tokens that a sequence has on average at a random step."""
+    return sum(tokens**2 * part for tokens, part in lengths.points) / lengths.mean / 2
 
 
 def _generate_in_segments(
@@ -227,7 +256,7 @@ def _generate_in_segments(
         seconds += _steps_s(mesh, groups, waiting / taken, taken, one.context)
         seconds += _steps_s(mesh, groups, one.steps, share * one.running / turns, one.context)
     read = math.ceil(min(slots * now.read_tokens, PREFILL_TOKENS))
-    return CallCost(seconds, _generation_bytes(mesh, min(groups * slots, places), slots, read))
+    return CallCost(seconds, _generation_bytes(mesh, places, groups, 1, micro_batches, read))
 
 
 def _steps_s(mesh: OnMesh, groups: int, steps: float, sequences: float, context: float) -> float:
@@ -240,18 +269,30 @@ def _steps_s(mesh: OnMesh, groups: int, steps: float, sequences: float, context:
     return steps * max(groups * (max(stages) + 2 * message), sum(stages) + mesh.strategy.pp * message)
 
 
-def _generation_bytes(mesh: OnMesh, at_once: int, slots: int, read_tokens: float) -> tuple[float, ...]:
-    """[stages] bytes of the cache of `at_once` sequences, and of what a pass over prompts or a step needs."""
-    workload = mesh.workload
+def _generation_bytes(
+    mesh: OnMesh, share: int, groups: int, group_size: int, micro_batches: int, read_tokens: float
+) -> tuple[float, ...]:
+    """[stages] bytes of the cache of so many sequences in groups in flight, of what is copied of it at a time, and of
+    what a pass over prompts or a step needs. group_size: sequences that share a prompt"""
+    workload, states = mesh.workload, mesh.local.state > 0
+    longest = blocks_of(workload.cache_tokens - 1)
+    shared = shared_blocks(workload.longest_prompt or workload.prompt_tokens)
+    whole = share * longest - (share - -(-share // group_size)) * shared
+    blocks = pool_of(whole, groups * longest, micro_batches)
+    slots = slots_of(-(-share // groups), micro_batches)
+    rows = rows_of(-(-share // groups), micro_batches, states)
 
     def active(stage: int) -> float:
         here, local = mesh.at(stage), mesh.at(stage).local
-        of_sequence = workload.cache_tokens * 2 * local.cached * workload.itemsize + local.state * STATE_BYTES
-        cache = at_once * of_sequence * mesh.layers(stage)
-        logits = slots * local.vocab if stage == mesh.strategy.pp - 1 else 0
+        of_token = 2 * local.cached * workload.itemsize
+        of_states = min(groups * slots, share) * local.state * STATE_BYTES
+        cache = (blocks * BLOCK * of_token + of_states) * mesh.layers(stage)
+        copies = max(READ_AT_ONCE[mesh.device_type], longest * BLOCK * of_token)
+        logits = rows * local.vocab if stage == mesh.strategy.pp - 1 else 0
         drawing = logits * workload.itemsize + _drawing_bytes(mesh, logits)
         reading = here.layer_working_bytes(read_tokens, False, 0.0, workload.prompt_tokens)
-        return cache + max(reading, drawing, slots * here.scores_bytes(workload.cache_tokens))
+        attending = copies + slots * here.scores_bytes(workload.cache_tokens)
+        return cache + max(reading, drawing, attending)
 
     return tuple(mesh.each_stage(active))
 

@@ -1,10 +1,14 @@
-"""The KV cache: keys and values of the tokens so far, in static memory.
+"""The KV cache: keys and values of the tokens so far, in blocks of static memory.
 
-A sequence that is decoded has a row. Its token at position p is in column p:
+A sequence that is decoded has a row. Its token at position p is in column p, and the row's table says in which block
+a column is. Rows that began with the same tokens have the blocks that these fill in common:
 
-            column   0 1 2 3 4 5 6
-    row 0            a b c d e
-    row 1            a b            its next token goes to column 2; columns 2 .. 4 are hidden by a mask
+            columns   0 1 2 3   4 5 6 7   8 9 ..     with blocks of 4 tokens
+    row 0             block 3   block 1   block 7
+    row 1             block 3   block 5              its next token goes to block 5
+
+Attention reads copies: the blocks of a few rows after each other, as many columns as the longest of these rows has. A
+mask hides the others. So no result depends on which blocks a row has, or how large they are.
 
 The memory of a layer is allocated when its first keys are written, which show how many KV heads a tensor parallel
 rank holds and how large they are.
@@ -15,7 +19,7 @@ are zero when a sequence enters.
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +27,8 @@ import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from prefect_rlhf.rlhf_tasks.parallel.layout.work import runs_of
+from prefect_rlhf.rlhf_tasks.parallel.generate.blocks import Blocks
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import BLOCK, READ_AT_ONCE, blocks_of, runs_of
 
 
 class Piece(NamedTuple):
@@ -34,47 +39,83 @@ class Piece(NamedTuple):
     stop: int
 
 
+class Entry(NamedTuple):
+    """A sequence that enters.
+
+    length  tokens that are in the cache before its first step
+    most    columns that it has room for at most
+    source  row of a sequence whose beginning is the same; None: these tokens are filled in
+    """
+
+    length: int
+    most: int
+    source: int | None
+
+
 class KVCache:
     """The cache of some sequences on one pipeline stage.
 
-    slots          most sequences at a time
+    blocks         of its memory
+    most_rows      most sequences at a time
     columns        most tokens of a sequence
     span_multiple  reads end at a multiple of this many columns. If it is 1, rows are read in runs of similar length,
-                   so few unneeded columns are read. If it is more, all rows are read at once, so few shapes occur;
+                   so few unneeded columns are read. If it is more, all rows are read alike, so few shapes occur;
                    each shape needs a CUDA graph
+    ahead          steps for which rows have room when `enter` and `extend` return
 
     rows       number of sequences in the cache; they are in rows 0 .. rows - 1
+    lengths    tokens of each row
+    blocks     which each row has
     continues  whether the new tokens attend to tokens of the cache; else only to each other
 
     Before each micro-batch, either `fill` names the pieces of sequences that it holds, or `advance` opens a column
-    for one new token of every row. The columns of the new tokens are in a device tensor, so that a captured CUDA
-    graph reads their current values.
+    for one new token of every row. Columns and blocks of the new tokens are in device tensors, so that a captured
+    CUDA graph reads their current values.
     """
 
-    def __init__(self, slots: int, columns: int, device: torch.device, span_multiple: int = 1) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        most_rows: int,
+        columns: int,
+        device: torch.device,
+        span_multiple: int = 1,
+        ahead: int = 1,
+    ) -> None:
         self.continues = False
-        self._slots = slots
+        self.blocks = Blocks(blocks)
+        self.lengths: list[int] = []
+        self.most_rows = most_rows
+        self._memory = blocks + 1
         self._device = device
         self._span_multiple = span_multiple
-        self._most = columns
-        self._columns = -(-columns // span_multiple) * span_multiple
-        self._lengths: list[int] = []  # tokens of each row
-        # The column of each row's newest token:
-        self._newest = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._row_numbers = torch.arange(slots, device=device)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [slots, kv heads, columns, head_dim] twice
-        self._states: dict[int, tuple[Tensor, ...]] = {}  # [slots, ...] each
+        self._ahead = ahead
+        self._mosts: list[int] = []  # columns of each row, in the end and now
+        self._limits: list[int] = []
+        self._sources: dict[int, int] = {}  # of the rows that entered last
+        self._changed: set[int] = set()  # rows of which the device does not know this yet
+        width = blocks_of(-(-columns // span_multiple) * span_multiple)
+        self._table = torch.zeros(most_rows, width, dtype=torch.int64, device=device)
+        # The column of each row's newest token, the last that it has room for, and where that token is:
+        self._newest = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self._last = torch.zeros_like(self._newest)
+        self._block = torch.zeros_like(self._newest)
+        self._offset = torch.zeros_like(self._newest)
+        self._row_numbers = torch.arange(most_rows, device=device)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [blocks, kv heads, BLOCK, head_dim] twice
+        self._states: dict[int, tuple[Tensor, ...]] = {}  # [most_rows, ...] each
         # Of the next micro-batch:
         self._sequences = torch.zeros(0, dtype=torch.int64, device=device)  # row of each sequence
-        self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
+        self._places: tuple[Tensor, Tensor] | None = None  # block of each new token, and its place there
         self._read = [(slice(0), 0)]  # runs of rows, and the columns that are read of them
         # Columns of these rows' new tokens:
         self._attending = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self._masks: dict[int | None, list[Tensor]] = {}
+        self._indices: dict[int, list[Tensor]] = {}
 
     @property
     def rows(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     @property
     def span(self) -> int:
@@ -92,31 +133,48 @@ class KVCache:
         """Store the keys and values of the micro-batch's tokens, both [T, KV heads, head_dim]."""
         assert self._places is not None, "fill() or advance() comes before the first tokens"
         if layer not in self._layers:
-            shape = (self._slots, keys.shape[1], self._columns)
+            shape = (self._memory, keys.shape[1], BLOCK)
             # Zeros, not empty memory: masked columns still enter the sums with weight 0, and 0 * NaN is NaN.
             self._layers[layer] = (
                 _zeros((*shape, keys.shape[2]), keys),
                 _zeros((*shape, values.shape[2]), values),
             )
-        rows, columns = self._places
+        blocks, offsets = self._places
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
-            stored[rows, :, columns] = new
+            stored[blocks, :, offsets] = new
 
-    def read(self, layer: int, window: int | None = None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def read(self, layer: int, window: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """All keys and values of a layer for the sequences of the micro-batch, those of its new tokens included: for
-        one run of n rows after the other.
+        n rows after the other, few enough that their copies are small.
 
         window  tokens that one may attend to, itself included (sliding-window attention); None: all
-        Returns views of keys and values [n, KV heads, S, head_dim], and a bool mask [n, 1, t, S] of the columns to
-        which each of the t new tokens of a sequence attends.
+        Yields keys and values [n, KV heads, S, head_dim], and a bool mask [n, 1, t, S] of the columns to which each
+        of the t new tokens of a sequence attends.
         """
         if window not in self._masks:
             self._masks[window] = self._mask(window)
-        keys, values = self._layers[layer]
-        return [
-            (keys[rows, :, :span], values[rows, :, :span], mask)
-            for (rows, span), mask in zip(self._read, self._masks[window], strict=True)
-        ]
+        stored = self._layers[layer]
+        heads = stored[0].shape[1]
+        if heads not in self._indices:
+            self._indices[heads] = self._index(heads)
+        runs = zip(self._read, self._indices[heads], self._masks[window], strict=True)
+        for (_, span), index, mask in runs:
+            of_row = sum(each[0].nbytes for each in stored) * index.shape[2]
+            at_once = max(1, READ_AT_ONCE[self._device.type] // of_row)
+            for places, seen in zip(index.split(at_once), mask.split(at_once), strict=True):
+                keys, values = (
+                    each.flatten(0, 1)
+                    .index_select(0, places.flatten())
+                    .view(*places.shape[:2], -1, each.shape[3])[:, :, :span]
+                    for each in stored
+                )
+                yield keys, values, seen
+
+    def _index(self, heads: int) -> list[Tensor]:
+        """Of each run: where the blocks of each row and KV head are, [n, heads, blocks], counted in blocks of a
+        head."""
+        numbers = torch.arange(heads, device=self._device)[:, None]
+        return [self._table[rows, None, : blocks_of(span)] * heads + numbers for rows, span in self._read]
 
     def _mask(self, window: int | None) -> list[Tensor]:
         masks = []
@@ -139,21 +197,66 @@ class KVCache:
     def keep_states(self, layer: int, states: tuple[Tensor, ...]) -> None:
         """Keep the states of the micro-batch's sequences after its tokens: [n, ...] each."""
         if layer not in self._states:
-            self._states[layer] = tuple(state.new_zeros(self._slots, *state.shape[1:]) for state in states)
+            self._states[layer] = tuple(state.new_zeros(self.most_rows, *state.shape[1:]) for state in states)
         for stored, new in zip(self._states[layer], states, strict=True):
             stored.index_copy_(0, self._sequences, new)
 
     # For the decode loop
 
-    def enter(self, lengths: Sequence[int]) -> None:
-        """Give sequences the next rows. Before the next `advance`, `fill` writes their first tokens, this many, or
-        `share` copies them."""
+    def enter(self, entries: Sequence[Entry]) -> None:
+        """Give sequences the next rows. Before the next `advance`, `fill` writes their first tokens, or `share`
+        copies what no block in common has."""
         first = self.rows
-        self._lengths += lengths
-        assert self.rows <= self._slots, f"the cache has {self._slots} slots only"
-        self._newest[first : self.rows] = torch.tensor(lengths, device=self._device) - 1
+        assert first + len(entries) <= self.most_rows, f"the cache has {self.most_rows} rows only"
+        for entry in entries:
+            self.lengths.append(entry.length)
+            self._mosts.append(entry.most)
+            self._limits.append(self._room(self.rows - 1))
+            self.blocks.enter(self._limits[-1], entry.source, entry.length)
+        self._sources = {
+            row: entry.source for row, entry in enumerate(entries, first) if entry.source is not None
+        }
+        self._newest[first : self.rows] = torch.tensor(self.lengths[first:], device=self._device) - 1
+        self._changed.update(range(first, self.rows))
         for stored in (tensor for of_layer in self._states.values() for tensor in of_layer):
             stored[first : self.rows] = 0
+
+    def _room(self, row: int) -> int:
+        """The columns that a row's next steps take, and those that are left in their last block."""
+        return min(self._mosts[row], blocks_of(self.lengths[row] + self._ahead) * BLOCK)
+
+    def extend(self, rows: Sequence[int]) -> list[int]:
+        """Let rows have room for their next steps, and the first ones before the others. Returns those that have lost
+        theirs: they can only leave."""
+        rooms = [(row, self._room(row)) for row in rows]
+        growing = [row for row, room in rooms if room > self._limits[row]]
+        if not growing:
+            return []
+        without = self.blocks.extend(rooms)
+        for row, room in rooms:
+            self._limits[row] = room
+        self._changed.update(growing)
+        self.release(without)
+        return without
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Take the blocks of some rows. What these read and write from now on is nobody's."""
+        for row in rows:
+            self.blocks.release(row)
+            self._limits[row] = 1
+        self._changed.update(rows)
+
+    def _tabulate(self) -> None:
+        """Tell the device which blocks rows have now, and how many columns."""
+        if not self._changed:
+            return
+        rows = sorted(self._changed)
+        self._changed.clear()
+        index = torch.tensor(rows, device=self._device)
+        width = max(1, *(len(self.blocks.rows[row]) for row in rows))
+        table = [self.blocks.rows[row] + [0] * (width - len(self.blocks.rows[row])) for row in rows]
+        self._table[index, :width] = torch.tensor(table, device=self._device)
+        self._last[index] = torch.tensor([self._limits[row] - 1 for row in rows], device=self._device)
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """The next micro-batch holds these pieces, in this order.
@@ -162,36 +265,57 @@ class KVCache:
         """
         self.continues = any(piece.first for piece in pieces)
         assert not self.continues or len(pieces) == 1, "later pieces come one by one"
+        self._tabulate()
         columns = [torch.arange(piece.first, piece.stop) for piece in pieces]
-        rows = [torch.full_like(own, piece.row) for own, piece in zip(columns, pieces, strict=True)]
-        self._places = (torch.cat(rows).to(self._device), torch.cat(columns).to(self._device))
+        blocks = [
+            torch.tensor(self.blocks.rows[piece.row])[own // BLOCK]
+            for own, piece in zip(columns, pieces, strict=True)
+        ]
+        whole = torch.cat(columns).to(self._device)
+        self._places = (torch.cat(blocks).to(self._device), whole % BLOCK)
         self._sequences = torch.tensor([piece.row for piece in pieces], device=self._device)
         row, _, stop = pieces[0]
-        self._attend([(slice(row, row + 1), stop)], self._places[1][None])
+        self._attend([(slice(row, row + 1), stop)], whole[None])
 
-    def share(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy what the second row of each pair entered with from the first row, whose sequence begins alike."""
-        source, target = torch.tensor(pairs, device=self._device).T
-        longest = max(self._lengths[row] for _, row in pairs)
-        for stored in (tensor for pair in self._layers.values() for tensor in pair):
-            stored[target, :, :longest] = stored[source, :, :longest]
-        for stored in (tensor for of_layer in self._states.values() for tensor in of_layer):
-            stored[target] = stored[source]
+    def share(self) -> None:
+        """Copy what the rows that have just entered begin with from their sources, but for the blocks in common: the
+        last block, which each writes on, and states."""
+        pairs = [(source, row) for row, source in self._sources.items()]
+        copied = [
+            (self.blocks.rows[source][length // BLOCK], self.blocks.rows[row][length // BLOCK])
+            for source, row in pairs
+            if (length := self.lengths[row]) % BLOCK
+        ]
+        self._copy(copied, (tensor for pair in self._layers.values() for tensor in pair))
+        self._copy(pairs, (tensor for of_layer in self._states.values() for tensor in of_layer))
+
+    def _copy(self, pairs: Sequence[tuple[int, int]], tensors: Iterable[Tensor]) -> None:
+        """Copy in each tensor from the first number of each pair to the second."""
+        if pairs:
+            source, target = torch.tensor(pairs, device=self._device).T
+            for stored in tensors:
+                stored[target] = stored[source]
 
     def advance(self) -> None:
         """Open a column: the next micro-batch holds one new token for every row.
 
-        In a full row the last token is replaced. Only the row of a finished sequence can be full.
+        In a row without room the last token is replaced. Only the row of a finished sequence can be without.
         """
         self.continues = True
+        self._tabulate()
         rows = self.rows
-        self._lengths = [min(length + 1, self._most) for length in self._lengths]
-        newest = self._newest[:rows]
-        newest.add_(1).clamp_(max=self._most - 1)
-        self._places = (self._row_numbers[:rows], newest)
+        self.lengths = [
+            min(length + 1, limit) for length, limit in zip(self.lengths, self._limits, strict=True)
+        ]
+        newest, block, offset = (each[:rows] for each in (self._newest, self._block, self._offset))
+        newest.add_(1)
+        torch.minimum(newest, self._last[:rows], out=newest)
+        block.copy_(self._table[:rows].gather(1, newest[:, None] // BLOCK)[:, 0])
+        torch.remainder(newest, BLOCK, out=offset)
+        self._places = (block, offset)
         self._sequences = self._row_numbers[:rows]
         multiple = self._span_multiple
-        runs = runs_of(self._lengths) if multiple == 1 else [(slice(0, rows), max(self._lengths))]
+        runs = runs_of(self.lengths) if multiple == 1 else [(slice(0, rows), max(self.lengths))]
         self._attend([(run, -(-span // multiple) * multiple) for run, span in runs], newest[:, None])
 
     def _attend(self, runs: list[tuple[slice, int]], columns: Tensor) -> None:
@@ -200,22 +324,22 @@ class KVCache:
         self.forget_masks()
 
     def forget_masks(self) -> None:
-        """Compute the masks again at the next read. A captured CUDA graph must contain that computation."""
+        """Compute masks and places of blocks again at the next read. A captured CUDA graph must contain that."""
         self._masks.clear()
+        self._indices.clear()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order. Only rows that change place are copied."""
+        """Keep only these rows, in this order. Their blocks stay where they are."""
         moves = [(source, target) for target, source in enumerate(rows) if source != target]
-        if moves:
-            source, target = torch.tensor(moves, device=self._device).T
-            longest = max(self._lengths[source] for source, _ in moves)
-            for stored in (tensor for pair in self._layers.values() for tensor in pair):
-                used = stored[:, :, :longest]
-                used[target] = used[source]
-            for stored in (tensor for of_layer in self._states.values() for tensor in of_layer):
-                stored[target] = stored[source]
-            self._newest[target] = self._newest[source]
-        self._lengths = [self._lengths[row] for row in rows]
+        states = (tensor for of_layer in self._states.values() for tensor in of_layer)
+        self._copy(moves, (self._newest, *states))
+        self.blocks.keep(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self._mosts = [self._mosts[row] for row in rows]
+        self._limits = [self._limits[row] for row in rows]
+        self._changed = {
+            target for target, source in enumerate(rows) if source != target or source in self._changed
+        }
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""The sequences that are decoded together: finished ones leave, waiting ones enter. The messages between the ranks
-that decode them."""
+"""The sequences that are decoded together: finished ones leave, waiting ones enter."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,12 +8,18 @@ from operator import add
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, KVCache, Piece, vacate
+from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import (
+    DecodeGraphs,
+    Entry,
+    KVCache,
+    Piece,
+    vacate,
+)
+from prefect_rlhf.rlhf_tasks.parallel.generate.relay import Relay
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
     SamplingParams,
     follow,
@@ -22,7 +27,14 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
     states_after,
     uniform,
 )
-from prefect_rlhf.rlhf_tasks.parallel.layout.work import REFILL_SHARE, slots_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
+    REFILL_SHARE,
+    blocks_of,
+    pool_of,
+    rows_of,
+    shared_blocks,
+    slots_of,
+)
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 BEFORE = "before"
@@ -54,7 +66,7 @@ class Drawing(NamedTuple):
     seed, purpose   of the random numbers
     segment_tokens  most tokens that are drawn of a sequence in a segment; None: as many as a response may have
     record_kept     whether to record which tokens top-k and top-p kept
-    micro_batches   a group of n sequences has n / micro_batches slots, rounded up
+    micro_batches   the cache of a group has this part of the room that all its sequences may take at once
     prefill_tokens  most tokens of a pass over prompts
     """
 
@@ -123,11 +135,11 @@ class Responses:
 
 
 class Queue:
-    """The sequences that wait for a slot, and what each enters with, by place.
+    """The sequences that wait, and what each enters with, by place.
 
     tokens    [..] int64 each: those that are read. First the prompt; in a later segment also what was drawn here
     drawn     how many of these were drawn here
-    like      the first place with the same tokens
+    like      a number that those with the same tokens have in common
     last      [n] int64: the last one of the tokens, which the first step reads
     matched   [n] int64: the states of stop strings after the tokens
     waiting   places, in the order in which they enter
@@ -144,8 +156,8 @@ class Queue:
         self.waiting = deque[int]()
         self.entering: list[int] = []
 
-    def line_up(self, places: Sequence[int], slots: int, before: Tensor, strings: Tensor | None) -> None:
-        """Let sequences wait for slots, which are all free. before: as in `Responses`; strings: their table"""
+    def line_up(self, places: Sequence[int], before: Tensor, strings: Tensor | None) -> None:
+        """Let sequences wait. before: as in `Responses`; strings: their table"""
         self.last = torch.stack([tokens[-1] for tokens in self.tokens])
         drawn = list(map(add, before.tolist(), self.drawn))
         self.matched = torch.zeros_like(before)
@@ -153,18 +165,28 @@ class Queue:
             texts = [tokens[len(tokens) - n :] for tokens, n in zip(self.tokens, drawn, strict=True)]
             self.matched = states_after(strings, texts)
         self.waiting = deque(places)
-        self.admit(slots)
 
-    def admit(self, slots: int) -> None:
-        """Let the first ones enter at the next step, as many as there are free slots."""
-        self.entering = [self.waiting.popleft() for _ in range(min(slots, len(self.waiting)))]
+    def admit(self, count: int) -> None:
+        """Let the first ones enter at the next step."""
+        self.entering = [self.waiting.popleft() for _ in range(count)]
+
+    def come_back(self, place: int, drawn: Tensor, matched: Tensor) -> None:
+        """Let a sequence that has left before its end wait before all others. drawn: the tokens drawn of it in all;
+        matched [] int64: the state of stop strings"""
+        prompt = self.tokens[place][: len(self.tokens[place]) - self.drawn[place]]
+        self.like[place] = ~place  # as no other: those that it shared a prompt with are still alike
+        self.drawn[place] = len(drawn)
+        self.tokens[place] = torch.cat([prompt, drawn])
+        self.last[place] = self.tokens[place][-1]
+        self.matched[place] = matched
+        self.waiting.appendleft(place)
 
 
 @dataclass
 class Rows:
-    """The slots in use. Each list and tensor has an entry per row.
+    """The sequences that are decoded. Each list and tensor has an entry per row.
 
-    places    the place of the sequence in the slot; `order` [rows] int64 is the same on the device
+    places    the place of each sequence; `order` [rows] int64 is the same on the device
     started   the step in which the first token of its response was drawn, or would have been
     newest    [rows] int64: the token that the next step reads
     drawn     [rows] int64: tokens of the response so far
@@ -212,18 +234,25 @@ class Rows:
 class Group:
     """One rank's state of a group of sequences that are decoded together.
 
-    A group has slots. A sequence enters a free slot and leaves it when it has finished; then the next one enters. All
-    of this follows from the tokens alone, so every rank does the same without being told.
+    The cache of a group has room for a part of what its sequences may take. As many as fit are decoded at a time.
+    Finished ones leave, and waiting ones enter. All of this follows from the tokens alone, so every rank does the
+    same without being told.
 
-    A *place* is the number of a sequence in the group. A *row* is the index of a slot that is in use.
+    A *place* is the number of a sequence in the group. A *row* is the index of a sequence that is decoded.
+
+    How long a response gets is known when it has ended. So sequences enter while those that are decoded have room to
+    get as much longer as responses are on average, by those that have ended; before any has, as long as they may.
+    Where that is too little, the last places lose their blocks to the first and wait before all others: their prompts
+    and tokens are read again, and the tokens that follow are those that would have been drawn. The first place always
+    gets on, as the cache has room for one sequence of any length.
 
     Before a sequence's first step, its prompt is filled into the cache, all but the last token. The first step reads
-    that token. A prompt that another slot holds already is copied from there; where layers keep states, only from a
+    that token. A prompt that another row holds already is shared with it; where layers keep states, only with a
     sequence that enters at the same time.
 
-    In segments, a sequence rests when it has the segment's tokens. Where every sequence has a slot, all rest at the
-    same step, and the next segment continues with the slots and the cache as they are. Where there are fewer slots, a
-    sequence leaves its slot to rest. In the next segment it enters again, and its prompt and tokens are read again.
+    In segments, a sequence rests when it has the segment's tokens. Where the cache has room for all, all rest at the
+    same step, and the next segment continues with rows and cache as they are. Elsewhere a sequence leaves to rest. In
+    the next segment it enters again, and its prompt and tokens are read again.
 
     prompts  with three keys. `input_ids`: prompts, followed by the tokens that earlier calls have drawn after them;
              these count as prompt here. BEFORE [1] int64: how many tokens that are. BEGUN [1] int64: the iteration
@@ -244,7 +273,6 @@ class Group:
         self._device = device
         self._ids = prompts.ids
         self._prompts = prompts["input_ids"].split()
-        self._slots = slots_of(len(prompts), drawing.micro_batches)
         self._stops = torch.tensor(drawing.params.stop_ids, dtype=torch.int64, device=device)
         self._strings = stop_strings and stop_strings.to(device)
         # What changes with the steps:
@@ -254,18 +282,35 @@ class Group:
         self._responses = Responses(prompts, drawing)
         self._rows = Rows.none(device)
         self._queue = Queue(prompts["input_ids"])
-        self._queue.line_up(range(len(prompts)), self._slots, self._responses.before, self._strings)
+        self._queue.line_up(range(len(prompts)), self._responses.before, self._strings)
+        shape = engine.layout.shape
         # The last token of a response is never read, so it needs no column.
-        columns = max(map(add, prompts["input_ids"].lengths, self._responses.allowed)) - 1
-        self._cache = KVCache(self._slots, columns, device, self._pace.span_multiple)
+        lengths, allowed = prompts["input_ids"].lengths, self._responses.allowed
+        self._columns = [length + more - 1 for length, more in zip(lengths, allowed, strict=True)]
+        blocks = list(map(blocks_of, self._columns))
+        again = sum(
+            shared_blocks(lengths[first]) * len(others)
+            for first, *others in same_prompts(prompts["input_ids"])
+        )
+        self._cache = KVCache(
+            pool_of(sum(blocks) - again, max(blocks), drawing.micro_batches),
+            rows_of(len(prompts), drawing.micro_batches, shape.keeps_states),
+            max(self._columns),
+            device,
+            self._pace.span_multiple,
+            self._pace.check_every,
+        )
         # A pass of experts may wait for the numbers of their tokens, which a graph cannot; and the step that runs
         # before a capture would change states twice.
-        shape = engine.layout.shape
         graphs = self._pace.graphs and not (shape.experts or shape.keeps_states)
         self._graphs = DecodeGraphs(self._stage, self._cache) if graphs else None
         # Whether a token was drawn from no distribution. It stays on the device until the next check, as a look at it
         # would wait for the device.
         self._unsound = torch.zeros((), dtype=torch.bool, device=device)
+        self._running = 0  # sequences that are decoded
+        self._ended = 0  # sequences that were
+        self._drawn = 0  # tokens of all these
+        self._admit(self._fitting(0))
 
     def compute(self) -> None:
         """Run this rank's stage for the next step, on each row's newest token; before, on the prompts that enter."""
@@ -273,6 +318,7 @@ class Group:
             self._enter()
         self._step += 1
         self.computed = True
+        self._drawn += self._running
         output = self._decode()
         if not self._relay.is_last_stage:
             self._relay.send_hidden(output)
@@ -295,7 +341,6 @@ class Group:
         queue = self._queue
         first = self._cache.rows
         lengths = [len(queue.tokens[place]) - 1 for place in queue.entering]
-        self._cache.enter(lengths)
         self._rows.enter(queue, self._step + 1)
         places = self._rows.places
         filled = {}  # prompt -> the first row with it
@@ -305,14 +350,17 @@ class Group:
             (filled.setdefault(queue.like[place], row), row)
             for row, place in enumerate(places[since:], since)
         ]
-        entered = alike[first - since :]
-        to_fill = [
-            length if source == row else 0 for length, (source, row) in zip(lengths, entered, strict=True)
-        ]
+        sources = [source if source < row else None for source, row in alike[first - since :]]
+        self._cache.enter(
+            [
+                Entry(length, self._columns[place], source)
+                for length, place, source in zip(lengths, queue.entering, sources, strict=True)
+            ]
+        )
+        to_fill = [length if source is None else 0 for length, source in zip(lengths, sources, strict=True)]
         for pieces in passes(to_fill, first, self._drawing.prefill_tokens):
             self._fill(pieces, [places[piece.row] for piece in pieces])
-        if shared := [(source, row) for source, row in entered if source != row]:
-            self._cache.share(shared)
+        self._cache.share()
         queue.entering = []
 
     def _fill(self, pieces: Sequence[Piece], places: Sequence[int]) -> None:
@@ -401,16 +449,19 @@ class Group:
         self.done = not running
         drawn = list(responses.most)  # of those that run
         responses.extend(running)
-        all_have_slots = self._slots == len(self._ids)
-        if not all_have_slots:
+        room_for_all = slots_of(len(self._ids), self._drawing.micro_batches) == len(self._ids)
+        if not room_for_all:
             for place in running:
                 queue.like[place] = place
                 queue.drawn[place] = drawn[place]
                 tokens = responses.tokens[place, : drawn[place]]
                 queue.tokens[place] = torch.cat([self._prompts[place], tokens])
-            queue.line_up(running, self._slots, responses.before, self._strings)
-        leaves = [not all_have_slots or ended[place] for place in self._rows.places]
+            queue.line_up(running, responses.before, self._strings)
+        leaves = [not room_for_all or ended[place] for place in self._rows.places]
         self._rows.finished = torch.tensor(leaves, dtype=torch.bool, device=self._device)
+        self._part_with(leaves)
+        self._running = leaves.count(False)
+        self._admit(self._fitting(self._running))
         self._leave(leaves)
 
     def _refuse_unsound_logits(self) -> None:
@@ -427,21 +478,74 @@ class Group:
 
     def _turn_over(self, finished: list[bool]) -> None:
         """Let finished sequences leave and waiting ones enter. finished: by row"""
-        running = finished.count(False)
-        free = self._slots - running
-        enough = running == 0 or free >= max(1, self._slots // REFILL_SHARE)
-        self._queue.admit(free if enough else 0)
-        self.done = running + len(self._queue.entering) == 0
-        self._leave(finished)
-
-    def _leave(self, finished: list[bool]) -> None:
-        """The finished sequences leave, but for those that fill the rows of a captured graph."""
-        running = finished.count(False)
-        compact = self._graphs is None or self._queue.entering
-        stay = running if compact else DecodeGraphs.rows_for(running)
-        if self.done or stay >= len(finished):
+        running, queue = finished.count(False), self._queue
+        self._ended += self._running - running
+        self._running = running
+        self.done = running + len(queue.waiting) == 0
+        if self.done:  # all rows stay: the next segment may continue with them
             return
-        rows = vacate(finished, stay)
+        leaves = self._part_with(finished)
+        self._running = leaves.count(False)
+        count = self._fitting(self._running) if self._running == running else 0
+        self._admit(count if running == 0 or count >= max(1, running // REFILL_SHARE) else 0)
+        self._leave(leaves)
+
+    def _part_with(self, finished: list[bool]) -> list[bool]:
+        """Take the room of finished sequences away and give the others room for their next steps, those at the first
+        places first. The last ones may have to leave. Returns which rows leave."""
+        rows, queue, leaves = self._rows, self._queue, list(finished)
+        self._cache.release([row for row, ended in enumerate(finished) if ended])
+        running = [row for row, ended in enumerate(finished) if not ended]
+        for row in self._cache.extend(sorted(running, key=rows.places.__getitem__)):
+            place, count = rows.places[row], self._step + 1 - rows.started[row]
+            queue.come_back(place, self._responses.tokens[place, :count], rows.matched[row])
+            leaves[row] = True
+        return leaves
+
+    def _fitting(self, running: int) -> int:
+        """How many of those that wait may enter, so that all have room until they are as long as is expected."""
+        queue, cache = self._queue, self._cache
+        if not queue.waiting:
+            return 0
+        # Tokens that each is expected to get yet: those of a response on average, and those until the next check.
+        more = (
+            max(self._pace.check_every, -(-self._drawn // self._ended)) if self._ended else max(self._columns)
+        )
+
+        def expected(place: int, length: int) -> int:
+            return blocks_of(min(self._columns[place], length + more))
+
+        room, present = cache.blocks.free, set[int]()
+        for place, length, blocks in zip(self._rows.places, cache.lengths, cache.blocks.rows, strict=True):
+            if blocks:  # it does not leave
+                room -= max(0, expected(place, length) - len(blocks))
+                present.add(queue.like[place])
+        if self._stage.layout.shape.keeps_states:
+            present.clear()
+        count, most = 0, cache.most_rows - running
+        for place in queue.waiting:
+            length = len(queue.tokens[place]) - 1
+            room -= expected(place, length)
+            if queue.like[place] in present:
+                room += shared_blocks(length + 1)
+            if room < 0 or count == most:
+                break
+            present.add(queue.like[place])
+            count += 1
+        return count
+
+    def _admit(self, count: int) -> None:
+        self._queue.admit(count)
+        self._running += count
+
+    def _leave(self, leaves: list[bool]) -> None:
+        """The sequences that leave do, but for finished ones that fill the rows of a captured graph."""
+        running = leaves.count(False)
+        compact = self._graphs is None or self._queue.entering or self._queue.waiting
+        stay = running if compact else DecodeGraphs.rows_for(running)
+        if stay >= len(leaves):
+            return
+        rows = vacate(leaves, stay)
         self._cache.keep(rows)
         self._rows.keep(rows)
 
@@ -494,59 +598,3 @@ def passes(lengths: Sequence[int], first_row: int, most: int) -> Iterator[list[P
             whole.append(Piece(row, 0, length))
     if whole:
         yield whole
-
-
-class Relay:
-    """The messages of one group of sequences.
-
-    Per step there are hidden states from each stage to the next (point to point, shapes known on both sides); what
-    the tp ranks of the last stage tell each other to draw a token (`vocabulary`); and a broadcast of the drawn tokens
-    from the last stage over the pp group. All ranks of the replica make these calls in the same order. With one stage
-    and tp 1 nothing is sent.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        placement, stage = engine.placement, engine.stage
-        self.vocabulary = engine.drawn
-        self._stages = placement.pp_group(engine.groups.rank)
-        self._pp_group = engine.groups[self._stages]
-        self._pp_rank = engine.coordinate.pp
-        self._width = stage.widths[0]
-        self._dtype = stage.dtype
-        self._device = stage.device
-        self.is_first_stage = stage.is_first
-        self.is_last_stage = stage.is_last
-        self._in_flight: list[tuple[dist.Work | None, Tensor]] = []  # tensors must live until they are sent
-        self._tokens: Tensor | None = None
-
-    def receive_hidden(self, tokens: int) -> Tensor:
-        """The hidden states [tokens, columns] from the previous stage."""
-        hidden = torch.empty(tokens, self._width, dtype=self._dtype, device=self._device)
-        dist.recv(hidden, src=self._stages[self._pp_rank - 1], group=self._pp_group)
-        return hidden
-
-    def send_hidden(self, hidden: Tensor) -> None:
-        """Start to send hidden states [tokens, columns] to the next stage."""
-        hidden = hidden.contiguous()
-        work = dist.isend(hidden, dst=self._stages[self._pp_rank + 1], group=self._pp_group)
-        self._in_flight.append((work, hidden))
-
-    def share_tokens(self, tokens: Tensor) -> None:
-        """On the last stage: start to send the drawn tokens [n] int64 to the other stages."""
-        self._tokens = tokens
-        if self._pp_group is not None:
-            work = dist.broadcast(tokens, src=self._stages[-1], group=self._pp_group, async_op=True)
-            self._in_flight.append((work, tokens))
-
-    def receive_tokens(self, n: int) -> Tensor:
-        """The tokens [n] int64 drawn in the last step. Waits until this rank's messages of that step are sent."""
-        for work, _ in self._in_flight:
-            if work is not None:
-                work.wait()
-        self._in_flight.clear()
-        if self.is_last_stage:
-            assert self._tokens is not None, "no tokens were drawn yet"
-            return self._tokens
-        tokens = torch.empty(n, dtype=torch.int64, device=self._device)
-        dist.broadcast(tokens, src=self._stages[-1], group=self._pp_group)
-        return tokens

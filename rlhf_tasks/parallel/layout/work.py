@@ -145,6 +145,45 @@ def rows_at_once(vocab: int, nucleus: bool, device: str) -> int:
     return max(1, SAMPLED_AT_ONCE[device] // vocab // (3 if nucleus else 1))
 
 
+BLOCK = 16
+"""Tokens of a block of the KV cache. A sequence's last block is half empty on average."""
+
+ROWS_OF_SLOT = 4
+"""Most sequences that are decoded at a time for each slot: logits take memory by sequence, whatever its length."""
+
+READ_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 28}
+"""Bytes of keys and values that are gathered from blocks at a time, by type of device: they stay in a CPU's cache,
+and are small beside a model on a GPU."""
+
+
 def slots_of(sequences: int, micro_batches: int) -> int:
-    """The sequences of a group that are decoded at a time."""
+    """The sequences of a group that are decoded at a time, if all are as long as they may be."""
     return -(-sequences // micro_batches)
+
+
+def rows_of(sequences: int, micro_batches: int, states: bool) -> int:
+    """Most sequences of a group that are decoded at a time, however short they are.
+
+    states  whether layers keep states: then each has a slot, as these are as large for a short one
+    """
+    slots = slots_of(sequences, micro_batches)
+    return slots if states else min(sequences, ROWS_OF_SLOT * slots)
+
+
+def blocks_of(columns: int) -> int:
+    """The blocks that so many columns take."""
+    return -(-columns // BLOCK)
+
+
+def shared_blocks(prompt: int) -> int:
+    """The blocks that sequences with a prompt of so many tokens have in common: its last token is read by each."""
+    return (prompt - 1) // BLOCK
+
+
+def pool_of(whole: int, longest: int, micro_batches: int) -> int:
+    """The blocks of the cache of a group of sequences: a part of what all may take at once, with room for any one.
+
+    whole    blocks of all sequences at once, as long as they may be
+    longest  blocks of the sequence that may take most
+    """
+    return max(slots_of(whole, micro_batches), longest)

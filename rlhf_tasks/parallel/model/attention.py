@@ -5,6 +5,7 @@ The layers are called with a batch dim of 1 around all tokens of a micro-batch. 
 keyword argument and says which tokens belong together.
 """
 
+from collections.abc import Iterable
 from inspect import signature
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -55,9 +56,9 @@ class Cache(Protocol):
         """
         ...
 
-    def read(self, layer: int, window: int | None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Of each of some runs of sequences, which follow each other: keys and values [n, KV heads, S, head_dim], new
-        tokens included, and the mask bool [n, 1, t, S].
+    def read(self, layer: int, window: int | None) -> Iterable[tuple[Tensor, Tensor, Tensor | None]]:
+        """Of some sequences after the other, as they are asked for: keys and values [n, KV heads, S, head_dim] of the
+        next n, new tokens included, and the mask bool [n, 1, t, S].
 
         The mask is True where a new token may attend; None: everywhere. window: the sliding window in tokens.
         """
@@ -122,13 +123,10 @@ def packed_attention(
         if getattr(module, "writes_keys", True):
             cache.write(layer, *(x[0, :, : micro.tokens].transpose(0, 1) for x in (key, value)))
         if cache.continues:
-            runs = cache.read(layer, sliding_window)
-            t = query.shape[2] // sum(len(keys) for keys, _, _ in runs)
-            queries = query.split([len(keys) * t for keys, _, _ in runs], dim=2)
-            outputs = [
-                _cached(own, *run, kv_index, scaling, softcap, s_aux)
-                for own, run in zip(queries, runs, strict=True)
-            ]
+            t, first, outputs = micro.lengths[0], 0, list[Tensor]()
+            for run in cache.read(layer, sliding_window):
+                rest, first = first, first + len(run[0]) * t
+                outputs.append(_cached(query[:, :, rest:first], *run, kv_index, scaling, softcap, s_aux))
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
     if kv_index is not None:
         key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)

@@ -4,6 +4,7 @@ import pytest
 
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import Lengths
+from prefect_rlhf.planner.pricing.call_formulas import decoded_at_once
 from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig
 
 CLUSTER = Cluster(2, 8)
@@ -45,13 +46,13 @@ def test_every_turn_waits_for_its_longest_sequences(generation):
 
 
 def test_the_cache_has_room_for_the_longest_prompt_however_many_turns(generation):
-    typical, longest = generation(), generation(longest_prompt=228)
+    typical, longest = generation(), generation(longest_prompt=240)
     assert longest.seconds == typical.seconds
     assert longest.active_bytes[0] - typical.active_bytes[0] == pytest.approx(
-        generation(max_new_tokens=228).active_bytes[0] - typical.active_bytes[0]
+        generation(max_new_tokens=240).active_bytes[0] - typical.active_bytes[0]
     )
     turns, in_turns = (
-        generation(turns=2, longest_prompt=prompt, new_tokens=Lengths.fixed(40)) for prompt in (None, 228)
+        generation(turns=2, longest_prompt=prompt, new_tokens=Lengths.fixed(40)) for prompt in (None, 240)
     )
     grown = in_turns.active_bytes[0] - turns.active_bytes[0]
     assert grown == pytest.approx(longest.active_bytes[0] - typical.active_bytes[0])
@@ -83,3 +84,24 @@ def test_the_cache_has_room_for_the_longest_response_in_every_turn(generation):
 )
 def test_the_planner_counts_as_many_turns_as_a_response_fills(bounds, tokens, turns):
     assert EnvironmentConfig(factory="builtin:GuessingGame", **bounds).turns_of(tokens) == turns
+
+
+def test_samples_of_a_prompt_have_its_blocks_once(generation, llama):
+    """128 tokens: all but the last one, in whole blocks of 16, are 112. Of 16 samples on a device, 14 share them."""
+    alone, shared = (generation(size, dp=8).active_bytes[0] for size in (1, 8))
+    of_token = 2 * 32 * 128 * 2 * llama().layers
+    assert alone - shared == pytest.approx((8 - 1) * 112 * of_token)
+
+
+def test_as_many_are_decoded_at_a_time_as_the_cache_is_expected_to_have_room_for(ppo_cost):
+    def at_once(lengths: Lengths, micro_batches: int = 4, **more) -> int:
+        workload = ppo_cost(CLUSTER, new_tokens=lengths, max_new_tokens=960, prompt_tokens=64).workload
+        return decoded_at_once(workload, 128, 2, 1, micro_batches, **more)
+
+    tail = Lengths(points=((96, 0.9), (960, 0.1)))
+    assert at_once(Lengths.fixed(960)) == 128 // 4, "none ends before it has the room of the longest"
+    # In the mean 182.4 tokens; at a random step, halfway through by length, 275.4.
+    assert at_once(tail) == 2 * int(16 * (64 + 960) / (64 + 275.4 + 182.4))
+    assert at_once(tail, states=True) == 128 // 4
+    assert at_once(Lengths.fixed(1)) == 128, "four for each slot, at most"
+    assert at_once(tail, 1) == 128

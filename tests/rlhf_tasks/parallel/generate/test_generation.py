@@ -17,7 +17,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import KVCache
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import ROWS_OF_SLOT, blocks_of, generation_flops
 from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import Vocabulary, packed_logprobs
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import ROWS, Stage
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -371,23 +371,57 @@ def test_refilled_slots_give_the_tokens_of_all_at_once(
     torch.testing.assert_close(refilled["old_logprobs"].values, whole["old_logprobs"].values)
 
 
-def test_a_finished_sequence_makes_room_for_a_waiting_one():
+def rows_and_blocks(x: Tensor, micro: MicroBatch, cache: KVCache, *prompts: Tensor) -> tuple[int, int]:
+    """Rows of a step (0 of a pass over prompts), and the blocks of the cache's memory."""
+    (blocks,) = {tensor.shape[0] for pair in cache._layers.values() for tensor in pair} or {0}
+    return 0 if prompts else cache.rows, blocks
 
-    def rows_and_slots(
-        x: Tensor, micro: MicroBatch, cache: KVCache, *prompts: Tensor
-    ) -> tuple[int, set[int]]:
-        slots = {tensor.shape[0] for pair in cache._layers.values() for tensor in pair}
-        return 0 if prompts else cache.rows, slots
 
+def test_a_finished_sequence_makes_room_for_waiting_ones():
     engine = build("llama", torch.float32)
-    seen = watched(engine, rows_and_slots)
-    samples = draw(engine, prompts((2,) * 60), max_new_tokens=30, stop_ids=STOPS, micro_batches=6)
+    seen = watched(engine, rows_and_blocks)
+    samples = draw(engine, prompts((2,) * 60), max_new_tokens=70, stop_ids=STOPS, micro_batches=6)
     lengths = [len(r) for r in responses(samples).values()]
     rows = [rows for rows, _ in seen if rows]
-    assert all(slots == {10} for _, slots in seen)
+    of_longest = blocks_of(2 + 70 - 1)
+    assert max(blocks for _, blocks in seen) == 10 * of_longest + 1
     assert sum(rows) == sum(lengths), "each step of a row is a token of a response"
-    assert max(rows) == 10
-    assert len(rows) < sum(lengths) / 10 + max(lengths), "the bound, and the tail of the last ones"
+    assert rows[0] == 10, "all may get as long as is allowed"
+    assert max(rows) == ROWS_OF_SLOT * 10, "they do not: so there is room for more"
+    assert len(rows) < sum(lengths) / 10 + max(lengths)
+
+
+@pytest.mark.parametrize("check_every", [1, 4])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.whole)])
+def test_where_blocks_run_out_the_last_sequences_are_drawn_later_with_the_same_tokens(
+    monkeypatch, check_every: int, family: str
+):
+    """Responses are taken to end at once, so more sequences enter than have room in the end."""
+    engine, batch = build(family, torch.float64), prompts((2,) * 30 + (3,) * 30)
+    options: dict[str, Any] = {"max_new_tokens": 60, "stop_ids": STOPS[:2], "record_kept": True, "top_k": 20}
+    options |= {"stop_strings": StopStrings(("abc",), TEXTS)}
+    whole = draw(engine, batch, **options)
+    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
+    monkeypatch.setattr(slots, "rows_of", lambda sequences, *_: sequences)
+    left, come_back, fitting = [], slots.Queue.come_back, slots.Group._fitting
+
+    def hopeful(group: slots.Group, running: int) -> int:
+        ended, group._ended = group._ended, 10**9
+        count = fitting(group, running)
+        group._ended = ended
+        return count
+
+    monkeypatch.setattr(slots.Group, "_fitting", hopeful)
+    monkeypatch.setattr(
+        slots.Queue, "come_back", lambda queue, *state: left.append(state[0]) or come_back(queue, *state)
+    )
+    short = draw(engine, batch, micro_batches=20, **options)
+    assert len(left) > 10
+    assert len(set(left)) < len(left), "some twice"
+    assert responses(short) == responses(whole)
+    for key in ("truncated", "kept_tokens"):
+        assert torch.equal(short[key].values, whole[key].values)
+    torch.testing.assert_close(short["old_logprobs"].values, whole["old_logprobs"].values)
 
 
 WAYS: list[tuple[str, dict[str, Any]]] = [

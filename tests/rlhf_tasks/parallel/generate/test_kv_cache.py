@@ -11,9 +11,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from prefect_rlhf.rlhf_tasks.parallel.generate import slots
-from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, KVCache, Piece, vacate
+from prefect_rlhf.rlhf_tasks.parallel.generate import kv_cache, slots
+from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import (
+    DecodeGraphs,
+    Entry,
+    KVCache,
+    Piece,
+    vacate,
+)
 from prefect_rlhf.rlhf_tasks.parallel.generate.slots import DecodingPace
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import BLOCK
 from prefect_rlhf.rlhf_tasks.system.rank_process import process_bytes
 from tests.rlhf_tasks.parallel.generate.test_generation import STOPS, Alone, build, draw, prompts, responses
 
@@ -32,16 +39,17 @@ def write(cache: KVCache, tokens: Sequence[Token], layers: Sequence[int] = (4, 7
         cache.write(layer, keys, -keys)
 
 
-def fill(cache: KVCache, lengths: Mapping[int, int]) -> None:
+def fill(cache: KVCache, lengths: Mapping[int, int], most: int = 60) -> None:
     """Sequences enter, with their first tokens in one pass."""
     first = cache.rows
-    cache.enter(list(lengths.values()))
+    cache.enter([Entry(length, most, None) for length in lengths.values()])
     cache.fill([Piece(row, 0, length) for row, length in enumerate(lengths.values(), first) if length])
     write(cache, [(sequence, p) for sequence, length in lengths.items() for p in range(length)])
 
 
 def step(cache: KVCache, lengths: Mapping[int, int]) -> dict[int, int]:
     """Write a token more of each sequence; the lengths after it."""
+    assert not cache.extend(range(cache.rows))
     cache.advance()
     write(cache, list(lengths.items()))
     return {sequence: length + 1 for sequence, length in lengths.items()}
@@ -59,30 +67,33 @@ def assert_holds(cache: KVCache, lengths: Mapping[int, int], window: int | None 
             assert torch.equal(values[:, seen], -expected)
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_sequences_come_grow_and_leave(multiple: int):
-    cache = KVCache(4, 11, CPU, multiple)
-    lengths = {0: 3, 1: 1, 2: 6, 3: 2}
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_sequences_come_grow_and_leave(monkeypatch, multiple: int, at_once: int):
+    monkeypatch.setitem(kv_cache.READ_AT_ONCE, "cpu", at_once)
+    cache = KVCache(20, 4, 60, CPU, multiple)
+    lengths = {0: 3, 1: 1, 2: 26, 3: 12}
     fill(cache, lengths)
-    for number in range(8):
+    for number in range(28):
         lengths = step(cache, lengths)
         assert_holds(cache, lengths)
         assert_holds(cache, lengths, window=3)
-        if number == 1:
-            # The longest, in the middle, leaves: the last row takes its place; another one enters.
-            kept = vacate([False, False, True, False], 3)
-            cache.keep(kept)
-            lengths = {list(lengths)[row]: list(lengths.values())[row] for row in kept}
+        if number == 8:
+            # The longest, in the middle, leaves: the last row takes its place; another one enters, in its blocks.
+            staying = vacate([False, False, True, False], 3)
+            cache.keep(staying)
+            lengths = {list(lengths)[row]: list(lengths.values())[row] for row in staying}
             assert list(lengths) == [0, 1, 3]
-            fill(cache, {8: 2})
-            lengths |= {8: 2}
+            fill(cache, {8: 18})
+            lengths |= {8: 18}
+    assert cache.blocks.peak < 20
 
 
 def test_a_piece_of_a_sequence_attends_to_what_was_written_before():
-    cache = KVCache(3, 9, CPU)
+    cache = KVCache(9, 3, 60, CPU)
     fill(cache, {5: 2})
-    cache.enter([7])
-    for first, stop in ((0, 3), (3, 5), (5, 7)):
+    cache.enter([Entry(37, 60, None)])
+    for first, stop in ((0, 13), (13, 35), (35, 37)):
         cache.fill([Piece(1, first, stop)])
         assert cache.continues == (first > 0)
         write(cache, [(6, position) for position in range(first, stop)])
@@ -91,24 +102,64 @@ def test_a_piece_of_a_sequence_attends_to_what_was_written_before():
         for number, position in enumerate(range(first, stop)):
             expected = [stamp((6, p)) for p in range(max(0, position - 3), position + 1)]
             assert torch.equal(keys[0][:, mask[0, 0, number]], torch.stack(expected, dim=1))
-    assert_holds(cache, step(cache, {5: 2, 6: 7}))
+    assert_holds(cache, step(cache, {5: 2, 6: 37}))
+
+
+@pytest.mark.parametrize("length", [BLOCK - 3, BLOCK, 2 * BLOCK + 5])
+def test_rows_that_begin_alike_have_one_copy_of_what_fills_blocks_and_write_on_their_own(length: int):
+    """Sequence 0 is the source: its stamps are what the others begin with."""
+    cache = KVCache(12, 3, 60, CPU)
+    fill(cache, {0: length})
+    free = cache.blocks.free
+    cache.enter([Entry(length, 60, 0), Entry(length, 60, 0)])
+    cache.share()
+    assert free - cache.blocks.free == 2
+    for number in range(4):
+        assert not cache.extend(range(3))
+        cache.advance()
+        write(cache, [(row, length + number) for row in range(3)])
+    rows = [row for run in cache.read(4) for row in zip(*run, strict=True)]
+    for row, (keys, _, mask) in enumerate(rows):
+        tokens = [(0, p) for p in range(length)] + [(row, length + n) for n in range(4)]
+        assert torch.equal(keys[:, mask[0, 0]], torch.stack([stamp(token) for token in tokens], dim=1))
+    cache.keep([2])
+    assert cache.blocks.free == 12 - len(cache.blocks.rows[0])
+    cache.extend([0])
+    cache.advance()
+    ((keys, _, _),) = cache.read(4)
+    assert torch.equal(keys[0][:, :length], torch.stack([stamp((0, p)) for p in range(length)], dim=1))
+
+
+def test_what_a_row_loses_to_another_is_written_by_no_one_any_more():
+    cache = KVCache(4, 3, 60, CPU)
+    fill(cache, {0: BLOCK, 1: 2, 2: BLOCK - 1})
+    lengths = {0: BLOCK + 1, 1: 3, 2: BLOCK}
+    cache.advance()
+    write(cache, [(sequence, length - 1) for sequence, length in lengths.items()])
+    assert cache.extend([2, 0, 1]) == [1], "row 1 is the last of them, and has the only block"
+    cache.advance()  # row 1 is still there, as in a captured graph
+    write(cache, [(0, BLOCK + 1), (1, 3), (2, BLOCK)])
+    cache.keep([0, 2])
+    cache.advance()
+    write(cache, [(0, BLOCK + 2), (2, BLOCK + 1)])
+    assert_holds(cache, {0: BLOCK + 3, 2: BLOCK + 2})
 
 
 def test_a_read_spans_no_column_that_no_one_needs():
-    cache = KVCache(2, 60, CPU)
+    cache = KVCache(8, 2, 60, CPU)
     fill(cache, {0: 2, 1: 50})
     step(cache, {0: 2, 1: 50})
-    assert cache.read(4)[0][0].shape == (2, 2, 51, 3)
+    assert next(iter(cache.read(4)))[0].shape == (2, 2, 51, 3)
     cache.keep([0])
     step(cache, {0: 3})
-    assert cache.read(4)[0][0].shape == (1, 2, 4, 3)
+    assert next(iter(cache.read(4)))[0].shape == (1, 2, 4, 3)
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_rows_behind_which_all_are_far_shorter_are_read_apart(multiple: int):
-    cache = KVCache(5, 48, CPU, multiple)
+    cache = KVCache(12, 5, 48, CPU, multiple)
     lengths = {0: 30, 1: 40, 2: 9, 3: 12, 4: 3}
-    fill(cache, lengths)
+    fill(cache, lengths, 48)
     lengths = step(cache, lengths)
     assert_holds(cache, lengths)
     assert_holds(cache, lengths, window=5)
@@ -117,8 +168,8 @@ def test_rows_behind_which_all_are_far_shorter_are_read_apart(multiple: int):
 
 
 def test_a_finished_sequence_that_stays_beyond_its_end_disturbs_no_other():
-    cache = KVCache(2, 4, CPU)
-    fill(cache, {0: 1, 1: 3})
+    cache = KVCache(2, 2, 4, CPU)
+    fill(cache, {0: 1, 1: 3}, most=4)
     lengths = {0: 1, 1: 3}
     for _ in range(3):
         lengths = step(cache, lengths)
@@ -128,8 +179,8 @@ def test_a_finished_sequence_that_stays_beyond_its_end_disturbs_no_other():
 
 def test_a_finished_sequence_stays_within_the_positions_of_the_longest():
     """Reads are rounded up to more columns. A model may have no position for these."""
-    cache, lengths = KVCache(1, 5, CPU, span_multiple=8), {0: 3}
-    fill(cache, lengths)
+    cache, lengths = KVCache(1, 1, 5, CPU, span_multiple=8), {0: 3}
+    fill(cache, lengths, most=5)
     for _ in range(4):
         lengths = step(cache, lengths)
     assert cache.positions.tolist() == [4]
@@ -137,8 +188,8 @@ def test_a_finished_sequence_stays_within_the_positions_of_the_longest():
 
 
 def test_a_cache_on_the_cpu_takes_no_memory_for_what_is_never_written():
-    cache, before = KVCache(64, 4096, CPU), process_bytes(CPU)
-    cache.enter([0])
+    cache, before = KVCache(64 * 256, 64, 4096, CPU), process_bytes(CPU)
+    cache.enter([Entry(0, 4096, None)])
     cache.advance()
     keys = torch.ones(1, 4, 64)
     cache.write(0, keys, keys)
@@ -148,10 +199,10 @@ def test_a_cache_on_the_cpu_takes_no_memory_for_what_is_never_written():
     assert process_bytes(CPU) - before < size_bytes / 10
 
 
-def test_more_sequences_than_slots_are_an_error():
-    cache = KVCache(1, 4, CPU)
-    with pytest.raises(AssertionError, match="slots"):
-        cache.enter([1, 2])
+def test_more_sequences_than_rows_are_an_error():
+    cache = KVCache(4, 1, 4, CPU)
+    with pytest.raises(AssertionError, match="rows"):
+        cache.enter([Entry(1, 4, None), Entry(2, 4, None)])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
-from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops, pass_flops
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
+    BLOCK,
+    blocks_of,
+    generation_flops,
+    pass_flops,
+    pool_of,
+    rows_of,
+    shared_blocks,
+)
 
 SHAPE = ModelShape(
     "llama", hidden=8, layers=2, query_heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=16, context=32
@@ -51,3 +59,14 @@ def test_training_is_three_passes_and_with_adapters_without_the_gradients_of_fro
     assert pass_flops(SHAPE, "lm", [10], 4, lora, training=True) == 3 * (24_320 + adapters) - frozen - spared
     scalar = 3 * pass_flops(SHAPE, "scalar", [10], lora=lora) - 2 * 10 * 2 * LAYER  # its head trains
     assert pass_flops(SHAPE, "scalar", [10], lora=lora, training=True) == scalar
+
+
+def test_a_cache_has_a_part_of_what_all_take_and_room_for_any_one():
+    assert [blocks_of(columns) for columns in (1, BLOCK, BLOCK + 1)] == [1, 1, 2]
+    assert [shared_blocks(prompt) for prompt in (1, BLOCK, BLOCK + 1, 3 * BLOCK)] == [0, 0, 1, 2]
+    assert [pool_of(100, 30, micro_batches) for micro_batches in (1, 3, 8)] == [100, 34, 30]
+
+
+def test_most_sequences_at_a_time():
+    assert [rows_of(100, micro_batches, False) for micro_batches in (1, 4, 10, 100)] == [100, 100, 40, 4]
+    assert rows_of(100, 10, True) == 10, "a state is as large for a short sequence"

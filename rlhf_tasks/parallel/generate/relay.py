@@ -1,0 +1,63 @@
+"""The messages between the ranks that decode sequences together."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+
+
+class Relay:
+    """The messages of one group of sequences.
+
+    Per step there are hidden states from each stage to the next (point to point, shapes known on both sides); what
+    the tp ranks of the last stage tell each other to draw a token (`vocabulary`); and a broadcast of the drawn tokens
+    from the last stage over the pp group. All ranks of the replica make these calls in the same order. With one stage
+    and tp 1 nothing is sent.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        placement, stage = engine.placement, engine.stage
+        self.vocabulary = engine.drawn
+        self._stages = placement.pp_group(engine.groups.rank)
+        self._pp_group = engine.groups[self._stages]
+        self._pp_rank = engine.coordinate.pp
+        self._width = stage.widths[0]
+        self._dtype = stage.dtype
+        self._device = stage.device
+        self.is_first_stage = stage.is_first
+        self.is_last_stage = stage.is_last
+        self._in_flight: list[tuple[dist.Work | None, Tensor]] = []  # tensors must live until they are sent
+        self._tokens: Tensor | None = None
+
+    def receive_hidden(self, tokens: int) -> Tensor:
+        """The hidden states [tokens, columns] from the previous stage."""
+        hidden = torch.empty(tokens, self._width, dtype=self._dtype, device=self._device)
+        dist.recv(hidden, src=self._stages[self._pp_rank - 1], group=self._pp_group)
+        return hidden
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """Start to send hidden states [tokens, columns] to the next stage."""
+        hidden = hidden.contiguous()
+        work = dist.isend(hidden, dst=self._stages[self._pp_rank + 1], group=self._pp_group)
+        self._in_flight.append((work, hidden))
+
+    def share_tokens(self, tokens: Tensor) -> None:
+        """On the last stage: start to send the drawn tokens [n] int64 to the other stages."""
+        self._tokens = tokens
+        if self._pp_group is not None:
+            work = dist.broadcast(tokens, src=self._stages[-1], group=self._pp_group, async_op=True)
+            self._in_flight.append((work, tokens))
+
+    def receive_tokens(self, n: int) -> Tensor:
+        """The tokens [n] int64 drawn in the last step. Waits until this rank's messages of that step are sent."""
+        for work, _ in self._in_flight:
+            if work is not None:
+                work.wait()
+        self._in_flight.clear()
+        if self.is_last_stage:
+            assert self._tokens is not None, "no tokens were drawn yet"
+            return self._tokens
+        tokens = torch.empty(n, dtype=torch.int64, device=self._device)
+        dist.broadcast(tokens, src=self._stages[-1], group=self._pp_group)
+        return tokens
