@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 338,
-    "hundreds of lines": 734,
+    "files": 337,
+    "hundreds of lines": 733,
     "lines of the longest file": 650,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 145,
