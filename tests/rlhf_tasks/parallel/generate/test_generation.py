@@ -391,39 +391,6 @@ def test_a_finished_sequence_makes_room_for_waiting_ones():
     assert len(rows) < sum(lengths) / 10 + max(lengths)
 
 
-@pytest.mark.parametrize("check_every", [1, 4])
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.whole)])
-def test_where_blocks_run_out_the_last_sequences_are_drawn_later_with_the_same_tokens(
-    monkeypatch, check_every: int, family: str
-):
-    """Responses are taken to end at once, so more sequences enter than have room in the end."""
-    engine, batch = build(family, torch.float64), prompts((2,) * 30 + (3,) * 30)
-    options: dict[str, Any] = {"max_new_tokens": 60, "stop_ids": STOPS[:2], "record_kept": True, "top_k": 20}
-    options |= {"stop_strings": StopStrings(("abc",), TEXTS)}
-    whole = draw(engine, batch, **options)
-    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
-    monkeypatch.setattr(slots, "rows_of", lambda sequences, *_: sequences)
-    left, come_back, fitting = [], slots.Queue.come_back, slots.Group._fitting
-
-    def hopeful(group: slots.Group, running: int) -> int:
-        ended, group._ended = group._ended, 10**9
-        count = fitting(group, running)
-        group._ended = ended
-        return count
-
-    monkeypatch.setattr(slots.Group, "_fitting", hopeful)
-    monkeypatch.setattr(
-        slots.Queue, "come_back", lambda queue, *state: left.append(state[0]) or come_back(queue, *state)
-    )
-    short = draw(engine, batch, micro_batches=20, **options)
-    assert len(left) > 10
-    assert len(set(left)) < len(left), "some twice"
-    assert responses(short) == responses(whole)
-    for key in ("truncated", "kept_tokens"):
-        assert torch.equal(short[key].values, whole[key].values)
-    torch.testing.assert_close(short["old_logprobs"].values, whole["old_logprobs"].values)
-
-
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": 4}),
@@ -469,6 +436,39 @@ def test_a_shared_prompt_gives_the_tokens_of_a_repeated_one(limits: dict[str, in
         alone = draw(engine, batch.select([sample_id]), **options)
         assert responses(alone) == {sample_id: responses(shared)[sample_id]}
         torch.testing.assert_close(logprobs, alone["old_logprobs"].values)
+
+
+@pytest.mark.parametrize("check_every", [1, 4])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.whole)])
+def test_where_blocks_run_out_the_last_sequences_are_drawn_later_with_the_same_tokens(
+    monkeypatch, check_every: int, family: str
+):
+    """Responses are taken to end at once, so more sequences enter than have room in the end."""
+    engine, batch = build(family, torch.float64), repeated(6, (2, 20, 3, 35, 2, 20, 3, 17, 2, 20))
+    options: dict[str, Any] = {"max_new_tokens": 60, "stop_ids": STOPS[:2], "record_kept": True, "top_k": 20}
+    options |= {"stop_strings": StopStrings(("abc",), TEXTS)}
+    whole = draw(engine, batch, **options)
+    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
+    monkeypatch.setattr(slots, "rows_of", lambda sequences, *_: sequences)
+    left, come_back, fitting = [], slots.Queue.come_back, slots.Group._fitting
+
+    def hopeful(group: slots.Group, running: int) -> int:
+        ended, group._ended = group._ended, 10**9
+        count = fitting(group, running)
+        group._ended = ended
+        return count
+
+    monkeypatch.setattr(slots.Group, "_fitting", hopeful)
+    monkeypatch.setattr(
+        slots.Queue, "come_back", lambda queue, *state: left.append(state[0]) or come_back(queue, *state)
+    )
+    short = draw(engine, batch, micro_batches=20, **options)
+    assert len(left) > 10
+    assert len(set(left)) < len(left), "some twice"
+    assert responses(short) == responses(whole)
+    for key in ("truncated", "kept_tokens"):
+        assert torch.equal(short[key].values, whole[key].values)
+    torch.testing.assert_close(short["old_logprobs"].values, whole["old_logprobs"].values)
 
 
 def test_a_pass_over_prompts_has_a_multiple_of_rows_on_the_cpu_which_changes_no_token(monkeypatch):

@@ -132,17 +132,22 @@ def test_rows_that_begin_alike_have_one_copy_of_what_fills_blocks_and_write_on_t
 
 def test_what_a_row_loses_to_another_is_written_by_no_one_any_more():
     cache = KVCache(4, 3, 60, CPU)
-    fill(cache, {0: BLOCK, 1: 2, 2: BLOCK - 1})
-    lengths = {0: BLOCK + 1, 1: 3, 2: BLOCK}
-    cache.advance()
-    write(cache, [(sequence, length - 1) for sequence, length in lengths.items()])
-    assert cache.extend([2, 0, 1]) == [1], "row 1 is the last of them, and has the only block"
-    cache.advance()  # row 1 is still there, as in a captured graph
-    write(cache, [(0, BLOCK + 1), (1, 3), (2, BLOCK)])
+    fill(cache, {0: BLOCK})
+    fill(cache, {1: 2}, most=6)
+    fill(cache, {2: BLOCK - 1})
+    lengths = {0: BLOCK, 1: 2, 2: BLOCK - 1}
+    for number in range(10):
+        cache.advance()
+        write(cache, list(lengths.items()))
+        lengths = {sequence: length + 1 for sequence, length in lengths.items()}
+        # Row 1 is the last of them. It stays, as in a captured graph, and would write on at its last column.
+        without = cache.extend([2, 0, 1] if number == 0 else [2, 0])
+        assert without == ([1] if number == 0 else [])
     cache.keep([0, 2])
+    cache.extend([0, 1])
     cache.advance()
-    write(cache, [(0, BLOCK + 2), (2, BLOCK + 1)])
-    assert_holds(cache, {0: BLOCK + 3, 2: BLOCK + 2})
+    write(cache, [(0, lengths[0]), (2, lengths[2])])
+    assert_holds(cache, {0: lengths[0] + 1, 2: lengths[2] + 1})
 
 
 def test_a_read_spans_no_column_that_no_one_needs():
