@@ -49,6 +49,7 @@ def without_ids(calls):
 
 CALLS = [
     Call("add", {"a": 2, "b": 0.5, "of": [1, 2], "exact": None}, "abcdefghi"),
+    Call("say", {"text": "\n  as it stands \n"}, "abcdefghk"),
     Call("say", {"text": 'He said "no" \\ {x}\n\nand left é 😀', "how": "low"}, "abcdefghj"),
 ]
 
@@ -155,6 +156,7 @@ def test_malformed_calls_say_what_to_change(name):
         'the argument \'how\' must be of {"type": "string", "enum": ["loud", "low"]}'
     )
     assert reason(of_arguments(name, a="1.5"), "add") == ('the argument \'a\' must be of {"type": "integer"}')
+    assert reason(of_arguments(name, a="true"), "add") == reason(of_arguments(name, a="1.5"), "add")
     if name != "xml":
         assert reason("[1]") == "the arguments are no JSON object"
 
