@@ -71,6 +71,8 @@ FROZEN_AND_TRAINED = {
     ),
 }
 """Plans of algorithms with one call of a frozen model and one that trains."""
+ONE_BASE = {"actor": "actor", "critic": "actor", "reward": "reward"}
+"""Role -> folder: actor and critic have adapters on one model."""
 FOLLOWS_ALONE = {"ref_inference": ALONE, "actor_train": ALONE}
 
 
@@ -199,10 +201,10 @@ def test_sharded_weights_give_the_same_bits(ranks, tmp_path):
 @pytest.mark.whole
 def test_sharded_weights_below_adapters_and_under_a_reference_that_follows(ranks, tmp_path):
     calls = dict.fromkeys(PPO_CALLS, "0-1 d2 sharded") | {"actor_generate": "0-1 d2"}
-    for changes in (
-        {"lora": {"rank": 4, "alpha": 8.0}},
-        {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
-    ):
+    lora = {"lora": {"rank": 4, "alpha": 8.0}}
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    places = {role: str(tmp_path / folder) for role, folder in ONE_BASE.items()}
+    for changes in (lora, follows, {**lora, "models": places}):
         config = partial(ppo_config, **changes)
         reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
         assert not differences(reference, trajectory(ranks, tmp_path, 2, calls, config)), changes
