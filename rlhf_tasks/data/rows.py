@@ -449,7 +449,23 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         message["content"] = ""
     if "role" not in message or message.get("content") is None:
         raise _malformed(name)
-    return message
+    return message | {"content": _text_of(message["content"], name)}
+
+
+def _text_of(content: Any, name: str) -> Any:
+    """The text of a message's parts, as chat services have them; other content as it is. Raises DataError for a part
+    that is none."""
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and "type" in part for part in content
+    ):
+        return content
+    other = next((part["type"] for part in content if not isinstance(part.get("text"), str)), None)
+    if other is not None:
+        raise DataError(
+            f"column {name!r} has a message with a part of type {shown(other)}, and models read text alone. Choose "
+            "rows of text."
+        )
+    return "".join(part["text"] for part in content)
 
 
 def _malformed(name: str) -> DataError:

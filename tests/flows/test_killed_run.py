@@ -18,7 +18,8 @@ from tests.committed import assert_same_run, generations_of, last_step
 from tests.flows.cluster.test_server import names_of_runs
 from tests.flows.commands.test_folders import opened_ui
 from tests.flows.marked_command import MarkedCommand
-from tests.tiny_runs import TWO_RANKS, ppo_config
+from tests.tiny_models import OF_FAMILY
+from tests.tiny_runs import TWO_RANKS, ppo_config, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]
 ITERATIONS = 12
@@ -175,9 +176,18 @@ def test_so_does_grpo_that_trains_adapters_and_it_exports_them(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("both", ["0-1 d2 sharded", "0-1 c2"])
+@pytest.mark.parametrize("both", ["0-1 d2 sharded", "0-1 c2", "0-1 c2 sharded"])
 def test_so_does_grpo_whose_weights_or_tokens_are_divided(tmp_path, both: str):
     folder, undisturbed = killed_and_resumed(tmp_path, partial(begin_grpo, both=both, lora=None))
+    weights = Path("model") / "model.safetensors"
+    assert (folder / weights).read_bytes() == (undisturbed / weights).read_bytes()
+
+
+def test_so_does_grpo_of_gemma_4(tmp_path):
+    ppo_config(tmp_path)
+    sizes = {**OF_FAMILY["gemma4_text"], "num_hidden_layers": 4, "vocab_size_per_layer_input": 260}
+    write_model(tmp_path / "actor", family="gemma4_text", **sizes)
+    folder, undisturbed = killed_and_resumed(tmp_path, partial(begin_grpo, lora=None))
     weights = Path("model") / "model.safetensors"
     assert (folder / weights).read_bytes() == (undisturbed / weights).read_bytes()
 

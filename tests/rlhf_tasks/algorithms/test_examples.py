@@ -271,6 +271,11 @@ NO = {"role": "assistant", "content": "no"}
         (prompt_example, {"conversations": SHARED}, {"prompt": [USER]}),
         (prompt_example, {"prompt": SHARED[:1]}, {"prompt": [USER]}),
         (
+            prompt_example,
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": part} for part in "hi"]}]},
+            {"prompt": [USER]},
+        ),
+        (
             labelled_examples,
             {"conversations": SHARED, "label": "True"},
             {"prompt": [USER], "completion": [ANSWER], "label": True},
@@ -423,6 +428,11 @@ def test_why_answers_cannot_be_told_apart_is_said(
             completion_example,
             {"messages": [{"role": "user", "content": None}]},
             "column 'messages' must be text or",
+        ),
+        (
+            prompt_example,
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]},
+            "column 'prompt' has a message with a part of type 'image', and models read text alone.",
         ),
         (prompt_example, {"conversations": [{"from": "gpt", "value": "x"}]}, "has an empty prompt:"),
         (completion_example, {"text": 1}, "column 'text' must be text, found int."),
