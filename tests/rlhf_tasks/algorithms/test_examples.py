@@ -306,6 +306,7 @@ NO = {"role": "assistant", "content": "no"}
         "system",
         "grpo",
         "grpo prompt",
+        "parts",
         "kto",
         "dpo",
         "ultrafeedback",
