@@ -16,6 +16,9 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see proc(5)
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+LARGE_BYTES = 1 << 20
+"""Bytes from which a block is mapped: smaller ones would be mapped too often, larger ones come and go."""
 
 
 class OutOfMemory(RuntimeError):
@@ -57,6 +60,15 @@ def give_back() -> None:
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def map_large_blocks() -> None:
+    """From now on have malloc map each large block by itself, and unmap it when it is freed (where libc can).
+
+    By itself glibc raises its limit with the largest block that was freed, and then keeps such blocks in its heap.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def reset_peak(device: torch.device) -> None:

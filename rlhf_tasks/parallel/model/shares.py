@@ -18,6 +18,7 @@ from torch import Tensor
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_gather, all_reduce
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import Bucket, StateLayout, parts_of
+from prefect_rlhf.rlhf_tasks.system.rank_process import map_large_blocks
 
 
 class _Gathered:
@@ -57,6 +58,8 @@ class Shares:
 
     def __init__(self, layout: Layout, groups: ProcessGroups, dtype: torch.dtype) -> None:
         assert layout.placement.strategy.weight_shares > 1, "these weights are not sharded"
+        if groups.device.type == "cpu":
+            map_large_blocks()  # else the memory of buckets that were freed stays with the process
         rank, state = groups.rank, StateLayout(layout)
         self._group = groups[layout.placement.dp_group(rank)]
         self._layers = layout.shape.layers
