@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 337,
-    "hundreds of lines": 734,
+    "hundreds of lines": 735,
     "lines of the longest file": 650,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 145,
