@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
@@ -70,13 +70,45 @@ GROUPS_BEGUN = "groups_begun"
 """In segments: the number of groups that were begun so far, on all dp ranks together."""
 
 
+class Decision(Frozen):
+    """A number that the controller makes of a finished call's metrics: function(before, metrics, **constants).
+
+    It is made of nothing else, so a repeated iteration decides alike (docs/adr/0040-decisions.md). A call with `when`
+    runs where the number is positive. Three names are read by others: `rows`, the share of the rows, from the first
+    on, that iterations draw from; `evaluate`, where it is positive the role is evaluated; `stop`, where it is
+    positive the iteration is the run's last.
+
+    A call that leads to the deciding one reads what the iteration before has decided; any other waits for this
+    iteration's.
+
+    name       by which calls and journals name it
+    function   "module:function"
+    first      `before` of the first time
+    constants  the function's further arguments
+    each_part  made after each part of the call, about the next part, and anew in each iteration. Otherwise made when
+               the call has ended, and `before` is its value in the iteration before
+    """
+
+    name: str
+    function: str
+    first: float = 0.0
+    constants: dict[str, float] = Field(default_factory=dict)
+    each_part: bool = False
+
+
+ROWS, EVALUATE, STOP = "rows", "evaluate", "stop"
+"""The names of decisions that others than calls read."""
+
+
 class ModelFunctionCall(Frozen):
     """One node of the dataflow graph: what a role's model computes once per iteration.
 
     n_seqs      sequences that the call processes per iteration
     chunks      parts into which it is cut: each is a node of the plan, so that other calls may begin with the first
                 one. All parts run on the call's one placement, one after the other
-    earlier     keys of the parts before its own that each part reads besides
+    decides     what the controller decides by its metrics
+    when        name of the decision by which it runs; "": it always runs. Where it does not, its samples have 0 rows
+                under its keys, and a train_step leaves the weights as they are
     rounds      of a train_step whose samples come in rounds, one part each: the number of rounds. It gets the samples
                 of all, and learns from `n_seqs` of them at most
     group_size  consecutive sequences that stay together, on one dp rank and in one mini-batch: samples of a prompt
@@ -98,12 +130,21 @@ class ModelFunctionCall(Frozen):
     group_size: int = Field(default=1, gt=0)
     mini_batches: int = Field(default=1, gt=0)
     chunks: int = Field(default=1, gt=0)
-    earlier: tuple[str, ...] = ()
+    decides: tuple[Decision, ...] = ()
+    when: str = ""
     rounds: int = Field(default=1, gt=0)
     remap: dict[str, str] = Field(default_factory=dict)
     lead: int = Field(default=0, ge=0)
     segment_tokens: int | None = Field(default=None, gt=0)
     runs_model: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, saved: Any) -> Any:
+        """A call in a plan of before may have an empty list of keys of earlier parts."""
+        if isinstance(saved, dict) and saved.get("earlier") == []:
+            return {key: value for key, value in saved.items() if key != "earlier"}
+        return saved
 
     @property
     def n_groups(self) -> int:
@@ -216,6 +257,11 @@ class _Node(Frozen):
         """The devices that write a part of a commit."""
         return ()
 
+    @property
+    def decided_by(self) -> tuple[str, ...]:
+        """The names of the decisions that the node reads, where the plan has them."""
+        return ()
+
 
 class _OnePlace(_Node):
     """A node on one placement."""
@@ -225,6 +271,14 @@ class _OnePlace(_Node):
     @property
     def placements(self) -> tuple[Placement, ...]:
         return (self.placement,)
+
+
+class _Saves(_OnePlace):
+    """A node that saves where the iteration ends in a snapshot, as one does that turns out to be the run's last."""
+
+    @property
+    def decided_by(self) -> tuple[str, ...]:
+        return (STOP,)
 
 
 class _OfRole(_OnePlace):
@@ -259,6 +313,10 @@ class FetchNode(_OnePlace):
     group_size: int = 1
 
     @property
+    def decided_by(self) -> tuple[str, ...]:
+        return (ROWS,)
+
+    @property
     def side(self) -> "DataSide":
         """How the rows are distributed over the heads."""
         return DataSide(placement=self.placement, mini_batches=self.mini_batches, group_size=self.group_size)
@@ -287,6 +345,10 @@ class CallNode(_Node):
     @property
     def placements(self) -> tuple[Placement, ...]:
         return (self.placement,)
+
+    @property
+    def decided_by(self) -> tuple[str, ...]:
+        return (ROWS, *([self.call.when] if self.call.when else []))
 
     @property
     def trains(self) -> bool:
@@ -395,7 +457,7 @@ class OffloadNode(_OfRole):
         return Held(self.role, self.placement)
 
 
-class SaveNode(_OfRole):
+class SaveNode(_OfRole, _Saves):
     """Copies the role's parameter slices, optimizer and state, and writes the copy in the background."""
 
     kind: Literal["save"] = "save"
@@ -409,7 +471,7 @@ class SaveNode(_OfRole):
         return self.devices
 
 
-class SaveSamplesNode(_OnePlace):
+class SaveSamplesNode(_Saves):
     """Copies what a call has made for the iterations to come, and writes the copy in the background: samples that are
     drawn ahead, and those that have not ended.
 
@@ -462,6 +524,10 @@ class EvaluateNode(_OfRole):
 
     kind: Literal["evaluate"] = "evaluate"
     at_start: bool = False
+
+    @property
+    def decided_by(self) -> tuple[str, ...]:
+        return () if self.at_start else (EVALUATE,)
 
     @property
     def reads(self) -> Held | None:
@@ -565,6 +631,18 @@ class ExecutionPlan(Frozen):
                 calls.setdefault(node.call.name, []).append(node)
         return calls
 
+    @property
+    def undecided(self) -> "ExecutionPlan":
+        """The same plan, whose calls all run."""
+        free = {"decides": (), "when": ""}
+        nodes = (
+            node.model_copy(update={"call": node.call.model_copy(update=free)})
+            if isinstance(node, CallNode)
+            else node
+            for node in self.nodes
+        )
+        return self.model_copy(update={"nodes": tuple(nodes)})
+
     def on(self, device: int) -> tuple[PlanNode, ...]:
         """The nodes that involve a device, in plan order: that rank's work."""
         return tuple(node for node in self.nodes if device in node.devices)
@@ -590,6 +668,7 @@ class NodeRequest:
     versions      role -> parameter version that the engine asserts
     deadline_s    seconds, counted from when the node's last rank has entered it
     in_snapshot   the iteration ends in a snapshot, so its save nodes save
+    decided       name of each decision that the node reads -> its value
 
     A dataclass, like `NodeResult`, and not a pydantic model: there is one for each rank and node of an iteration, and
     a pydantic model costs the garbage collector three objects.
@@ -603,6 +682,7 @@ class NodeRequest:
     versions: dict[str, int]
     deadline_s: float
     in_snapshot: bool = True
+    decided: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

@@ -46,6 +46,7 @@ from prefect_rlhf.planner.pricing.figures import (
     read_profiles,
 )
 from prefect_rlhf.planner.pricing.plans import price_plan
+from prefect_rlhf.planner.pricing.pools import pools_of
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.search.balance import balanced
 from prefect_rlhf.planner.search.baselines import heuristic_plan
@@ -145,7 +146,8 @@ def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, worklo
             warnings.append(warning)
         measured += of_class
     graph, cluster = graph_of(config), hardware.cluster
-    uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured))
+    pools = pools_of(config.planning.pools, graph, cluster)
+    uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured), pools=pools)
 
     def corrected(path: Path) -> CostModel:
         model = CostModel(cluster, classes, models, workload, measured, read_figures(path))
@@ -153,7 +155,7 @@ def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, worklo
         return model
 
     model, refused = read_kept(figures_of(config, uncorrected), corrected, uncorrected.model)
-    return Problem(graph, model, warnings=(*warnings, *refused))
+    return Problem(graph, model, warnings=(*warnings, *refused), pools=pools)
 
 
 def _threads(config: RunConfig, hardware: Hardware) -> int:
@@ -461,7 +463,9 @@ def made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
         if config.plan in SEARCHED:
             limit_s, seed = config.planning.time_limit_s, config.seed
             return run_in_thread(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
-        return balanced(heuristic_plan(problem.graph, problem.model), problem).plan
+        plan = balanced(heuristic_plan(problem.graph, problem.model), problem).plan
+        problem.refuse_outside(plan)
+        return plan
     except ConfigError as error:
         raise PlanError(f"{error}{devices_assumed(config, problem)}") from error
 

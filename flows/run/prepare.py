@@ -348,6 +348,7 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
         plan = build_plan(problem.graph, manual, problem.cluster)
     else:
         return made_plan(config, problem)
+    problem.refuse_outside(plan)
     missing = shortfall(plan_memory(plan, problem.model), problem.model)
     if missing is not None:
         raise PlanError(missing + devices_assumed(config, problem))
@@ -390,6 +391,11 @@ def _refuse_other(plan: ExecutionPlan, path: Path, problem: Problem) -> None:
         *(_evaluation(node.role, node.at_start) for node in plan.nodes if isinstance(node, EvaluateNode)),
         *(f"{role} follows {where.follows}" for role, where in plan.roles.items() if where.follows),
         *(f"{call} {nodes[0].lead} ahead" for call, nodes in plan.calls.items() if nodes[0].lead),
+        *(
+            f"{call} decides {one.name}"
+            for call, nodes in plan.calls.items()
+            for one in nodes[0].call.decides
+        ),
     ]
     asked = [
         *(call.name for call in graph.calls for _ in call.nodes),
@@ -397,6 +403,7 @@ def _refuse_other(plan: ExecutionPlan, path: Path, problem: Problem) -> None:
         *(_evaluation(role, True) for role in graph.evaluated if graph.on_start),
         *(f"{role} follows {leader}" for role, leader in graph.follows.items()),
         *(f"{call.name} {call.lead} ahead" for call in graph.calls if call.lead),
+        *(f"{call.name} decides {one.name}" for call in graph.calls for one in call.decides),
     ]
     remedy = f"Remove {'it' if path.name == PLAN else path.parent / PLAN}, and the run is planned again."
     if (sorted(planned), plan.n_seqs) != (sorted(asked), graph.n_seqs):

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import networkx as nx
 
@@ -42,6 +42,7 @@ class DataflowGraph:
     name          the algorithm, e.g. "ppo"
     calls         in a topological order, as close to the given order as possible
     dataset_keys  keys that the data set provides
+    decisions     decision -> the call by whose metrics it is made
     digraph       networkx.DiGraph of one iteration. Nodes are call names (attribute `call`). An edge has `keys`, the
                   data that flows along it, and `roles`, the roles whose parameter versions order its two calls
     across        version edges from each iteration to the next
@@ -80,6 +81,9 @@ class DataflowGraph:
         graph = _data_graph(calls, producers, self.dataset_keys)
         _refuse_cycle(graph)
         by_name = {call.name: call for call in calls}
+        self.decisions = _decisions(calls)
+        _add_decision_edges(graph, calls, self.decisions)
+        _refuse_cycle(graph)
         data = graph.copy()
         self.lagged = _cut_lagged(graph, by_name)
         self._trainers = _trainers(calls)
@@ -141,6 +145,19 @@ class DataflowGraph:
     def producer(self, key: str) -> str | None:
         """The call that produces a key; None for a key of the data set."""
         return self._producers.get(key)
+
+    def last_node(self, decision: str) -> tuple[str, ...]:
+        """The node at whose end a decision is last made in an iteration; none where nothing decides that."""
+        return self.decisions[decision].nodes[-1:] if decision in self.decisions else ()
+
+    def decided_before(self, call: ModelFunctionCall, part: int) -> set[str]:
+        """The nodes of an iteration whose decisions a part of a call waits for."""
+        source = self.decisions.get(call.when)
+        if source is None:
+            return set()
+        if call.chunks > 1:
+            return {source.nodes[part - 1]} if part else set()
+        return {source.nodes[-1]} if self.digraph.has_edge(source.name, call.name) else set()
 
     def trainer(self, role: str) -> ModelFunctionCall | None:
         """The train_step of a role; None when the role is frozen."""
@@ -227,8 +244,6 @@ def _check_parts(calls: Sequence[ModelFunctionCall], producers: Mapping[str, str
     by_name = {call.name: call for call in calls}
     for call in calls:
         if call.chunks == 1:
-            if call.earlier:
-                raise GraphError(f"Call {call.name!r} reads keys of earlier parts, but is not cut. Cut it.")
             continue
         if call.kind == "train_step":
             raise GraphError(
@@ -239,17 +254,8 @@ def _check_parts(calls: Sequence[ModelFunctionCall], producers: Mapping[str, str
                 f"Call {call.name!r} cuts {groups_of(call)} into {call.chunks} parts, which would not be equal. "
                 f"Choose a number of chunks that divides {call.n_groups}."
             )
-        for key in (*call.inputs, *call.earlier):
-            if key in call.earlier and key not in producers:
-                raise GraphError(
-                    f"Call {call.name!r} needs key {key!r} of earlier parts, which no call makes."
-                )
+        for key in call.inputs:
             made = by_name.get(producers.get(key, ""), call)
-            if key in call.earlier and made.lead != call.lead:
-                raise GraphError(
-                    f"Call {call.name!r} needs key {key!r} of earlier parts, but runs ahead of {made.name!r}, which "
-                    "makes it. Let neither run ahead."
-                )
             if made.chunks != call.chunks:
                 raise GraphError(
                     f"Call {call.name!r} is cut into {call.chunks} parts, but {made.name!r}, which makes {key!r} for "
@@ -273,6 +279,54 @@ def _producers(calls: Sequence[ModelFunctionCall], dataset_keys: Sequence[str]) 
                 )
             producers[key] = call.name
     return producers
+
+
+def _decisions(calls: Sequence[ModelFunctionCall]) -> dict[str, ModelFunctionCall]:
+    """Decision -> the call by whose metrics it is made."""
+    deciding: dict[str, ModelFunctionCall] = {}
+    for call in calls:
+        for decision in call.decides:
+            if decision.name in deciding:
+                raise GraphError(
+                    f"Calls {deciding[decision.name].name!r} and {call.name!r} both decide {decision.name!r}. Rename "
+                    "one of the decisions."
+                )
+            deciding[decision.name] = call
+    ahead = [call.name for call in calls if call.outlasts] if deciding else []
+    if ahead:
+        raise GraphError(
+            f"{next(iter(deciding))!r} is decided by what an iteration has measured, but {ahead[0]!r} works for "
+            "later iterations. Set staleness: 0, and leave out sampling.segment_tokens."
+        )
+    for call in calls:
+        if call.when and call.when not in deciding:
+            raise GraphError(
+                f"Call {call.name!r} runs by {call.when!r}, which no call decides; decided are "
+                f"{', '.join(deciding) or 'none'}. Name one of them."
+            )
+        source = deciding.get(call.when, call)
+        parts = any(one.each_part for one in source.decides if one.name == call.when)
+        if call.when and ((call.chunks > 1) != parts or (source.chunks != call.chunks and parts)):
+            raise GraphError(
+                f"Call {call.name!r} in {call.chunks} parts runs by {call.when!r}, which {source.name!r} decides "
+                f"{f'in {source.chunks} parts' if parts else 'for the whole iteration'}. Cut both alike."
+            )
+    return deciding
+
+
+def _add_decision_edges(
+    graph: CallGraph, calls: Sequence[ModelFunctionCall], deciding: Mapping[str, ModelFunctionCall]
+) -> None:
+    """A call that runs by a decision comes after the call that makes it, unless it leads there: then it runs by that
+    of the iteration before. Parts have edges of their own."""
+    for call in calls:
+        source = deciding.get(call.when)
+        if (
+            source is not None
+            and call.chunks == 1
+            and source.name not in {call.name} | descendants(graph, call.name)
+        ):
+            _add_edge(graph, source.name, call.name, decision=call.when)
 
 
 def _trainers(calls: Sequence[ModelFunctionCall]) -> dict[str, ModelFunctionCall]:
@@ -349,7 +403,15 @@ def _cut_lagged(graph: CallGraph, calls: Mapping[str, ModelFunctionCall]) -> tup
     return tuple(found)
 
 
-def _add_edge(graph: CallGraph, a: str, b: str, *, key: str | None = None, role: str | None = None) -> None:
+def _add_edge(
+    graph: CallGraph,
+    a: str,
+    b: str,
+    *,
+    key: str | None = None,
+    role: str | None = None,
+    decision: str | None = None,
+) -> None:
     if not graph.has_edge(a, b):
         graph.add_edge(a, b, keys=(), roles=())
     edge = graph.edges[a, b]
@@ -357,6 +419,8 @@ def _add_edge(graph: CallGraph, a: str, b: str, *, key: str | None = None, role:
         edge["keys"] = (*edge["keys"], key)
     if role is not None:
         edge["roles"] = (*edge["roles"], role)
+    if decision is not None:
+        edge["decision"] = decision
 
 
 def _add_version_edges(
@@ -399,7 +463,9 @@ def _refuse_cycle(graph: CallGraph) -> None:
     raise GraphError(f"The calls wait for each other in a cycle: {steps}. Remove one of these inputs.")
 
 
-def _reason(edge: Mapping[str, tuple[str, ...]]) -> str:
+def _reason(edge: Mapping[str, Any]) -> str:
     if edge["keys"]:
         return " and ".join(edge["keys"])
+    if "decision" in edge:
+        return f"the decision {edge['decision']}"
     return f"the parameters of {' and '.join(edge['roles'])}"

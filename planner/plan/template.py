@@ -7,11 +7,10 @@ numbers in the search.
 
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Literal, NamedTuple
 
 from prefect_rlhf.planner.plan.graph import FETCH, DataflowGraph
-from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT, WHOLE, ModelFunctionCall, Part
+from prefect_rlhf.rlhf_tasks.spec import EVALUATE, IN_FLIGHT, STOP, WHOLE, ModelFunctionCall, Part
 
 SlotKind = Literal[
     "fetch",
@@ -124,6 +123,7 @@ def _with_calls(graph: DataflowGraph) -> PlanTemplate:
     for call in graph.calls:
         for number, name in enumerate(call.nodes):
             before = {call.nodes[number - 1]} if number else set[str]()
+            before |= graph.decided_before(call, number)
             template.add(
                 Slot(name, "call", call.name, call.name, part=Part(number, call.chunks)), after=before
             )
@@ -260,13 +260,18 @@ def _add_saves(template: PlanTemplate, graph: DataflowGraph) -> None:
     for role in graph.roles:
         trainer = graph.trainer(role)
         if trainer is not None:
-            template.add(Slot(f"save_{role}", "save", trainer.name, trainer.name), after={trainer.name})
+            decided = graph.last_node(STOP)
+            template.add(
+                Slot(f"save_{role}", "save", trainer.name, trainer.name), after={trainer.name, *decided}
+            )
             template.across[trainer.name].add(f"save_{role}")
         if (
             trainer is not None and role in graph.evaluated
         ):  # after the save, whose files are written meanwhile
+            decided = graph.last_node(EVALUATE)
             template.add(
-                Slot(f"evaluate_{role}", "evaluate", trainer.name, trainer.name), after={trainer.name}
+                Slot(f"evaluate_{role}", "evaluate", trainer.name, trainer.name),
+                after={trainer.name, *decided},
             )
             template.across[trainer.name].add(f"evaluate_{role}")
             if graph.on_start:
@@ -385,27 +390,8 @@ def _add_transfers(
                 template.after[node].add(name)
             for key in moved:
                 keys.put(key, call.name, names)
-        _add_earlier(template, graph, where, call)
         for key in call.outputs:
             keys.put(key, call.name, call.nodes)
-
-
-def _add_earlier(
-    template: PlanTemplate, graph: DataflowGraph, where: Mapping[str, Hashable], call: ModelFunctionCall
-) -> None:
-    """What each part of a call reads of the part before it; what lies farther back came with that part."""
-    made_by: dict[str, list[str]] = {}
-    for key in call.earlier:
-        made_by.setdefault(graph.producer(key) or FETCH, []).append(key)
-    for (name, moved), (part, node) in product(made_by.items(), _parts(call)[1:]):
-        before, producer = Part(part.number - 1, part.of), graph.call(name)
-        if where[name] == where[call.name]:
-            template.after[node].add(producer.nodes[before.number])
-            continue
-        transfer = f"transfer_{name}_to_{node}"
-        template.add(Slot(transfer, "transfer", call.name, name, tuple(moved), before))
-        template.after[transfer].add(producer.nodes[before.number])
-        template.after[node].add(transfer)
 
 
 def _parts(call: ModelFunctionCall) -> list[tuple[Part, str]]:

@@ -13,6 +13,7 @@ The search proves optimality within this class of options:
   with which a search begins are 2 pp (1 and 2 without a pipeline) and the number of sequences of a dp rank. Of a
   generation 1, 2, 4, 8 or 16: the fewest with which it fits memory.
 - Parts of a call: all have its option.
+- Pools: of a call in one, only the meshes inside it.
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
   mixture of experts has one.
 - Sharded weights: of a call that is no generation, under strategies with one stage and several copies of the weights
@@ -294,6 +295,8 @@ def call_options(
     shortfalls: list[tuple[float, Option]] = []
     found = list[Pair]()
     for mesh in places:
+        if not problem.allows(call.name, mesh.devices):
+            continue
         like = mesh.size, classes.layout(mesh.first, mesh.size)
         if like not in priced:
             fitting: list[Pair] = []
@@ -462,9 +465,12 @@ def _pareto(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple[float, Option]]) -> str:
+    where = f"a cluster of {problem.cluster}"
+    if call.name in problem.pools:
+        where = f"its {problem.pools[call.name]} of {where}"
     if not shortfalls:
         return (
-            f"Call {call.name!r} has no strategy on a cluster of {problem.cluster} with tp up to "
+            f"Call {call.name!r} has no strategy on {where} with tp up to "
             f"{problem.tp_limit}: {groups_of(call)} in {blocks_of(call)}. "
             "Enlarge the batch or the cluster."
         )
@@ -481,7 +487,7 @@ def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple
     parameters = f"{call.role}: {'optimizer' if is_state else 'copy'}"
     largest = active_part(call) if option.active_bytes > max(option.held) else parameters
     return (
-        f"Call {call.name!r} fits no mesh of a cluster of {problem.cluster}: at best, on {option.size} devices with "
+        f"Call {call.name!r} fits no mesh of {where}: at best, on {option.size} devices with "
         f"{option.strategy} and {option.micro_batches} micro-batches, device {device} ({name}) lacks {missing:.0f} "
         f"of {needed:.0f} bytes. {remedy(largest)}"
     )

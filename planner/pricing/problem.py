@@ -1,7 +1,7 @@
 """The problem of a plan search: dataflow graph, cluster with its devices, models of the roles; and a deadline."""
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
 from typing import NamedTuple
@@ -9,6 +9,8 @@ from typing import NamedTuple
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.pools import Pool
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 
@@ -51,6 +53,7 @@ class Problem:
     graph     the calls of an iteration
     model     what calls and transfers cost: cluster, devices, the roles' models, workload
     max_tp    the largest tensor-parallel degree; default: the number of devices of a host
+    pools     call -> the only devices that it may have
     warnings  a sentence for each file of kept figures that was put aside, and for a GPU whose figures are estimates
     Raises ProblemError when a role has no model or max_tp is not a positive whole number.
     """
@@ -59,6 +62,7 @@ class Problem:
     model: CostModel
     max_tp: int | None = None
     warnings: tuple[str, ...] = ()
+    pools: Mapping[str, Pool] = field(default_factory=dict[str, Pool])
 
     def __post_init__(self) -> None:
         missing = [role for role in self.graph.roles if role not in self.model.models]
@@ -73,6 +77,20 @@ class Problem:
     def frozen_weights(self, role: str) -> Hashable:
         """The key of a role's frozen weights: roles with equal keys share them where placements are equal."""
         return self.model.frozen_weights(role, self.graph.changes(role))
+
+    def allows(self, call: str, devices: Collection[int]) -> bool:
+        """Whether a call may have these devices: all devices, unless it is in a pool."""
+        return call not in self.pools or self.pools[call].devices.issuperset(devices)
+
+    def refuse_outside(self, plan: ExecutionPlan) -> None:
+        """Raises ProblemError where a call of a plan has a device outside its pool."""
+        for name, (node, *_) in plan.calls.items():
+            if not self.allows(name, node.devices):
+                outside = min(set(node.devices) - self.pools[name].devices)
+                raise ProblemError(
+                    f"Call {name!r} is on device {outside}, which is not in its {self.pools[name]}. Search for a "
+                    "plan (plan: auto), or place it there by hand."
+                )
 
     @property
     def cluster(self) -> Cluster:

@@ -14,6 +14,7 @@ from prefect_rlhf.planner.pricing.problem import (
     Deadline,
     OptionsTakeTooLongError,
     Problem,
+    ProblemError,
     never,
 )
 from prefect_rlhf.planner.search.annealing import (
@@ -270,6 +271,7 @@ def find_plan(
     )
     ending = Deadline(max(started + time_limit_s, time.monotonic() + RULES_S), called_off)
     priced = outcome.priced if mode == "manual" else balanced(outcome.priced, problem, ending)
+    problem.refuse_outside(priced.plan)
     time_s = priced.price.iteration_time_s
     in_class = outcome.lower_bound_s <= time_s * (1 + ROUNDING)
     lower_bound_s = min(outcome.lower_bound_s, time_s)
@@ -413,8 +415,10 @@ def _by_rule(problem: Problem, started: float, deadline: Deadline) -> Rules:
     """The plans by rule that are found before the deadline. started: time.monotonic() when the search began."""
     plans, trace = list[Priced](), list[TracePoint]()
     for rule in (heuristic_plan, symmetric_plan):
-        with suppress(PlanError):
-            plans.append(rule(problem.graph, problem.model, deadline))
+        with suppress(PlanError, ProblemError):
+            made = rule(problem.graph, problem.model, deadline)
+            problem.refuse_outside(made.plan)
+            plans.append(made)
             best = min(plan.price.iteration_time_s for plan in plans)
             trace.append(TracePoint(time.monotonic() - started, best, 0.0))
     return Rules(tuple(plans), tuple(trace))

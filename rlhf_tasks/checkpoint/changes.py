@@ -60,14 +60,14 @@ class PlanChange(Frozen):
 def plan_digest(plan: ExecutionPlan) -> str:
     """SHA-256 of a plan, which identifies it in the log and in manifests.
 
-    A lead of 0, segments that there are not, and weights that are not sharded are left out: plans of runs from before
-    there were such have the digests of then.
+    A lead of 0, segments that there are not, weights that are not sharded, and calls by no decision are left out:
+    plans of runs from before there were such have the digests of then.
     """
     document = _without_nothing(plan.model_dump(mode="json"))
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-_NOTHING = {"lead": 0, "segment_tokens": None, "cp": 1, "shard": "gradients"}
+_NOTHING = {"lead": 0, "segment_tokens": None, "cp": 1, "shard": "gradients", "decides": [], "when": ""}
 
 
 def _without_nothing(document: Any) -> Any:
@@ -76,11 +76,9 @@ def _without_nothing(document: Any) -> Any:
         return [_without_nothing(item) for item in document]
     if not isinstance(document, dict):
         return document
-    return {
-        key: _without_nothing(value)
-        for key, value in document.items()
-        if key not in _NOTHING or value != _NOTHING[key]
-    }
+    present = {key: value for key, value in document.items() if key not in _NOTHING or value != _NOTHING[key]}
+    before = {"earlier": []} if "runs_model" in document else {}  # calls had such a list
+    return {key: _without_nothing(value) for key, value in {**present, **before}.items()}
 
 
 def log_change(folder: Path, iteration: int, plan: ExecutionPlan, why: str = "") -> PlanChange:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -288,6 +288,10 @@ class RunSnapshots:
         if keep_best(self._spec.config):
             self._scores = scores_of(self._folder)
         return None if found is None else (found.step, found.manifest.cursor)
+
+    def decided(self) -> Iterator[dict[str, Any]]:
+        """The lines of the lineage that have decisions."""
+        return self._journals[LINEAGE].decided()
 
     def commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
         """Commit a step: journals, manifest, rename. Its cost does not depend on the size of the state.

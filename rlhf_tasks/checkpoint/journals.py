@@ -8,10 +8,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from prefect_rlhf.rlhf_tasks.protocol.decisions import DECIDED
 from prefect_rlhf.rlhf_tasks.spec import Frozen, NodeResult
 from prefect_rlhf.rlhf_tasks.system.durable import CHUNK_BYTES, append_lines, no_link
 
@@ -59,6 +60,12 @@ class Journal:
         self.path = path
         self._size_bytes, self._digest = mark.size_bytes, _hashed(path, mark)
         self._appended = (self._size_bytes, self._digest)
+
+    def decided(self) -> Iterator[dict[str, Any]]:
+        """The committed lines that have decisions (`lineage_lines`)."""
+        for line in committed_lines(self.path, self._size_bytes) if self._size_bytes else ():
+            if b'"decided"' in line:
+                yield json.loads(line)
 
     def cut(self) -> None:
         """Truncate the file to its committed part: later lines belong to a commit that failed. Raises OSError."""
@@ -211,15 +218,18 @@ def reported(iteration: int, results: IterationResults) -> dict[str, float]:
 
 
 def lineage_lines(iteration: int, results: IterationResults) -> Iterator[str]:
-    """A JSON line per node: attempt, generation, clocks (s), versions, bytes sent, FLOPs, peak bytes, digest."""
+    """A JSON line per node: attempt, generation, clocks (s), versions, bytes sent, FLOPs, peak bytes, digest; where
+    something is decided at its end, also of which numbers, and what."""
     for node, ranks in results.items():
         if not ranks:
             continue
         first = next(iter(ranks.values()))
+        decided = {DECIDED: first.details[DECIDED]} if DECIDED in first.details else {}
         yield json.dumps(
             {
                 "iteration": iteration,
                 "node": node,
+                **decided,
                 "attempt": first.key.attempt,
                 "generation": first.key.generation,
                 "clocks": {

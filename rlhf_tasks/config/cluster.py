@@ -309,6 +309,37 @@ DeviceSource = Annotated[
 ]
 
 
+class PoolConfig(Settings):
+    """A named set of devices, and the calls that have no others."""
+
+    devices: str = Field(
+        description="0-3, hosts 0,2, or any 4: so many, which the planner chooses.",
+    )
+    calls: tuple[str, ...] = Field(min_length=1, description="Calls, or roles with all their calls.")
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _can_be_read(cls, value: Any) -> str:
+        text = " ".join(str(value).split())
+        if not re.fullmatch("any [1-9][0-9]{0,6}", text):
+            _numbers(text.removeprefix("hosts "), text)
+        return text
+
+    @property
+    def number(self) -> int:
+        """Of `any 4`, 4; 0 where the devices are named."""
+        return int(self.devices[4:]) if self.devices.startswith("any ") else 0
+
+    def named(self, devices_per_host: int) -> tuple[int, ...]:
+        """The devices that are named, in order; none of `any 4`."""
+        if self.number:
+            return ()
+        numbers = _numbers(self.devices.removeprefix("hosts "), self.devices)
+        if self.devices.startswith("hosts "):
+            return tuple(h * devices_per_host + d for h in sorted(numbers) for d in range(devices_per_host))
+        return tuple(sorted(numbers))
+
+
 class PlanningConfig(Settings):
     """Settings that only the planner reads: lengths and costs that a run would show by itself, and the devices."""
 
@@ -349,6 +380,11 @@ class PlanningConfig(Settings):
     )
     time_limit_s: float = Field(
         default=10.0, gt=0, le=MOST_SECONDS, description="Seconds that a search may take."
+    )
+    pools: dict[str, PoolConfig] = Field(
+        default_factory=dict,
+        max_length=100,
+        description="Name -> devices and calls: plans place these calls there alone. Other calls have all devices.",
     )
 
     @field_validator("device", mode="before")

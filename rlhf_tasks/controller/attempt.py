@@ -188,12 +188,16 @@ class Attempt:
     async def start(self) -> None:
         """Find the last commit, connect to all ranks, and begin generation 0.
 
-        Raises RankMissing, and what `Snapshots.latest` raises when no commit passes verification.
+        Raises RankMissing, what `Snapshots.latest` raises when no commit passes verification, and what `Ledger` does
+        for decisions.
         """
         spec = self.spec
         self._reach(Point.LEASE)
         self._snapshots = snapshots = self._around.snapshots(spec)
-        latest = await asyncio.get_running_loop().run_in_executor(self._disk, snapshots.latest)
+        loop = asyncio.get_running_loop()
+        latest = await loop.run_in_executor(self._disk, snapshots.latest)
+        decides = any(nodes[0].call.decides for nodes in spec.plan.calls.values())
+        past = await loop.run_in_executor(self._disk, lambda: list(snapshots.decided())) if decides else []
         step, cursor = latest if latest is not None else (None, 0)
         news = (self._receive, self._lost, self._started)
         self._links = [
@@ -213,6 +217,7 @@ class Attempt:
             predicted_s=spec.predicted_s,
             users_s=spec.users_s,
             rebuilds=spec.rebuilds,
+            past=past,
         )
         for order, facts in self._ordered_early:
             self._feed(order, self._ledger, *facts)

@@ -25,6 +25,7 @@ from torch.distributed import TCPStore
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError
 from prefect_rlhf.rlhf_tasks.controller.attempt import Attempt, Surroundings
 from prefect_rlhf.rlhf_tasks.protocol.commit import Snapshots
+from prefect_rlhf.rlhf_tasks.protocol.decisions import DecisionError
 from prefect_rlhf.rlhf_tasks.protocol.messages import (
     FLOW_MESSAGE,
     NEWS,
@@ -36,6 +37,7 @@ from prefect_rlhf.rlhf_tasks.protocol.messages import (
     StopAfter,
 )
 from prefect_rlhf.rlhf_tasks.rank.host import Writer
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler
@@ -116,7 +118,7 @@ async def _start(attempt: Attempt, writer: Writer) -> None:
         await attempt.start()
     except RankMissing as error:
         writer.put(GaveUp(reason=str(error), missing=attempt.unreached))
-    except CheckpointError as error:
+    except (CheckpointError, DecisionError, ConfigError) as error:
         writer.put(GaveUp(reason=str(error)))
     except Exception as error:
         logger.exception("run %s cannot start", attempt.spec.run)

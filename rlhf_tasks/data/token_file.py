@@ -17,10 +17,11 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, chain, islice
-from math import floor
+from math import ceil, floor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +96,10 @@ class TokenFile:
             self._kinds: dict[str, str] = facts["kinds"]
             self._longest: list[int] = facts["longest"]
             self._checksums: list[int] = facts["checksums"]
+        self._drawn, self._first = (
+            self.sources,
+            dict[float, TokenFile](),
+        )  # rows of each source that are drawn
         self._orders: dict[tuple[int, str, int], NDArray[np.int64]] = {}
         self._checked = set[int]()
 
@@ -107,6 +112,16 @@ class TokenFile:
 
     def __len__(self) -> int:
         return self._rows
+
+    def first(self, share: float) -> "TokenFile":
+        """The same rows, of which only this share of each source's is drawn, from the first one on; at least one."""
+        if share >= 1:
+            return self
+        if share not in self._first:
+            self._first[share] = some = copy(self)
+            some._drawn = tuple(max(1, ceil(share * rows)) for rows in self.sources)
+            some._orders = {}
+        return self._first[share]
 
     def keep(self, folder: Path, name: str = ROWS) -> None:
         """Copy the file into a run folder, unless it is there; it appears whole or not at all. Raises OSError."""
@@ -176,18 +191,19 @@ class TokenFile:
         return list(found)
 
     def row_of(self, sample_id: int, seed: int, weights: Sequence[float] = (1.0,)) -> int:
-        """The row that a global sample id means: position in the epoch's own random order of all rows of its source.
+        """The row that a global sample id means: position in the epoch's own random order of all rows of its source,
+        or of those that are drawn.
 
         weights  of the sources
         """
         source, place = place_of(sample_id, weights)
-        epoch, position = divmod(place, self.sources[source])
+        epoch, position = divmod(place, self._drawn[source])
         purpose = f"rows {source}" if source else "rows"
         order = self._orders.get((seed, purpose, epoch))
         if order is None:
             while len(self._orders) >= 2 * len(weights):  # an iteration touches two epochs where one begins
                 self._orders.pop(next(iter(self._orders)))
-            order = permutation(self.sources[source], seed, purpose, epoch)
+            order = permutation(self._drawn[source], seed, purpose, epoch)
             self._orders[seed, purpose, epoch] = order
         return sum(self.sources[:source]) + int(order[position])
 

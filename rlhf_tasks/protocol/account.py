@@ -3,11 +3,14 @@
 It is the book-keeping half of the ledger and does not know phases or faults. Watchers read it.
 """
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from prefect_rlhf.rlhf_tasks.protocol.commit import Cadence, CommitOrder, SnapshotSchedule
+from prefect_rlhf.rlhf_tasks.protocol.decisions import Decisions
 from prefect_rlhf.rlhf_tasks.protocol.messages import (
     SETUP,
     Aborted,
@@ -30,7 +33,7 @@ from prefect_rlhf.rlhf_tasks.protocol.progress import (
     Timeouts,
 )
 from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
-from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeResult
+from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeRequest, NodeResult
 
 DISK = -1
 """The controller's disk, as a source of bytes; others are ranks."""
@@ -53,6 +56,7 @@ class Account:
 
     sequencer         makes the requests of the current generation
     cadence           decides which iterations end in a snapshot; None where the configuration does
+    decisions         what is decided by the metrics of finished calls
     next_iteration    the iteration to deliver next
     """
 
@@ -64,8 +68,11 @@ class Account:
         timeouts: Timeouts,
         pace: Pace,
         cadence: Cadence | None = None,
+        decisions: Decisions | None = None,
     ) -> None:
         self.sequencer = sequencer
+        self.decisions = decisions or Decisions(sequencer.plan)
+        self._withheld: dict[int, deque[NodeRequest]] = {}  # rank -> requests from the first undecided one on
         self.commits = CommitOrder(schedule, committed)
         self.cadence = cadence
         self.occupancy = Occupancy(timeouts.entry_s)
@@ -151,7 +158,8 @@ class Account:
         return f"{flying}; {iteration + 1} may enter when {oldest + 1} {end}."
 
     def deliver(self, iteration: int, now: float) -> list[LedgerInstruction]:
-        """Open an iteration and send every rank its requests. Whether it ends in a snapshot is decided here."""
+        """Open an iteration and send every rank its requests, up to the first that waits for a decision. Whether it
+        ends in a snapshot is decided here."""
         if self.cadence is not None:
             if iteration == self.sequencer.first_iteration:
                 self.cadence.begin(iteration, now)
@@ -169,10 +177,50 @@ class Account:
         saves: Mapping[str, tuple[int, ...]] = self.sequencer.saves if in_snapshot else {}
         progress = IterationProgress(iteration, self.sequencer.generation, nodes, saves)
         self._iterations[iteration] = self._incomplete[iteration] = progress
-        for rank, mine in requests.items():
-            self.occupancy.delivered(rank, mine, now)
         self.next_iteration = iteration + 1
-        return [Send(rank, mine) for rank, mine in requests.items()]
+        if not self.decisions.readers:
+            return [self._send(rank, mine, now) for rank, mine in requests.items()]
+        for rank, mine in requests.items():
+            self._withheld.setdefault(rank, deque()).extend(mine)
+        return self._send_decided(now)
+
+    def _send(self, rank: int, requests: tuple[NodeRequest, ...], now: float) -> Send:
+        self.occupancy.delivered(rank, requests, now)
+        return Send(rank, requests)
+
+    def _send_decided(self, now: float) -> list[LedgerInstruction]:
+        """Send each rank what it was not sent yet, up to the first request that still waits for a decision. One
+        message has requests of one iteration."""
+        sent: list[LedgerInstruction] = []
+        for rank, waiting in self._withheld.items():
+            ready: list[NodeRequest] = []
+            while waiting and (request := self._decided(waiting[0])) is not None:
+                waiting.popleft()
+                if ready and ready[0].key.iteration != request.key.iteration:
+                    sent.append(self._send(rank, tuple(ready), now))
+                    ready = []
+                ready.append(request)
+            if ready:
+                sent.append(self._send(rank, tuple(ready), now))
+        return sent
+
+    def _decided(self, request: NodeRequest) -> NodeRequest | None:
+        """A request with the decisions that its node reads; None while one is not made."""
+        iteration, node = request.key.iteration, request.key.node
+        if node not in self.decisions.readers:
+            return request
+        values, in_snapshot = self.decisions.values(iteration, node), self.commits.is_snapshot(iteration)
+        return None if values is None else replace(request, decided=values, in_snapshot=in_snapshot)
+
+    def _decide(self, progress: IterationProgress, node: str, now: float) -> list[LedgerInstruction]:
+        """A node has ended: make its decisions, and send what has waited for them."""
+        results, iteration = progress.nodes[node].results, progress.iteration
+        rank, first = next(iter(results.items()))
+        results[rank] = self.decisions.make(iteration, node, first)
+        if self.decisions.stops(iteration) and not self.commits.is_snapshot(iteration):
+            self.commits.want_snapshot(iteration)
+            progress.expect(self.sequencer.saves)
+        return self._send_decided(now)
 
     def expect_setup_parts(self) -> None:
         """The roles are being initialised: each rank saves its parts of step 0 before it has restored."""
@@ -213,11 +261,14 @@ class Account:
             started_s=summary.started_s,
             ended_s=summary.ended_s,
         )
-        if not progress.nodes_done:
-            return [done]
-        if self.cadence is not None:
-            self.cadence.iteration_ended(key.iteration, now)
-        return [done, IterationDone(key.iteration)]
+        instructions: list[LedgerInstruction] = [done]
+        if key.node in self.decisions.made_after:
+            instructions += self._decide(progress, key.node, now)
+        if progress.nodes_done:
+            if self.cadence is not None:
+                self.cadence.iteration_ended(key.iteration, now)
+            instructions.append(IterationDone(key.iteration))
+        return instructions
 
     def _expect_part(self, rank: int, iteration: int, node: str, now: float) -> None:
         progress = self._iterations.get(iteration)
@@ -309,6 +360,7 @@ class Account:
                 results = {node: tuple(by_rank.values()) for node, by_rank in self.results(iteration).items()}
                 told.append(Committed(iteration=iteration, results=results))
         oldest = covered.start - REMEMBERED
+        self.decisions.forget(oldest, self.next_iteration)
         self._iterations = {i: p for i, p in self._iterations.items() if i >= oldest and i != SETUP}
         self._aborted = {name: cause for name, cause in self._aborted.items() if name[0] >= oldest}
         return told
@@ -330,5 +382,7 @@ class Account:
         self.sequencer = self.sequencer.starting_at(generation, self.next_iteration)
         self.occupancy = Occupancy(self._timeouts.entry_s)
         self.parts = PartsInWriting(self._pace)
+        self._withheld.clear()
+        self.decisions.forget(0, self.next_iteration)
         if self.cadence is not None:
             self.cadence.stop_writing()

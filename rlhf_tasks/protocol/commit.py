@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from prefect_rlhf.rlhf_tasks.protocol.messages import SETUP, WriteCommit
 from prefect_rlhf.rlhf_tasks.spec import NodeResult
@@ -57,6 +57,10 @@ class Snapshots(Protocol):
         """(step, cursor) of the newest commit that passes verification; None when there is none."""
         ...
 
+    def decided(self) -> Iterable[Mapping[str, Any]]:
+        """The lines of the journal that have decisions, up to the commit that `latest` has given."""
+        ...
+
     def commit(
         self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
     ) -> None:
@@ -88,7 +92,7 @@ class CommitOrder:
         self._ready: deque[int] = deque()
 
     def want_snapshot(self, iteration: int) -> None:
-        """An iteration that is not delivered yet must end in a snapshot, whatever the schedule says."""
+        """An iteration whose saves are not delivered yet must end in a snapshot, whatever the schedule says."""
         self._wanted.add(iteration)
 
     def is_snapshot(self, iteration: int) -> bool:

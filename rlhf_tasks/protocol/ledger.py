@@ -18,7 +18,7 @@ after a fault. docs/explanation/protocol.md says what holds.
 `_advance` does all that has become possible after a stimulus.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 from prefect_rlhf.rlhf_tasks.config.cluster import Limits
 from prefect_rlhf.rlhf_tasks.protocol.account import Account, State
 from prefect_rlhf.rlhf_tasks.protocol.commit import Cadence, SnapshotSchedule
+from prefect_rlhf.rlhf_tasks.protocol.decisions import DecisionError, Decisions
 from prefect_rlhf.rlhf_tasks.protocol.messages import (
     SETUP,
     Cause,
@@ -85,6 +86,7 @@ class Ledger:
     predicted_s         node name -> seconds that the planner predicts
     users_s             node name -> seconds that the user's own code may take in it besides
     rebuilds            rebuilds and earlier attempts since the last commit, which count among them
+    past                journal lines of the decisions up to that commit (`Snapshots.decided`)
 
     account             the iterations, for watchers
     fault               the cause of the last fault
@@ -105,7 +107,9 @@ class Ledger:
         cursor: int = 0,
         rebuilds: int = 0,
         timeouts: Timeouts | None = None,
+        past: Iterable[Mapping[str, Any]] = (),
     ) -> None:
+        """Raises DecisionError and ConfigError as `Decisions` does."""
         self.n_ranks = n_ranks
         if n_ranks < plan.n_devices:
             raise ValueError(f"the plan needs {plan.n_devices} devices; there are {n_ranks} ranks.")
@@ -133,7 +137,10 @@ class Ledger:
             self.timeouts,
             pace,
             Cadence(limits.snapshot_max_s) if limits.snapshot_every == "auto" else None,
+            Decisions(plan, past),
         )
+        if committed_step and self.account.decisions.stops(committed_step - 1):
+            self.last_iteration = committed_step - 1
         self._paused = False
         self._held: int | None = None  # the step that Held told
         self._rebuild = Rebuild(0, n_ranks, (), 0.0, self.timeouts, pace)
@@ -217,7 +224,15 @@ class Ledger:
         """A rank has answered."""
         if not self._is_current(result.key):
             return []
-        return self.account.done(result, now) + self._advance(now)
+        try:
+            instructions = self.account.done(result, now)
+        except DecisionError as fault:
+            where = _cause(result.rank, result.key, str(fault))
+            return self._end_by(replace(where, ranks=(), lasting=True), now)
+        iteration = result.key.iteration
+        if self.account.decisions.stops(iteration):
+            self.last_iteration = min(self.last_iteration, iteration)
+        return instructions + self._advance(now)
 
     def part_durable(self, rank: int, key: NodeKey, parts: Any, now: float) -> list[LedgerInstruction]:
         """A rank's part of a snapshot is on the disk.
@@ -367,6 +382,11 @@ class Ledger:
             return f"iterations follow each other: the next one is {self.account.next_iteration + 1}."
         if iteration > self.last_iteration:
             return f"iteration {self.last_iteration + 1} is the last one."
+        if (
+            iteration > self.account.sequencer.first_iteration
+            and self.account.decisions.stops(iteration - 1) is None
+        ):
+            return f"iteration {iteration} decides whether it is the last one."
         if self._paused and self.account.ends_in_commit:
             return "the run is paused."
         return self.account.crowded(iteration, ALONE if self._rebuilds else IN_FLIGHT, self._next_in_snapshot)

@@ -188,10 +188,14 @@ class IterationProgress:
         self.iteration = iteration
         self.generation = generation
         self.nodes = nodes
-        self.saves = {name: frozenset(ranks) for name, ranks in saves.items()}
-        self.parts: dict[str, dict[int, Any]] = {name: {} for name in saves}
         self.committed = False
         self._nodes_left = sum(not node.done for node in nodes.values())
+        self.expect(saves)
+
+    def expect(self, saves: Mapping[str, Sequence[int]]) -> None:
+        """These nodes save: the iteration ends in a snapshot. None of them has run."""
+        self.saves = {name: frozenset(ranks) for name, ranks in saves.items()}
+        self.parts: dict[str, dict[int, Any]] = {name: {} for name in saves}
         self._parts_left = sum(len(ranks) for ranks in self.saves.values())
 
     def done(self, rank: int, node: str, result: NodeResult, now: float) -> bool:

@@ -15,7 +15,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.evaluation import Evaluation
 from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch, load_functions
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of, scoring_rewards_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
-from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, on_none
 from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import functions_of
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import BEFORE
 from prefect_rlhf.rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
@@ -35,6 +35,7 @@ from prefect_rlhf.rlhf_tasks.rank.generators import make_generator
 from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
 from prefect_rlhf.rlhf_tasks.rank.samples import RankSamples
 from prefect_rlhf.rlhf_tasks.spec import (
+    EVALUATE,
     CallNode,
     EvaluateNode,
     ExecutionPlan,
@@ -51,6 +52,7 @@ from prefect_rlhf.rlhf_tasks.spec import (
     SyncNode,
     TransferNode,
 )
+from prefect_rlhf.rlhf_tasks.spec import ROWS as ROWS_DECISION
 from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError, require
@@ -254,7 +256,7 @@ class RankRun:
         if self._samples.of(node.call).is_fetched and self._spec.rank in node.placement.heads:
             for _, whole in self._samples.worked_on(node, request):
                 mine = shares(node.side, whole)[self._spec.rank]
-                rows = fetch(self._rows, self._config, mine)
+                rows = fetch(self._drawn_from(request), self._config, mine)
                 reach(Point.FETCH)
                 self._samples.store.put(rows.to(self._groups.device))
         return Outcome()
@@ -263,29 +265,27 @@ class RankRun:
     def _call(self, node: CallNode, request: NodeRequest) -> Outcome:
         samples = self._samples.of(node.call.name)
         engine = self._engines.get(node.call.role, node.placement)
-        flops_before = engine.flops
+        flops_before, of_part = engine.flops, dict[str, float]()
         for iteration, whole in self._samples.worked_on(node, request):
-            metrics = self._run(node, engine, request.versions, iteration, whole)
-            samples.metrics.setdefault(iteration, {}).update(metrics)
+            output = self._run(node, engine, request, iteration, whole)
+            samples.metrics.setdefault(iteration, {}).update(output.metrics)
+            of_part |= output.of_part
         is_last = node.part.number == node.part.of - 1
         metrics = samples.metrics.pop(request.key.iteration, {}) if is_last else {}
-        return Outcome(metrics, flops=engine.flops - flops_before)
+        return Outcome({**metrics, **of_part}, flops=engine.flops - flops_before)
+
+    def _drawn_from(self, request: NodeRequest) -> TokenFile:
+        """The rows that an iteration draws from: the first ones, where that is decided."""
+        return self._rows.first(request.decided.get(ROWS_DECISION, 1.0))
 
     def _run(
-        self,
-        node: CallNode,
-        engine: Engine,
-        versions: Mapping[str, int],
-        iteration: int,
-        whole: Sequence[int],
-    ) -> Mapping[str, float]:
-        """Run a call on the samples of an iteration. Returns its metrics.
-
-        versions  role -> version of its parameters, as the plan says
-        whole     ids of the iteration's samples
-        """
-        call = node.call
-        expected = versions[call.role]
+        self, node: CallNode, engine: Engine, request: NodeRequest, iteration: int, whole: Sequence[int]
+    ) -> CallOutput:
+        """Run a call on the samples of an iteration, whose ids are `whole`; or on none of them, where that is
+        decided. Then a train_step leaves the weights as they are, and has a version more."""
+        call, rows = node.call, self._drawn_from(request)
+        runs = not call.when or request.decided[call.when] > 0
+        expected = request.versions[call.role]
         require(
             engine.version == expected or not call.runs_model,
             f"call {call.name}: {call.role} has version {engine.version}, the plan says {expected}",
@@ -304,25 +304,26 @@ class RankRun:
             rewards=self._rewards,
             environment=self._environment,
             run_folder=Path(self._spec.run_folder),
-            where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
-            columns=lambda: self._rows.columns,
+            where=lambda sample: rows.where(self._config.row_of(rows, sample)),
+            columns=lambda: rows.columns,
             part=node.part,
-            earlier=samples.earlier(node, whole) if engine.is_head else None,
             tally=samples.tally(node.part, iteration),
-            rows=lambda sample_ids: fetch(self._rows, self._config, sample_ids),
+            rows=lambda sample_ids: fetch(rows, self._config, sample_ids),
             generator=self._generator,
         )
         function = self._functions[call.name]
         if node.trains:
-            output = train(function, engine, call, batch, context, self._spec.run)
+            output = CallOutput()
+            if runs:
+                output = train(function, engine, call, batch, context, self._spec.run)
             engine.version += 1
             reach(Point.TRAINED)
         else:
-            output = function(engine, batch, context)
+            output = (function if runs else on_none(function))(engine, batch, context)
         if call.kind == "generate" and node.part.number == node.part.of - 1:
             self._generator.free()
         samples.put(node, whole, output)
-        return output.metrics
+        return output
 
     @_perform.register
     def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:
@@ -385,7 +386,9 @@ class RankRun:
         config, iteration = self._config, request.key.iteration
         assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
         evaluation = config.evaluation
-        is_due = evaluation is not None and evaluation.is_due(iteration, config.total_iterations)
+        is_due = evaluation is not None and (
+            evaluation.is_due(iteration, config.total_iterations) or request.decided.get(EVALUATE, 0.0) > 0
+        )
         if evaluation is None or not (iteration == 0 if node.at_start else is_due):
             return Outcome()
         # Before the first iteration offloaded weights come for it alone: their onload is later in the plan.

@@ -52,14 +52,6 @@ class CallSamples:
         mine = self._share(node, node.part.ids(whole))
         return self._store.get(mine, self.call.inputs).renamed(self.call.remap)
 
-    def earlier(self, node: CallNode, whole: Sequence[int]) -> SampleBatch | None:
-        """On a head: this dp rank's samples of the parts before this one, with the keys that the call asks for."""
-        if not self.call.earlier or not node.part.number:
-            return None
-        before = [Part(number, node.part.of).ids(whole) for number in range(node.part.number)]
-        mine = [sample for ids in before for sample in self._share(node, ids)]
-        return self._store.get(mine, self.call.earlier)
-
     def tally(self, part: Part, iteration: int) -> list[Any]:
         """What the call's earlier parts have left for its metrics of an iteration: `CallContext.tally`."""
         tally = self._tallies.setdefault(iteration, [])

@@ -207,6 +207,7 @@ class Rehearsal:
     def begin(self, spec: RunSpec) -> None:
         """Begin an attempt."""
         around = Surroundings(self.cluster.link, Nowhere(), self._make_snapshots)
+        spec = spec.model_copy(update={"plan": spec.plan.undecided})  # simulated calls have no metrics
         attempt = self.attempt = self._make_attempt(around, spec, lambda event: self.hear(attempt, event))
         self._starting = self.cluster.start(self._start(attempt))
 

@@ -250,6 +250,9 @@ class SimulatedSnapshots:
         self._loop.takes(self._verify())
         return step, self._commits.cursors[step]
 
+    def decided(self) -> tuple[()]:
+        return ()
+
     def commit(
         self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
     ) -> None:

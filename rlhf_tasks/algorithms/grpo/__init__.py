@@ -1,6 +1,6 @@
 """Group-relative policy optimisation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
@@ -9,7 +9,6 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import Algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import CriticFreeConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     PROMPT_KEYS,
-    STAYS,
     Handle,
     Models,
     PolicySizes,
@@ -21,7 +20,7 @@ from prefect_rlhf.rlhf_tasks.config.base import Groups
 from prefect_rlhf.rlhf_tasks.config.sampling import SamplesGroups
 from prefect_rlhf.rlhf_tasks.config.settings import MOST_SEQS, Pair
 from prefect_rlhf.rlhf_tasks.data.rows import PromptExample, prompt_example
-from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.spec import Decision, ModelFunctionCall
 
 
 class GRPOConfig(CriticFreeConfig, SamplesGroups):
@@ -142,21 +141,39 @@ def graph(config: GRPOSizes) -> list[ModelFunctionCall]:
     return in_rounds(one_round(config), config.max_rounds)
 
 
-def in_rounds(calls: Sequence[ModelFunctionCall], rounds: int) -> list[ModelFunctionCall]:
-    """The calls of an iteration that samples in rounds: each round is a part of generation and scoring.
+DIFFERING = "groups/differing"
+"""The metric of each round: how many of its groups have scores that differ."""
 
-    Generation reads the scores of the rounds before, since a round may not be needed. The train_step, the last call,
-    gets the samples of all rounds.
+MORE = "more_groups"
+
+
+def missing(before: float, metrics: Mapping[str, float]) -> float:
+    """How many groups a batch lacks that differ, after a round; `before` after the rounds before it."""
+    return before - metrics[DIFFERING]
+
+
+def in_rounds(calls: Sequence[ModelFunctionCall], rounds: int) -> list[ModelFunctionCall]:
+    """The calls of an iteration that samples in rounds: each round is a part of generation and scoring, and runs
+    where the rounds before it have left the batch without enough groups that differ.
+
+    The train_step, the last call, gets the samples of all rounds.
     """
     if rounds == 1:
         return list(calls)
     *sampling, train = calls
-    generate, *scoring = (
-        call.model_copy(update={"n_seqs": rounds * call.n_seqs, "chunks": rounds}) for call in sampling
-    )
-    made = [key for call in scoring for key in call.outputs]
-    first = generate.model_copy(update={"earlier": tuple(key for key in ("scores", STAYS) if key in made)})
-    return [first, *scoring, train.model_copy(update={"rounds": rounds})]
+    more = Decision(name=MORE, function=f"{__name__}:missing", first=train.n_groups, each_part=True)
+    in_parts = [
+        call.model_copy(
+            update={
+                "n_seqs": rounds * call.n_seqs,
+                "chunks": rounds,
+                "when": MORE,
+                "decides": (more,) if "scores" in call.outputs else (),
+            }
+        )
+        for call in sampling
+    ]
+    return [*in_parts, train.model_copy(update={"rounds": rounds})]
 
 
 ALGORITHM = Algorithm(

@@ -4,24 +4,23 @@ With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) an iteration samples
 scores that differ.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from prefect_rlhf.rlhf_tasks.algorithms.grpo import GRPOConfig
-from prefect_rlhf.rlhf_tasks.algorithms.shared import generation, scores
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import DIFFERING, GRPOConfig
+from prefect_rlhf.rlhf_tasks.algorithms.shared import scores
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import (
     CallContext,
-    CallFunction,
     CallOutput,
     generated,
-    on_generated,
-    with_others,
     without_skipped,
 )
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import (
     all_equal,
     group_stds,
@@ -40,9 +39,9 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     per_most_tokens,
     per_response,
     per_token,
+    ref_inference,
     token_ratio,
 )
-from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import ref_inference as reference_inference
 from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import moments
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -134,23 +133,15 @@ def relative_scores(engine: Engine, scores: Tensor, ids: Sequence[int], config: 
             return relative
 
 
-def generate_if_needed(
-    function: CallFunction, config_of: Callable[[CallContext], GRPOConfig]
-) -> CallFunction:
-    """A generate call's function that generates nothing once the rounds before have enough groups that differ."""
-
-    def call(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-        config, differing = config_of(context), torch.zeros(1, dtype=torch.float64)
-        if context.earlier is not None:
-            before = without_skipped(generated(context.earlier, "scores"))
-            differing[0] = len(groups_that_differ(before, config.num_generations))
-        enough = engine.sum_over_dp(differing).item() >= config.batch_size // config.num_generations
-        wanted = batch.take(()) if context.part.number and enough else batch
-        output = function(engine, wanted, context)
-        made = None if output.batch is None else with_others(output.batch, batch.ids)
-        return CallOutput(made, output.metrics)
-
-    return call
+def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """As `scores.reward_inference`. Of a round also DIFFERING, by which the controller decides on the next one."""
+    config, output = _grpo(context), scores.reward_inference(engine, batch, context)
+    if config.max_rounds == 1:
+        return output
+    differing = torch.zeros(1, dtype=torch.float64)
+    if output.batch is not None:
+        differing[0] = len(groups_that_differ(without_skipped(output.batch), config.num_generations))
+    return replace(output, of_part={DIFFERING: engine.sum_over_dp(differing.to(engine.device)).item()})
 
 
 def groups_that_differ(batch: SampleBatch, size: int) -> set[int]:
@@ -193,10 +184,3 @@ def choose(
         len(taken),
         max((group // a_round + 1 for group, was in enumerate(generated_groups) if was), default=1),
     )
-
-
-actor_generate = generate_if_needed(generation.actor_generate, _grpo)
-"""As `generation.actor_generate`; a round that is not needed generates nothing."""
-
-reward_inference = on_generated(scores.reward_inference)
-ref_inference = on_generated(reference_inference)

@@ -1,7 +1,7 @@
 """What a call's function gets after its engine and its samples, what it gives, and which samples it is for.
 
-Later calls do not see the samples that leave. Samples that were not generated, or have not ended, have 0 rows under
-every key that generation and scoring make.
+Later calls do not see the samples that leave. Samples of a call that did not run, and those that have not ended, have
+0 rows under every key that it makes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +39,6 @@ class CallContext:
     where          global id of a sample -> `file:line` of its row
     columns        gives the names of all columns of the data, also of those that this rank's rows lack
     part           which part of the call this is
-    earlier        on the data-parallel head: the samples that it has of all earlier parts, with the keys of which the
-                   call asks (`ModelFunctionCall.earlier`); None elsewhere, and where there are none
     tally          what earlier parts of the call have left in this iteration, for `all_parts`
     environment    this rank's helper process for environments; None where there is none
     rows           gives the values of the data set's keys of samples, by their global ids
@@ -59,7 +57,6 @@ class CallContext:
     where: Callable[[int], str]
     columns: Callable[[], Sequence[str]]
     part: Part = WHOLE
-    earlier: SampleBatch | None = None
     tally: list[Any] = field(default_factory=list)
     environment: "EnvironmentProcess | None" = None
     rows: Callable[[Sequence[int]], SampleBatch] | None = None
@@ -88,11 +85,13 @@ class CallOutput:
              generation in segments, samples of the iteration that have ended on this dp rank
     metrics  global values, equal on every rank of the mesh
     left     of a generation in segments: what it has left in its places, for the next iteration
+    of_part  metrics of this part of the call alone, which its node reports at once
     """
 
     batch: SampleBatch | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     left: SampleBatch | None = None
+    of_part: Mapping[str, float] = field(default_factory=dict)
 
 
 CallFunction = Callable[[Engine, SampleBatch, CallContext], CallOutput]
@@ -127,11 +126,11 @@ def with_others(batch: SampleBatch, ids: tuple[int, ...]) -> SampleBatch:
     return SampleBatch(ids, {key: Packed(batch[key].values, of_all) for key, of_all in lengths.items()})
 
 
-def on_generated(function: CallFunction) -> CallFunction:
-    """A call's function that is given the generated samples alone, and gives no rows to the others."""
+def on_none(function: CallFunction) -> CallFunction:
+    """A call's function that is given none of its samples: all have 0 rows under the keys that it makes."""
 
     def call(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-        output = function(engine, generated(batch), context)
+        output = function(engine, batch.take(()), context)
         made = None if output.batch is None else with_others(output.batch, batch.ids)
         return CallOutput(made, output.metrics)
 

@@ -9,7 +9,8 @@ from typing import Any, NoReturn, Protocol
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
-from prefect_rlhf.rlhf_tasks.spec import WHOLE, CallKind, ModelFunctionCall, Part
+from prefect_rlhf.rlhf_tasks.protocol.decisions import pure
+from prefect_rlhf.rlhf_tasks.spec import WHOLE, CallKind, Decision, ModelFunctionCall, Part
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 PROMPT_KEYS = ("prompt_ids", "columns")
@@ -83,11 +84,14 @@ class Handle:
     handle that it is given, in their order.
     """
 
-    __slots__ = ("_group", "_keys", "_part", "_trace")
+    __slots__ = ("_call", "_group", "_keys", "_part", "_trace")
 
-    def __init__(self, trace: "Trace", keys: Iterable[str], group: int, part: Part = WHOLE) -> None:
-        """group: consecutive samples that are of one row of the data. part: the part of the samples."""
+    def __init__(
+        self, trace: "Trace", keys: Iterable[str], group: int, part: Part = WHOLE, call: str = ""
+    ) -> None:
+        """group: consecutive samples that are of one row of the data. part: of the samples. call: that made them"""
         self._trace, self._keys, self._group, self._part = trace, tuple(dict.fromkeys(keys)), group, part
+        self._call = call
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -141,6 +145,24 @@ class Handle:
             )
         return [Handle(self._trace, self._keys, self._group, Part(k, n)) for k in range(n)]
 
+    def decide(
+        self, name: str, function: Callable[..., float], first: float = 0.0, **constants: float
+    ) -> None:
+        """Decide by the metrics of the call that has just made this, when it has ended: `Decision` has the meaning.
+
+        name      what calls name in `when`, or `rows`, `evaluate` or `stop`
+        function  (before, metrics, **constants) -> a number; at the top level of a module, and of nothing else
+        first     `before` in the first iteration
+        Raises ConfigError where the function reads anything else.
+        """
+        if not self._call or self._part != WHOLE:
+            self._trace.refuse(
+                f"decides {name!r} by {self!r}, which is not what one call has made of all samples. Decide by what a "
+                "call has returned"
+            )
+        source = f"{function.__module__}:{function.__qualname__}"
+        self._trace.decide(self._call, Decision(name=name, function=source, first=first, constants=constants))
+
     def __repr__(self) -> str:
         part = "" if self._part == WHOLE else f", part {self._part.number + 1} of {self._part.of}"
         return f"samples({', '.join(self._keys)}; in groups of {self._group}{part})"
@@ -148,7 +170,7 @@ class Handle:
     def _value(self, *_: object) -> NoReturn:
         self._trace.refuse(
             f"reads a value of {self!r}, but the graph may not depend on data. Decide by a field of the "
-            "configuration, or in the function of a call"
+            "configuration, by the metrics of a call (decide), or in the function of a call"
         )
 
     __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = __getitem__ = _value
@@ -162,8 +184,8 @@ class Handle:
         if name.startswith("__"):  # Python asks whether an object has these
             raise AttributeError(name)
         self._trace.refuse(
-            f"asks {self!r} for {name!r}. A handle has select, union (|), repeat and chunk, and no values, since the "
-            "graph may not depend on data"
+            f"asks {self!r} for {name!r}. A handle has select, union (|), repeat, chunk and decide, and no values, "
+            "since the graph may not depend on data"
         )
 
 
@@ -189,26 +211,37 @@ class Model:
         self._trace, self.role = trace, role
 
     def generate(
-        self, prompts: Handle, gives: Sequence[str] | None = None, *, prefix: str = "", name: str = ""
+        self,
+        prompts: Handle,
+        gives: Sequence[str] | None = None,
+        *,
+        prefix: str = "",
+        name: str = "",
+        when: str = "",
     ) -> Handle:
         """Responses to the prompts.
 
         gives   keys of the call's result; default: GENERATED, and KEPT where the configuration records them
         prefix  of the names under which these keys are stored, where the program generates twice
         name    of the call
+        when    the decision by which it runs; default: it always does
         """
         given = (*GENERATED, *(KEPT if self._trace.config.records_kept else ())) if gives is None else gives
         stored = {prefix + key: key for key in given}
         name = name or f"{prefix}{self.role}_generate"
-        return self._trace.record(name, self.role, "generate", prompts.select("prompt_ids"), stored)
+        return self._trace.record(
+            name, self.role, "generate", prompts.select("prompt_ids"), stored, when=when
+        )
 
-    def score(self, samples: Handle, gives: Sequence[str] | None = None, *, prefix: str = "") -> Handle:
+    def score(
+        self, samples: Handle, gives: Sequence[str] | None = None, *, prefix: str = "", when: str = ""
+    ) -> Handle:
         """Scores of the responses, by the reward model, Python rewards, or both.
 
         Each sample's further columns come from the data set. Without a reward model, `models.reward` scores on the
         mesh of the configuration's `scoring_role`.
         gives   keys of the call's result; default: `scores`, and what else the configuration makes the call give
-        prefix  of the keys that are read and given, as in `generate`
+        prefix, when  as in `generate`; the prefix is also of the keys that are read
         """
         config = self._trace.config
         read = {prefix + key: key for key in (*SEQUENCES, "truncated")}
@@ -222,27 +255,32 @@ class Model:
             {prefix + key: key for key in given},
             read,
             runs_model=self.role != "reward" or config.scoring_role == "reward",
+            when=when,
         )
 
-    def logprobs(self, samples: Handle) -> Handle:
+    def logprobs(self, samples: Handle, *, when: str = "") -> Handle:
         """The log-probabilities of the responses' tokens under this model, as `ROLE_logprobs`.
 
         Tokens that top-k and top-p left out are left out here too, where generation has recorded them.
         """
         kept = [key for key in KEPT if key in samples.keys]
-        return self.inference(samples.select(*SEQUENCES, *kept), {f"{self.role}_logprobs": "logprobs"})
+        return self.inference(
+            samples.select(*SEQUENCES, *kept), {f"{self.role}_logprobs": "logprobs"}, when=when
+        )
 
     def inference(
-        self, samples: Handle, gives: Sequence[str] | Mapping[str, str], *, name: str = ""
+        self, samples: Handle, gives: Sequence[str] | Mapping[str, str], *, name: str = "", when: str = ""
     ) -> Handle:
         """A forward pass. gives: the keys that it makes, or such a key -> its name in the call's function."""
         stored = gives if isinstance(gives, Mapping) else {key: key for key in gives}
-        return self._trace.record(name or f"{self.role}_inference", self.role, "inference", samples, stored)
+        return self._trace.record(
+            name or f"{self.role}_inference", self.role, "inference", samples, stored, when=when
+        )
 
-    def train(self, samples: Handle, gives: Sequence[str] = ()) -> Handle:
+    def train(self, samples: Handle, gives: Sequence[str] = (), *, when: str = "") -> Handle:
         """One optimizer step for each mini-batch of the samples. It reads all their keys."""
         stored = {key: key for key in gives}
-        return self._trace.record(f"{self.role}_train", self.role, "train_step", samples, stored)
+        return self._trace.record(f"{self.role}_train", self.role, "train_step", samples, stored, when=when)
 
 
 class Models:
@@ -291,6 +329,7 @@ class Trace:
         gives: Mapping[str, str],
         reads: Mapping[str, str] | None = None,
         runs_model: bool = True,
+        when: str = "",
     ) -> Handle:
         """Record a call, or one part of it, and return the handle of what it makes.
 
@@ -326,9 +365,16 @@ class Trace:
             chunks=part.of,
             remap={key: inner for key, inner in {**gives, **(reads or {})}.items() if key != inner},
             runs_model=runs_model,
+            when=when,
         )
         self._add(call, part)
-        return Handle(self, gives, read._group, part)
+        return Handle(self, gives, read._group, part, name)
+
+    def decide(self, call: str, decision: Decision) -> None:
+        """Add a decision to a call. Raises ConfigError where it would be made of more than the call's metrics."""
+        pure(decision)
+        made = self._calls[call]
+        self._calls[call] = made.model_copy(update={"decides": (*made.decides, decision)})
 
     def _add(self, call: ModelFunctionCall, part: Part) -> None:
         name, before = call.name, self._calls.get(call.name)
@@ -353,7 +399,7 @@ class Trace:
         """The calls in the program's order.
 
         Raises ProgramError where a part of a call is missing, and, for a run that trains, where nothing trains and
-        where what a call makes is of no use to one that trains.
+        where what a call makes is of no use to one that trains or decides.
         """
         for name, call in self._calls.items():
             missing = sorted(set(range(call.chunks)) - set(self._parts[name]))
@@ -366,9 +412,9 @@ class Trace:
         return list(self._calls.values())
 
     def _refuse_useless(self) -> None:
-        useful = {name for name, call in self._calls.items() if call.kind == "train_step"}
-        if not useful:
+        if not any(call.kind == "train_step" for call in self._calls.values()):
             self.refuse("trains nothing, but its configuration is one of a training. Call train of a model")
+        useful = {name for name, call in self._calls.items() if call.kind == "train_step" or call.decides}
         while more := {self.makers[key] for name in useful for key in self._calls[name].inputs} - {
             DATA_SET,
             *useful,

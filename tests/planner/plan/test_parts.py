@@ -18,8 +18,16 @@ from prefect_rlhf.planner.search.compiled.tables import Tables
 from prefect_rlhf.planner.search.search import bound_of, find_plan
 from prefect_rlhf.rlhf_tasks.algorithms.grpo import in_rounds
 from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
-from prefect_rlhf.rlhf_tasks.spec import CallAssignment, ExecutionPlan, ModelFunctionCall, Part, TransferNode
+from prefect_rlhf.rlhf_tasks.spec import (
+    CallAssignment,
+    Decision,
+    ExecutionPlan,
+    ModelFunctionCall,
+    Part,
+    TransferNode,
+)
 
+MORE = Decision(name="more", function="math:floor", each_part=True)
 SCORING = ("reward_inference", "ref_inference", "critic_inference")
 
 
@@ -163,7 +171,12 @@ def test_a_part_has_a_group_for_each_replica(make_graph, assign):
         ("actor_train", {"chunks": 2}, "'actor_train' trains: it takes all samples"),
         ("actor_generate", {"chunks": 3}, "cuts 64 sequences into 3 parts, which would not be equal"),
         ("ref_inference", {"chunks": 2}, "'actor_generate', which makes 'input_ids' for it, into 1"),
-        ("ref_inference", {"earlier": ("scores",)}, "reads keys of earlier parts, but is not cut"),
+        ("ref_inference", {"when": "more"}, "'ref_inference' runs by 'more', which no call decides"),
+        (
+            "ref_inference",
+            {"decides": (MORE,), "when": "more"},
+            "in 1 parts runs by 'more', which .* decides in 1",
+        ),
     ],
 )
 def test_graphs_that_cannot_be_cut_so_are_refused(make_graph, name, changes, message):
@@ -174,21 +187,18 @@ def test_graphs_that_cannot_be_cut_so_are_refused(make_graph, name, changes, mes
 
 
 def test_rounds_follow_each_other_by_their_scores(make_graph, assign):
-    """Generation of a round has the scores of the one before; where they lie elsewhere, they move."""
+    """No score moves: what the rounds before have brought is decided on the controller, and awaited by edges."""
     sizes = {"beta": 0.1, "mask_truncated_completions": False, "max_rounds": 1}
     graph = make_graph("grpo", n_seqs=16, **sizes)
     graph = DataflowGraph(in_rounds(graph.calls, 3), graph.dataset_keys, name="grpo")
     assert graph.n_seqs == 48
     places = {c.name: assign([1] if c.name == "reward_inference" else [0]) for c in graph.calls}
     plan = build_plan(graph, places, Cluster(1, 2), call_order=[c.name for c in graph.calls])
-    moved = [n for n in plan.nodes if isinstance(n, TransferNode) and n.keys == ("scores",)]
-    assert [(n.name, n.part) for n in moved if n.consumer == "actor_generate"] == [
-        ("transfer_reward_inference_to_actor_generate_1", (0, 3)),
-        ("transfer_reward_inference_to_actor_generate_2", (1, 3)),
-    ]
+    assert not [n for n in plan.nodes if isinstance(n, TransferNode) and n.consumer == "actor_generate"]
     assert plan.n_seqs == 48
-    here = build_plan(graph, dict.fromkeys(places, assign([0])), Cluster(1, 1))
-    assert "reward_inference_1" in here.node("actor_generate_2").after
+    for made in (plan, build_plan(graph, dict.fromkeys(places, assign([0])), Cluster(1, 1))):
+        assert "reward_inference_1" in made.node("actor_generate_2").after
+        assert "reward_inference_0" not in made.node("ref_inference_0").after
 
 
 # What is certified

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from prefect_rlhf.planner.plan.build import build_plan
 from prefect_rlhf.planner.plan.graph import DataflowGraph
+from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.order import node_order
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
 from prefect_rlhf.rlhf_tasks.algorithms.examples import prepared_rows
 from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch, load_functions
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
-from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, on_none
 from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import functions_of, nothing_left
 from prefect_rlhf.rlhf_tasks.config.models import Role
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples
@@ -28,8 +30,16 @@ from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import FolderWriter, initialise, load, load_config
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from prefect_rlhf.rlhf_tasks.protocol.decisions import Decisions
 from prefect_rlhf.rlhf_tasks.rank.generators import make_generator
-from prefect_rlhf.rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
+from prefect_rlhf.rlhf_tasks.spec import (
+    WHOLE,
+    CallAssignment,
+    ModelFunctionCall,
+    NodeKey,
+    NodeResult,
+    Part,
+)
 from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
 from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 
@@ -83,22 +93,37 @@ class OneRank:
         self.calls = self.algorithm.calls(config)
         loaded = load_functions(self.algorithm, [call.name for call in self.calls])
         self.functions = functions_of(loaded, self.calls)
+        self.graph = DataflowGraph(self.calls, self.algorithm.dataset_keys)
+        everywhere = {call.name: CallAssignment(placement=PLACEMENT) for call in self.calls}
+        self.decisions = Decisions(build_plan(self.graph, everywhere, Cluster(1, 1)))
         self.left: dict[str, SampleBatch] = {}  # by the calls that generate in segments
         self.micro_batches = {call.name: 1 if call.kind == "generate" else 4 for call in self.calls}
 
     def iterate(self, iteration: int) -> tuple[dict[str, float], SampleStore]:
-        """All calls of one iteration in the graph's order; their metrics, and the samples they left."""
-        graph = DataflowGraph(self.calls, self.algorithm.dataset_keys)
+        """All calls of one iteration in the graph's order, as decided; their metrics, and the samples they left."""
+        graph = self.graph
         ids = range(iteration * graph.n_seqs, (iteration + 1) * graph.n_seqs)
         store, metrics, self.tallies = SampleStore(), {}, {}
         store.put(fetch(self.rows, self.config, ids))
         for name in node_order(graph, [call.name for call in self.calls]):
             call = next(call for call in self.calls if name in call.nodes)
-            metrics |= self.call(call, iteration, store, ids, Part(call.nodes.index(name), call.chunks))
+            runs = self.decisions.runs(iteration, name)
+            made = self.call(call, iteration, store, ids, Part(call.nodes.index(name), call.chunks), runs)
+            if name in self.decisions.made_after:
+                key = NodeKey("", 0, 0, iteration, name)
+                result = NodeResult(key=key, rank=0, started_s=0.0, ended_s=0.0, metrics=made)
+                self.decisions.make(iteration, name, result)
+            metrics |= made
         return metrics, store
 
     def call(
-        self, call: ModelFunctionCall, iteration: int, store: SampleStore, every: range, part: Part = WHOLE
+        self,
+        call: ModelFunctionCall,
+        iteration: int,
+        store: SampleStore,
+        every: range,
+        part: Part = WHOLE,
+        runs: bool = True,
     ) -> dict[str, float]:
         own = part.ids(every)
         ids = range(own[0], own[-1] + 1)
@@ -106,15 +131,13 @@ class OneRank:
             batch = self.left.get(call.name, nothing_left(call, range(call.n_places), ids.start))
         else:
             batch = _renamed(store.get(list(ids), call.inputs), call.remap)
-        before = list(range(every.start, ids.start))
-        earlier = store.get(before, call.earlier) if call.earlier and before else None
-        output = self.output(call, self.engines[call.role], batch, iteration, ids, part, earlier)
+        output = self.output(call, self.engines[call.role], batch, iteration, ids, part, runs)
         if output.left is not None:
             self.left[call.name] = output.left
         if output.batch is not None:
             renamed = _renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()})
             store.put(SampleBatch(renamed.ids, {key: renamed[key] for key in call.outputs}))
-        return dict(output.metrics)
+        return {**output.metrics, **output.of_part}
 
     def output(
         self,
@@ -124,9 +147,9 @@ class OneRank:
         iteration: int,
         ids: range,
         part: Part = WHOLE,
-        earlier: SampleBatch | None = None,
+        runs: bool = True,
     ) -> CallOutput:
-        """What a call's function makes of a batch, whichever engine it is given."""
+        """What a call's function makes of a batch, whichever engine it is given; or of none of it."""
         context = CallContext(
             config=self.config,
             iteration=iteration,
@@ -140,12 +163,12 @@ class OneRank:
             where=str,
             columns=lambda: self.rows.columns,
             part=part,
-            earlier=earlier,
             tally=self.tallies.setdefault(call.name, []),
             rows=lambda samples: fetch(self.rows, self.config, samples),
             generator=self.generator,
         )
-        return self.functions[call.name](engine, batch, context)
+        function = self.functions[call.name]
+        return (function if runs else on_none(function))(engine, batch, context)
 
     def save(self, role: str, folder: Path) -> None:
         """The role's weights as a Hugging Face folder."""

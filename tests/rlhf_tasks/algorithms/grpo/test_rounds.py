@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,15 @@ import torch
 
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import choose, generate_if_needed
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import missing
+from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import choose, reward_inference
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared import scores
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import (
     CallContext,
     CallOutput,
     generated,
-    on_generated,
+    on_none,
     with_others,
 )
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -51,11 +54,9 @@ def scored(scores: list[float], first: int = 0) -> SampleBatch:
     return SampleBatch(tuple(range(first, first + len(scores))), {"scores": packed, "input_ids": ids})
 
 
-def context_of(n_seqs: int, part: Part = WHOLE, earlier: SampleBatch | None = None, first: int = 0) -> Any:
+def context_of(n_seqs: int, part: Part = WHOLE, first: int = 0) -> Any:
     config, nothing = make_config(DOCUMENT), SimpleNamespace()
-    return CallContext(
-        config, 0, first, n_seqs, 1, nothing, nothing, Path(), str, tuple, part=part, earlier=earlier
-    )  # type: ignore[arg-type]
+    return CallContext(config, 0, first, n_seqs, 1, nothing, nothing, Path(), str, tuple, part=part)  # type: ignore[arg-type]
 
 
 NAN = float("nan")
@@ -96,58 +97,38 @@ def test_a_round_whose_samples_have_all_left_was_generated():
     assert found == ([10, 11, 12, 13], 2, 2)
 
 
-def test_where_samples_may_leave_a_round_hears_of_it():
-    config = make_config({**DOCUMENT, "filter_groups": 2, "on_reward_error": "skip"})
-    generate, *_ = algorithm("dapo").calls(config)
-    assert generate.earlier == ("scores", "stays")
-    before = scored([0, 1, 1, 0])
-    stays = Packed(torch.tensor([True, False, True, True]), (1, 1, 1, 1))
-    before = SampleBatch(before.ids, {**before.data, "stays": stays})
-    context = context_of(4, Part(1, 2), before, first=4)
-    batch = SampleBatch((4, 5, 6, 7), {"input_ids": Packed(torch.arange(4), (1,) * 4)})
-    output = generate_if_needed(lambda engine, batch, context: CallOutput(batch), lambda context: config)(
-        ENGINE, batch, context
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_round_tells_how_many_of_its_groups_differ(skips, monkeypatch):
+    """Where a reward failed on one of two samples, the other compares with nothing."""
+    config = make_config({**DOCUMENT, "filter_groups": 2, "on_reward_error": "skip" if skips else "stop"})
+    made = scored([0, 1, 1, 0])
+    stays = Packed(torch.tensor([True, not skips, True, True]), (1, 1, 1, 1))
+    made = SampleBatch(made.ids, {**made.data, "stays": stays})
+    monkeypatch.setattr(
+        scores, "reward_inference", lambda engine, batch, context: CallOutput(batch, {"n": 4})
     )
-    assert output.batch is not None
-    assert output.batch["input_ids"].lengths == (1, 1, 1, 1), "one group of two is not enough"
+    output = reward_inference(ENGINE, made, replace(context_of(4, Part(0, 2)), config=config))
+    assert output.of_part == {"groups/differing": 1 if skips else 2}
 
 
-@pytest.mark.parametrize(
-    ("before", "generates"),
-    [([0, 1, 1, 0], False), ([0, 1, 1, 1], True), ([0, 1, 1, 1, 1, 0, 0, 0], False), ([1, 1, 0, 0], True)],
-)
-def test_a_round_generates_where_too_few_groups_differ_so_far(before, generates):
-    asked: list[int] = []
-
-    def function(engine: Any, batch: SampleBatch, context: CallContext) -> CallOutput:
-        asked.extend(batch.ids)
-        return CallOutput(batch)
-
-    ids = range(len(before), len(before) + 4)
-    batch = SampleBatch(tuple(ids), {"input_ids": Packed(torch.arange(8), (2, 2, 2, 2))})
-    part = Part(len(before) // 4, 3)
-    context = context_of(4, part, scored(before), first=len(before))
-    output = generate_if_needed(function, lambda context: context.config)(ENGINE, batch, context)
-    assert asked == (list(ids) if generates else [])
-    assert output.batch is not None
-    assert output.batch.ids == tuple(ids), "the others know that these samples exist"
-    assert output.batch["input_ids"].lengths == ((2, 2, 2, 2) if generates else (0, 0, 0, 0))
+def test_a_batch_lacks_what_no_round_has_brought():
+    assert missing(2, {"groups/differing": 0}) == 2
+    assert missing(missing(2, {"groups/differing": 1}), {"groups/differing": 2}) == -1
 
 
-def test_scoring_sees_only_what_was_generated_and_gives_no_rows_to_the_rest():
+def test_a_call_that_does_not_run_gives_its_samples_no_rows():
     seen: list[int] = []
 
     def function(engine: Any, batch: SampleBatch, context: CallContext) -> CallOutput:
         seen.extend(batch.ids)
-        rows = Packed(torch.tensor([float(sample) for sample in batch.ids]), (1,) * len(batch))
+        rows = Packed(torch.zeros(0, dtype=torch.float64), ())
         return CallOutput(SampleBatch(batch.ids, {"scores": rows}), {"n": len(batch)})
 
-    output = on_generated(function)(ENGINE, scored([1, NAN, 1, NAN], first=4), context_of(4))
-    assert seen == [4, 6]
+    output = on_none(function)(ENGINE, scored([1, 1, 1, 1], first=4), context_of(4))
+    assert not seen
     assert output.batch is not None
-    assert output.batch.ids == (4, 5, 6, 7)
-    assert output.batch["scores"].lengths == (1, 0, 1, 0)
-    assert generated(output.batch, "scores")["scores"].values.tolist() == [4.0, 6.0]
+    assert output.batch.ids == (4, 5, 6, 7), "the others know that these samples exist"
+    assert output.batch["scores"].lengths == (0, 0, 0, 0)
     whole = scored([1, 0])
     assert with_others(whole, whole.ids) is whole
 
@@ -156,7 +137,9 @@ def test_an_iteration_in_rounds_is_one_part_of_generation_and_scoring_for_each()
     config = make_config({**DOCUMENT, "filter_groups": 3, "beta": 0.1})
     calls = {call.name: call for call in algorithm("dapo").calls(config)}
     assert {call.chunks for name, call in calls.items() if name != "actor_train"} == {3}
-    assert calls["actor_generate"].earlier == ("scores",)
+    assert {call.when for name, call in calls.items() if name != "actor_train"} == {"more_groups"}
+    [more] = calls["reward_inference"].decides
+    assert (more.first, more.each_part) == (2, True)
     assert (calls["actor_train"].n_seqs, calls["actor_train"].rounds) == (4, 3)
     assert DataflowGraph(list(calls.values()), algorithm("dapo").dataset_keys).n_seqs == 12
 
@@ -248,7 +231,9 @@ def test_where_one_round_suffices_it_is_as_if_there_were_no_other(start, folder)
         run = start(filter_groups=rounds, data={"train": str(folder / "unlike.jsonl")})
         metrics, _ = run.iterate(0)
         weights = [w.detach().clone() for w in run.engines["actor"].stage.named_slices().values()]
-        found.append(({k: v for k, v in metrics.items() if "per_s" not in k}, weights))
+        found.append(
+            ({k: v for k, v in metrics.items() if "per_s" not in k and k != "groups/differing"}, weights)
+        )
     (once, weights), (twice, others) = found
     assert once == twice
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))

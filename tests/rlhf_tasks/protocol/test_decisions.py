@@ -1,0 +1,218 @@
+"""Decisions: what their functions may read, when they are made, who waits for them, what a resumed run compares."""
+
+import functools
+import math
+import os
+import random
+import time
+
+import pytest
+
+from prefect_rlhf.rlhf_tasks.protocol.decisions import DecisionError, Decisions, pure
+from prefect_rlhf.rlhf_tasks.spec import CallNode, Decision, NodeKey, NodeResult
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
+from tests.rlhf_tasks.protocol.plans import small_plan
+
+BOUND, seen = 0.5, []
+
+
+def above(before, metrics, bound=BOUND):
+    return before + scaled(metrics["reward"]) * (metrics["reward"] > bound)
+
+
+def scaled(value):
+    return math.sqrt(max(value, 0.0)) ** 2
+
+
+def by_clock(before, metrics):
+    return time.time()
+
+
+def by_environment(before, metrics):
+    return float(os.environ.get("STOP", "0"))
+
+
+def by_chance(before, metrics):
+    return random.random()
+
+
+def by_import(before, metrics):
+    import torch
+
+    return torch.ones(1).item()
+
+
+def by_memory(before, metrics):
+    seen.append(metrics)
+    return len(seen)
+
+
+def inside(before, metrics):
+    return sum(float(open("x").read()) for _ in range(1))
+
+
+def through_another(before, metrics):
+    return by_clock(before, metrics)
+
+
+def privately(before, metrics):
+    return metrics.__class__.__base__
+
+
+def made(bound):
+    def around(before, metrics):
+        return bound
+
+    return around
+
+
+closed = made(3.0)
+
+
+def of(function, name="more", **fields):
+    return Decision(name=name, function=f"{__name__}:{function}", **fields)
+
+
+def test_a_function_of_its_arguments_constants_and_mathematics_is_taken():
+    assert pure(of("above"))(1.0, {"reward": 4.0}, bound=3.0) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        ("by_clock", "the module 'time'"),
+        ("by_environment", "the module 'os'"),
+        ("by_chance", "the module 'random'"),
+        ("by_import", "'torch'"),
+        ("by_memory", "'seen'"),
+        ("inside", "'open'"),
+        ("through_another", "the module 'time'"),
+        ("privately", "'__class__'"),
+        ("closed", "the variable 'bound' around it"),
+        ("functools", "what is no function"),
+    ],
+)
+def test_a_function_that_reads_what_no_journal_has_is_refused(function, reads):
+    assert functools
+    with pytest.raises(
+        ConfigError, match=rf"^the decision 'more' \(.*:{function}\) reads {reads}, which no journal"
+    ):
+        pure(of(function))
+
+
+def test_a_function_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"'more' is made by .*:nowhere, which cannot be imported"):
+        pure(of("nowhere"))
+
+
+def plan_of(**changes):
+    """`small_plan`, whose calls have other fields. changes: call -> its fields"""
+    nodes = tuple(
+        node.model_copy(update={"call": node.call.model_copy(update=changes.get(node.call.name, {}))})
+        if isinstance(node, CallNode)
+        else node
+        for node in small_plan().nodes
+    )
+    return small_plan().model_copy(update={"nodes": nodes})
+
+
+def result(iteration, node, **metrics):
+    key = NodeKey("run", 1, 0, iteration, node)
+    return NodeResult(key=key, rank=0, started_s=0.0, ended_s=1.0, metrics=metrics)
+
+
+CALLS = [node.name for node in small_plan().nodes if isinstance(node, CallNode)]
+FIRST, LAST = CALLS[0], CALLS[-1]
+
+
+def test_who_leads_to_the_deciding_call_reads_the_iteration_before_and_who_follows_this_one():
+    plan = plan_of(**{LAST: {"decides": (of("above"),)}, FIRST: {"when": "more"}})
+    decisions = Decisions(plan)
+    assert decisions.values(0, FIRST) == {"more": 0.0}, "the first one"
+    assert not decisions.runs(0, FIRST)
+    assert decisions.values(1, FIRST) is None, "iteration 0 has not decided"
+    decisions.make(0, LAST, result(0, LAST, reward=4.0))
+    assert decisions.values(1, FIRST) == {"more": 4.0}
+    decisions.make(1, LAST, result(1, LAST, reward=0.25))
+    assert decisions.values(2, FIRST) == {"more": 4.0}, "`before`, since 0.25 is not above the bound"
+
+    plan = plan_of(**{FIRST: {"decides": (of("above"),)}, LAST: {"when": "more"}})
+    decisions = Decisions(plan)
+    assert decisions.values(0, LAST) is None
+    decisions.make(0, FIRST, result(0, FIRST, reward=4.0))
+    assert decisions.values(0, LAST) == {"more": 4.0}
+
+
+def test_what_is_decided_and_of_what_is_in_the_result():
+    decisions = Decisions(plan_of(**{LAST: {"decides": (of("above", constants={"bound": 1.0}),)}}))
+    told = decisions.make(0, LAST, result(0, LAST, reward=4.0, kl=math.inf))
+    assert told.metrics == {"reward": 4.0, "kl": math.inf, "decided/more": 4.0}
+    assert told.details["decided"] == {
+        "metrics": {"reward": 4.0},
+        "decided": {"more": {"before": 0.0, "constants": {"bound": 1.0}, "ran": True, "value": 4.0}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "metrics", "message"),
+    [
+        ("above", {"kl": 1.0}, "has raised KeyError: 'reward'. The call's metrics are kl"),
+        ("huge", {"reward": 1.0}, "has given inf, which is no finite number"),
+    ],
+)
+def test_a_decision_that_cannot_be_made_says_why(function, metrics, message):
+    decisions = Decisions(plan_of(**{LAST: {"decides": (of(function),)}}))
+    with pytest.raises(DecisionError, match=message):
+        decisions.make(0, LAST, result(0, LAST, **metrics))
+
+
+def huge(before, metrics):
+    return math.inf
+
+
+def lines(plan, *rewards):
+    """The journal's lines of iterations with these rewards."""
+    decisions, written = Decisions(plan), []
+    for iteration, reward in enumerate(rewards):
+        told = decisions.make(iteration, LAST, result(iteration, LAST, reward=reward))
+        written.append({"iteration": iteration, "node": LAST, "decided": told.details["decided"]})
+    return written
+
+
+def test_a_resumed_attempt_continues_from_the_journal():
+    plan = plan_of(**{LAST: {"decides": (of("above"),)}, FIRST: {"when": "more"}})
+    assert Decisions(plan, lines(plan, 4.0, 9.0)).values(2, FIRST) == {"more": 13.0}
+
+
+def test_a_function_that_has_changed_since_is_named_with_what_it_decides_now():
+    plan = plan_of(**{LAST: {"decides": (of("above"),)}})
+    written = lines(plan, 4.0, 9.0)
+    other = plan_of(**{LAST: {"decides": (of("scaled_down"),)}})
+    with pytest.raises(
+        DecisionError, match=r"'more' of iteration 2 was 13, and would be 9 now: .*:scaled_down has"
+    ):
+        Decisions(other, written)
+
+
+def scaled_down(before, metrics, bound=0.0):
+    return metrics["reward"]
+
+
+def test_other_constants_change_what_comes_and_not_what_was():
+    plan = plan_of(**{LAST: {"decides": (of("above", constants={"bound": 5.0}),)}})
+    other = plan_of(**{LAST: {"decides": (of("above", constants={"bound": 1.0}),)}})
+    decisions = Decisions(other, lines(plan, 4.0, 9.0))
+    told = decisions.make(2, LAST, result(2, LAST, reward=4.0))
+    assert told.metrics["decided/more"] == 13.0
+
+
+def test_the_iteration_that_decides_to_stop_is_the_last_one():
+    decisions = Decisions(plan_of(**{LAST: {"decides": (of("above", "stop"),)}}))
+    assert decisions.stops(0) is None
+    decisions.make(0, LAST, result(0, LAST, reward=0.25))
+    assert decisions.stops(0) is False
+    decisions.make(1, LAST, result(1, LAST, reward=4.0))
+    assert decisions.stops(1) is True
+    decisions.forget(0, 1)
+    assert decisions.stops(1) is None
+    assert decisions.stops(0) is False
