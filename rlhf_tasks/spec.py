@@ -631,18 +631,6 @@ class ExecutionPlan(Frozen):
                 calls.setdefault(node.call.name, []).append(node)
         return calls
 
-    @property
-    def undecided(self) -> "ExecutionPlan":
-        """The same plan, whose calls all run."""
-        free = {"decides": (), "when": ""}
-        nodes = (
-            node.model_copy(update={"call": node.call.model_copy(update=free)})
-            if isinstance(node, CallNode)
-            else node
-            for node in self.nodes
-        )
-        return self.model_copy(update={"nodes": tuple(nodes)})
-
     def on(self, device: int) -> tuple[PlanNode, ...]:
         """The nodes that involve a device, in plan order: that rank's work."""
         return tuple(node for node in self.nodes if device in node.devices)

@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 337,
-    "hundreds of lines": 735,
-    "lines of the longest file": 650,
+    "files": 339,
+    "hundreds of lines": 740,
+    "lines of the longest file": 710,
     "modules of the fullest folder": 17,
-    "configuration paths of PPO": 145,
-    "configuration paths of GRPO": 140,
-    "hundreds of words in docs": 336,
+    "configuration paths of PPO": 148,
+    "configuration paths of GRPO": 143,
+    "hundreds of words in docs": 341,
     "files that name a kind of plan node": 16,
 }
 

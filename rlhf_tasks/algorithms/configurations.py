@@ -71,7 +71,7 @@ def make_config(document: Mapping[str, Any]) -> RunConfig:
     """Validate a parsed configuration. Raises ConfigError with a sentence for each fault."""
     kind = document.get("type")
     names = algorithm_names()
-    if not isinstance(kind, str) or kind not in names:
+    if not isinstance(kind, str) or (kind not in names and "." not in kind):
         if kind == PIPELINE:
             raise ConfigError(
                 "type: a pipeline is no single run. `prefect-rlhf run pipeline` runs its stages."

@@ -1,8 +1,8 @@
 """The registry of algorithms: one record each, by the name in a configuration's `type`. Torch-free.
 
 Built-in algorithms are the folders beside this file; `presets.py` has further names of theirs, with other defaults.
-Others are entry points of the group `prefect_rlhf.algorithms` in any installed package. A record is imported only
-when it is asked for.
+Others are entry points of the group `prefect_rlhf.algorithms` in any installed package, or modules by their dotted
+names, which have `ALGORITHM`. A record is imported only when it is asked for.
 """
 
 import pkgutil
@@ -219,11 +219,14 @@ def algorithm(name: str) -> Algorithm:
     Raises ConfigError naming the package when its record cannot be imported or is not valid. For an unknown name the
     error lists the algorithms.
     """
-    if name not in _sources():
+    if "." in name:
+        package, entry = name, EntryPoint(name, f"{name}:ALGORITHM", GROUP)
+    elif name in _sources():
+        package, entry = _sources()[name]
+    else:
         raise ConfigError(
             f"there is no algorithm {shown(name)}; registered are {', '.join(algorithm_names())}."
         )
-    package, entry = _sources()[name]
     if package == OURS:
         return entry.load()
     try:

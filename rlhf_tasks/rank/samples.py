@@ -63,7 +63,7 @@ class CallSamples:
         """Store what the call has made on this head; on other ranks there is nothing."""
         if output.batch is not None and self.is_on_head:
             to_store = {inside: outside for outside, inside in self.call.remap.items()}
-            self._store.put(output.batch.renamed(to_store).only(self.call.outputs))
+            self._store.put(output.batch.renamed(to_store).select(*self.call.outputs))
 
     def for_commit(self, drawn_ahead: Sequence[int]) -> list[SampleBatch]:
         """What a commit has to have of this head. drawn_ahead: ids of all samples that the call has drawn ahead"""

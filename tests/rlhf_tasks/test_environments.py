@@ -75,7 +75,7 @@ KEYS = ("input_ids", "response_mask", "old_logprobs", "truncated", "environment_
 def drawn(run, ids=range(16), iteration=0):
     """What a run draws for some samples of an iteration."""
     call = next(call for call in run.calls if call.kind == "generate")
-    batch = fetch(run.rows, run.config, list(ids)).select(list(ids))
+    batch = fetch(run.rows, run.config, list(ids)).reorder(list(ids))
     output = run.output(call, run.engines["actor"], batch, iteration, range(ids[0], ids[-1] + 1))
     return output.batch
 

@@ -5,6 +5,8 @@ The ranks run the product's own executor; only the runtime around it is replaced
 
 import json
 import tempfile
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +16,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from prefect_rlhf.flows.run.prepare import prepare
+from prefect_rlhf.rlhf_tasks.protocol.decisions import Decisions
 from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
 from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
 from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor
-from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeResult, PlanNode
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
 from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.settings import DEADLINES
@@ -113,16 +117,38 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
         has_shares = engine.layout.placement.strategy.weight_shares > 1
         assert (engine.stage.shares is not None) == has_shares, role
     seen = []
-    sequencer = Sequencer(plan, "test", 0, DEADLINES)
+    sequencer, decisions = Sequencer(plan, "test", 0, DEADLINES), Decisions(plan)
     for iteration in range(3):
         metrics: dict[str, float] = {}
         for request in sequencer.requests(iteration, in_snapshot=iteration == 2).get(rank, ()):
-            result = executor.execute(request, plan.node(request.key.node))
+            node = plan.node(request.key.node)
+            if node.name in decisions.readers:
+                request = replace(request, decided=awaited(decisions, iteration, node, Path(folder)))
+            result = executor.execute(request, node)
+            if node.name in decisions.made_after:
+                replace_file(Path(folder, f"{iteration} {node.name}"), json.dumps(result.metrics))
             metrics.update({f"{request.key.node}/{name}": value for name, value in result.metrics.items()})
         seen.append(metrics)
     executor._run._writer.close()  # when all parts are written
     executor.close()
     return seen
+
+
+def awaited(decisions: Decisions, iteration: int, node: PlanNode, folder: Path) -> dict[str, float]:
+    """What a node reads, as the controller would send it: other ranks write their calls' metrics into the folder."""
+    made, deadline = set(), time.monotonic() + 60
+    while (values := decisions.values(iteration, node.name)) is None:
+        assert time.monotonic() < deadline, f"{node.name} waits for a decision"
+        for name in decisions.made_after:
+            if name not in made and (path := folder / f"{iteration} {name}").exists():
+                made.add(name)
+                key = NodeKey("test", 0, 0, iteration, name)
+                metrics = json.loads(path.read_text())
+                decisions.make(
+                    iteration, name, NodeResult(key=key, rank=0, started_s=0, ended_s=0, metrics=metrics)
+                )
+        time.sleep(0.01)
+    return values
 
 
 def trajectory(

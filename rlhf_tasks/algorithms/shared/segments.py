@@ -76,7 +76,7 @@ def under_their_numbers(function: CallFunction) -> CallFunction:
         output = function(engine, SampleBatch(ids, batch.data), context)
         if output.batch is None:
             return output
-        return CallOutput(SampleBatch(batch.ids, output.batch.select(ids).data), output.metrics)
+        return CallOutput(SampleBatch(batch.ids, output.batch.reorder(ids).data), output.metrics)
 
     return on_numbered
 

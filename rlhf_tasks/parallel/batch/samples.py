@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class SampleBatch:
     def __getitem__(self, key: str) -> Packed:
         return self.data[key]
 
-    def select(self, ids: Sequence[int]) -> "SampleBatch":
+    def reorder(self, ids: Sequence[int]) -> "SampleBatch":
         """The samples `ids`, in that order. Raises KeyError for an id that is not in the batch."""
         if tuple(ids) == self.ids:
             return self
@@ -84,12 +85,85 @@ class SampleBatch:
         """The same samples under other keys. names: old key -> new key; a key that is not among them stays"""
         return SampleBatch(self.ids, {names.get(key, key): packed for key, packed in self.data.items()})
 
-    def only(self, keys: Iterable[str]) -> "SampleBatch":
+    def select(self, *keys: str) -> "SampleBatch":
         """The same samples with these keys alone. Raises KeyError for one that they do not have."""
         return SampleBatch(self.ids, {key: self.data[key] for key in keys})
 
+    def union(self, other: "SampleBatch") -> "SampleBatch":
+        """The same samples with the keys of both; also written `|`.
+
+        Raises ValueError where the samples are not the same ones in the same order, and for a key of both whose
+        values differ.
+        """
+        if self.ids != other.ids:
+            raise ValueError(
+                f"union of the samples {_some(self.ids)} and {_some(other.ids)}: they are not the same in the same "
+                "order. Reorder one of the batches."
+            )
+        for key in self.data.keys() & other.data.keys():
+            mine, theirs = self[key], other[key]
+            if mine.lengths != theirs.lengths or not torch.equal(mine.values, theirs.values):
+                raise ValueError(
+                    f"union: both batches have {key!r}, with other values. Select the keys of one of them."
+                )
+        return SampleBatch(self.ids, {**self.data, **other.data})
+
+    __or__ = union
+
+    def repeat(self, n: int) -> "SampleBatch":
+        """Each sample n times, side by side, under its id."""
+        return self.take([place for place in range(len(self)) for _ in range(n)])
+
+    def chunk(self, n: int) -> list["SampleBatch"]:
+        """n parts of consecutive samples, equal but for one sample; `concat` is the inverse."""
+        ends = [len(self) * part // n for part in range(n + 1)]
+        return [self.take(range(ends[part], ends[part + 1])) for part in range(n)]
+
+    def pad(self, key: str, fill: float = 0) -> Tensor:
+        """A key's values as a rectangle [n, longest, ...], with `fill` after each sample's rows."""
+        return pad_sequence(self[key].split(), batch_first=True, padding_value=fill)
+
+    def unpad(self, like: str, **padded: Tensor) -> "SampleBatch":
+        """The same samples with further keys, whose rectangles [n, longest, ...] have rows where `like` has them.
+
+        Raises ValueError for a rectangle of another size.
+        """
+        lengths, made = self[like].lengths, dict(self.data)
+        for key, values in padded.items():
+            if tuple(values.shape[:2]) != (len(self), max(lengths, default=0)):
+                raise ValueError(
+                    f"unpad: {key!r} is {list(values.shape)}, but {like!r} has {len(self)} samples of up to "
+                    f"{max(lengths, default=0)} rows. Give it that shape."
+                )
+            rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
+            made[key] = Packed.of(rows) if rows else Packed(values.flatten(0, 1), ())
+        return SampleBatch(self.ids, made)
+
     def to(self, device: torch.device) -> "SampleBatch":
         return SampleBatch(self.ids, {key: packed.to(device) for key, packed in self.data.items()})
+
+
+def concat(batches: Sequence[SampleBatch]) -> SampleBatch:
+    """The samples of all batches, one after the other. Raises ValueError where their keys differ."""
+    first, *others = batches
+    for other in others:
+        if other.data.keys() != first.data.keys():
+            raise ValueError(
+                f"concat of batches with the keys {', '.join(first.data)} and {', '.join(other.data)}. Select the "
+                "same keys of all."
+            )
+    data = {
+        key: Packed(
+            torch.cat([batch[key].values for batch in batches]),
+            tuple(length for batch in batches for length in batch[key].lengths),
+        )
+        for key in first.data
+    }
+    return SampleBatch(tuple(sample for batch in batches for sample in batch.ids), data)
+
+
+def _some(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:4])) + (", ..." if len(ids) > 4 else "")
 
 
 class SampleStore:

@@ -191,7 +191,7 @@ def run_calls(
             shifted.ids, strategy[0], balance, config.num_mini_batches, tokens_of(shifted), config.group_size
         )
         mine = dealt[engine.coordinate.dp]
-        mine = shifted.select(mine) if engine.is_head else None
+        mine = shifted.reorder(mine) if engine.is_head else None
         batch = share_batch(mine, engine.placement, engine.groups)
         for name in calls:
             nothing: Any = SimpleNamespace()

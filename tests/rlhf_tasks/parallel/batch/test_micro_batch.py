@@ -51,7 +51,7 @@ def test_split_keeps_every_key_with_its_sample() -> None:
 
 def test_fewer_samples_make_fewer_micro_batches() -> None:
     assert len(split(_batch([2, 3]), 5)) == 2
-    assert split(_batch([2, 3]).select([]), 5) == split(_batch([2, 3]).select([]), 5, 1) == []
+    assert split(_batch([2, 3]).reorder([]), 5) == split(_batch([2, 3]).reorder([]), 5, 1) == []
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 200))

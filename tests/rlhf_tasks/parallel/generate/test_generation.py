@@ -210,10 +210,10 @@ def test_tokens_do_not_depend_on_the_batch():
     together = responses(draw(engine, batch, max_new_tokens=16, stop_ids=STOPS))
     assert len({len(r) for r in together.values()}) > 2, "sequences of different lengths make the test"
     for sample_id in batch.ids:
-        alone = responses(draw(engine, batch.select([sample_id]), max_new_tokens=16, stop_ids=STOPS))
+        alone = responses(draw(engine, batch.reorder([sample_id]), max_new_tokens=16, stop_ids=STOPS))
         assert alone == {sample_id: together[sample_id]}
     reverse = draw(
-        engine, batch.select(batch.ids[::-1]), max_new_tokens=16, stop_ids=STOPS, groups_in_flight=3
+        engine, batch.reorder(batch.ids[::-1]), max_new_tokens=16, stop_ids=STOPS, groups_in_flight=3
     )
     assert reverse.ids == batch.ids[::-1]
     assert responses(reverse) == together
@@ -433,7 +433,7 @@ def test_a_shared_prompt_gives_the_tokens_of_a_repeated_one(limits: dict[str, in
     assert shared.ids == batch.ids
     assert len(set(map(tuple, responses(shared).values()))) > len(LENGTHS), "samples of a prompt differ"
     for sample_id, logprobs in zip(shared.ids, shared["old_logprobs"].split(), strict=True):
-        alone = draw(engine, batch.select([sample_id]), **options)
+        alone = draw(engine, batch.reorder([sample_id]), **options)
         assert responses(alone) == {sample_id: responses(shared)[sample_id]}
         torch.testing.assert_close(logprobs, alone["old_logprobs"].values)
 
@@ -529,7 +529,7 @@ def _generate_on(
     groups = ProcessGroups(device_sets(placement), 240.0, CPU)
     engine = build(model[0], dtype, strategy, groups, options.pop("tokens", None), **model[1])
     mine = [i for n, i in enumerate(batch.ids) if n // 2 % strategy.dp == placement.coordinate(rank).dp]
-    samples = draw(engine, batch.select(mine), **options)
+    samples = draw(engine, batch.reorder(mine), **options)
     groups.close()
     return samples
 
@@ -540,7 +540,7 @@ def assert_alike(of_ranks: list[SampleBatch | None], alone: SampleBatch, dp: int
     assert len(heads) == dp
     assert sorted(sample for samples in heads for sample in samples.ids) == sorted(alone.ids)
     for samples in heads:
-        expected = alone.select(samples.ids)
+        expected = alone.reorder(samples.ids)
         assert samples.data.keys() == expected.data.keys()
         for key, packed in expected.data.items():
             bound = 1e-5 if key == "old_logprobs" else 0

@@ -129,7 +129,7 @@ def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
             "kept_tokens": Packed.of([torch.cat(kept[a:b]) for a, b in pairwise(starts)]),
         },
     )
-    micro = micro_batch(batch.select([7, 4]))
+    micro = micro_batch(batch.reorder([7, 4]))
     order = [*range(9, TOKENS), *range(9)]
     logits = logits[order]
     got, entropy = packed_logprobs_and_entropy(logits, micro, WHOLE, 0.7)

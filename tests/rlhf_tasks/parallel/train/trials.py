@@ -132,8 +132,8 @@ def part_of_batch(dp_rank: int, dp: int) -> SampleBatch:
     batch = whole_batch()
     if dp == 4:
         bounds = (0, 1, 1, 4, 7)
-        return batch.select(batch.ids[bounds[dp_rank] : bounds[dp_rank + 1]])
-    return batch.select(batch.ids[dp_rank::dp])
+        return batch.reorder(batch.ids[bounds[dp_rank] : bounds[dp_rank + 1]])
+    return batch.reorder(batch.ids[dp_rank::dp])
 
 
 def groups_of_batch(dp_rank: int, dp: int) -> SampleBatch:
