@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 339,
-    "hundreds of lines": 740,
+    "files": 341,
+    "hundreds of lines": 742,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 148,
