@@ -37,7 +37,7 @@ POOLS: dict[str, dict[str, Any]] = {
 class OwnLoopConfig(PPOConfig):
     """PPO by a loop of one's own."""
 
-    type: Literal["prefect_rlhf.deployments.examples.own_loop"] = NAME
+    type: Literal["prefect_rlhf.deployments.examples.own_loop"] = NAME  # pyright: ignore[reportIncompatibleVariableOverride]
     most_kl: float = Field(default=10.0, gt=0, description="KL per sequence, in nats, that ends the run.")
 
 

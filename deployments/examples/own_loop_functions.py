@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.ppo.functions import critic_inference, shifted, value_loss
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
@@ -46,7 +47,7 @@ def advantages(engine: Engine, batch: SampleBatch, context: CallContext) -> Call
 
     Metrics: kl (mean over the sequences of KL(policy || reference), in nats).
     """
-    config = context.config
+    config = _own(context)
     if len(batch) < context.n_seqs:
         raise ValueError(
             f"advantages has {len(batch)} of {context.n_seqs} samples. Give its pool one device."
@@ -68,6 +69,11 @@ def advantages(engine: Engine, batch: SampleBatch, context: CallContext) -> Call
     return CallOutput(made.select("advantages", "returns"), {"kl": kl.sum(1).double().mean().item()})
 
 
+def _own(context: CallContext) -> PPOConfig:
+    assert isinstance(context.config, PPOConfig), f"{context.config.type} runs have no such call"
+    return context.config
+
+
 def _whitened(gained: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and standard deviation 1 over the response tokens."""
     of_tokens = gained[mask].double()
@@ -77,7 +83,7 @@ def _whitened(gained: Tensor, mask: Tensor) -> Tensor:
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Optimizer steps on the clipped policy loss: the mean over the response tokens of a mini-batch."""
-    bounds = context.config.cliprange
+    bounds = _own(context).cliprange
     objective = Objective(token_ratio, partial(clipped_loss, low=bounds, high=bounds), per_token)
     tokens, learned = _tokens(engine, batch, context), batch["response_mask"].values
     counts = Counts([], tokens, tokens)
@@ -87,7 +93,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
 
 def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Optimizer steps on the clipped value loss: the mean over the response tokens of a mini-batch."""
-    config = context.config
+    config = _own(context)
 
     def loss(stage_values: Tensor, micro: MicroBatch) -> LossTerms:
         data = micro.data

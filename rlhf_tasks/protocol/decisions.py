@@ -203,8 +203,10 @@ class Decisions:
         self, iteration: int, node: str, decision: Decision, metrics: Mapping[str, float]
     ) -> dict[str, Any]:
         """Make a decision; what it was made of, and its value. Where its call did not run, it stays as it was."""
-        at = (iteration, self._before[node]) if decision.each_part else (iteration - 1, node)
-        before = decision.first if at[1] is None else self._values.get((*at, decision.name), decision.first)
+        then, source = (iteration, self._before[node]) if decision.each_part else (iteration - 1, node)
+        before = decision.first
+        if source is not None:
+            before = self._values.get((then, source, decision.name), before)
         runs = self.runs(iteration, node)
         value = self._called(decision, before, metrics, decision.constants) if runs else before
         self._values[iteration, node, decision.name] = value
