@@ -47,7 +47,7 @@ def advantages(engine: Engine, batch: SampleBatch, context: CallContext) -> Call
 
     Metrics: kl (mean over the sequences of KL(policy || reference), in nats).
     """
-    config = _own(context)
+    config = _config(context)
     if len(batch) < context.n_seqs:
         raise ValueError(
             f"advantages has {len(batch)} of {context.n_seqs} samples. Give its pool one device."
@@ -69,7 +69,7 @@ def advantages(engine: Engine, batch: SampleBatch, context: CallContext) -> Call
     return CallOutput(made.select("advantages", "returns"), {"kl": kl.sum(1).double().mean().item()})
 
 
-def _own(context: CallContext) -> PPOConfig:
+def _config(context: CallContext) -> PPOConfig:
     assert isinstance(context.config, PPOConfig), f"{context.config.type} runs have no such call"
     return context.config
 
@@ -83,7 +83,7 @@ def _whitened(gained: Tensor, mask: Tensor) -> Tensor:
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Optimizer steps on the clipped policy loss: the mean over the response tokens of a mini-batch."""
-    bounds = _own(context).cliprange
+    bounds = _config(context).cliprange
     objective = Objective(token_ratio, partial(clipped_loss, low=bounds, high=bounds), per_token)
     tokens, learned = _tokens(engine, batch, context), batch["response_mask"].values
     counts = Counts([], tokens, tokens)
@@ -93,7 +93,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
 
 def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Optimizer steps on the clipped value loss: the mean over the response tokens of a mini-batch."""
-    config = _own(context)
+    config = _config(context)
 
     def loss(stage_values: Tensor, micro: MicroBatch) -> LossTerms:
         data = micro.data
