@@ -59,7 +59,7 @@ def runs(rank: int, world: int, kind: str, strategy: tuple[int, ...], folder: st
         engine, place = engine_on(rank, strategy, "lm"), Path(folder, f"{anomaly} {action}")
         config = config_of(kind, OPTIONS[kind] | BOUNDS[anomaly] | {"on_anomaly": action})
         call = next(call for call in algorithm(kind).calls(config) if call.name == "actor_train")
-        sound = samples(kind).only(call.inputs)
+        sound = samples(kind).select(*call.inputs)
         function = load_functions(algorithm(kind), [call.name])[call.name]
         of_run: list[Any] = []
         for iteration in range(4):
