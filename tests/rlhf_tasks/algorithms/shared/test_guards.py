@@ -68,7 +68,7 @@ def runs(rank: int, world: int, kind: str, strategy: tuple[int, ...], folder: st
             dealt = partition(
                 whole.ids, strategy[0], "count", config.num_mini_batches, None, config.group_size
             )
-            mine = whole.select(dealt[engine.coordinate.dp]) if engine.is_head else None
+            mine = whole.reorder(dealt[engine.coordinate.dp]) if engine.is_head else None
             batch = share_batch(mine, engine.placement, engine.groups)
             before = [shard.tensor.clone() for shard in engine.optimizer.shard_state()]
             nothing: Any = SimpleNamespace()
