@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 341,
-    "hundreds of lines": 744,
+    "hundreds of lines": 745,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 148,
