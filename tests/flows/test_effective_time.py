@@ -30,7 +30,6 @@ def test_a_kill_in_ten_iterations_of_ten_seconds_leaves_nine_tenths_of_the_time(
     with MarkedCommand(tmp_path / "log", *command, environment=variables) as run:
         assert run.process.wait(1500) == 0, run.output
         run.assert_gone()
-        assert "this process exits" not in run.output, "the other ranks keep their processes"
     folder = tmp_path / "runs" / "killed"
     generations = [generation for _, generation in generations_of(folder).values()]
     assert generations == [0] * 5 + [1] * 10 + [2] * 5
@@ -39,6 +38,7 @@ def test_a_kill_in_ten_iterations_of_ten_seconds_leaves_nine_tenths_of_the_time(
     began = min(row["started_s"] for row in rows)
     steps = [end - before for before, end in zip([began, *ends], ends, strict=False)]
     usual_s = median(steps)
-    share = ITERATIONS * max(usual_s, LEAST_S) / (ends[-1] - began)
+    lost_s = ends[-1] - began - ITERATIONS * usual_s
+    share = 1 / (1 + lost_s / (ITERATIONS * LEAST_S))  # as if every iteration took ten seconds
     print(f"iterations of {usual_s:.2f} s; after the kills {steps[5]:.2f} and {steps[15]:.2f} s: {share:.1%}")
     assert share >= 0.9
