@@ -5,7 +5,7 @@ Imports no torch, Prefect or Dask. A plan is plain data: reading it does not nee
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -140,11 +140,11 @@ class ModelFunctionCall(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_before(cls, saved: Any) -> Any:
+    def _of_before(cls, saved: Any) -> object:
         """A call in a plan of before may have an empty list of keys of earlier parts."""
-        if isinstance(saved, dict) and saved.get("earlier") == []:
-            return {key: value for key, value in saved.items() if key != "earlier"}
-        return saved
+        if isinstance(saved, dict) and cast(dict[str, Any], saved).get("earlier") == []:
+            return {key: value for key, value in cast(dict[str, Any], saved).items() if key != "earlier"}
+        return cast(object, saved)
 
     @property
     def n_groups(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pkgutil import resolve_name
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from prefect_rlhf.rlhf_tasks.spec import (
     ROWS,
@@ -100,7 +100,7 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
 
 def _is_constant(value: object) -> bool:
     if isinstance(value, tuple | frozenset):
-        return all(map(_is_constant, value))
+        return all(_is_constant(each) for each in cast(Iterable[object], value))
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -217,7 +217,7 @@ class Decisions:
     ) -> float:
         who = f"the decision {decision.name!r} ({decision.function})"
         try:
-            value = self._functions[decision.name](before, dict(metrics), **constants)
+            value: object = self._functions[decision.name](before, dict(metrics), **constants)
         except Exception as fault:
             raise DecisionError(
                 f"{who} has raised {type(fault).__name__}: {one_line(str(fault))}. The call's metrics are "
