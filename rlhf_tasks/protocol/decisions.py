@@ -217,7 +217,7 @@ class Decisions:
     ) -> float:
         who = f"the decision {decision.name!r} ({decision.function})"
         try:
-            value: object = self._functions[decision.name](before, dict(metrics), **constants)
+            value = cast(object, self._functions[decision.name](before, dict(metrics), **constants))
         except Exception as fault:
             raise DecisionError(
                 f"{who} has raised {type(fault).__name__}: {one_line(str(fault))}. The call's metrics are "
