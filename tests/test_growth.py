@@ -21,7 +21,7 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 341,
+    "files": 342,
     "hundreds of lines": 745,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,

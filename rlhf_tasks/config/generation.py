@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from prefect_rlhf.rlhf_tasks.config.settings import Pair, Settings
 from prefect_rlhf.rlhf_tasks.parallel.generate.beside import SECONDS_A_TOKEN, STALL_S, START_S
+from prefect_rlhf.rlhf_tasks.system.wires import HEADER_VALUE
 
 BUILT_IN, VLLM, OPENAI = "builtin", "vllm", "openai"
 MODULE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
@@ -78,11 +79,17 @@ class GenerationConfig(Settings):
         return self
 
     def key(self) -> str | None:
-        """The server's key, from this process's environment. Raises ValueError where it is not set."""
+        """The server's key, from this process's environment. Raises ValueError where none is set, or one that cannot
+        be sent."""
         if self.api_key_env is None:
             return None
         if not (key := os.environ.get(self.api_key_env)):
             raise ValueError(f"generation.api_key_env: {self.api_key_env} is not set here. Set it.")
+        if not HEADER_VALUE.fullmatch(key):  # not shown: it is a secret
+            raise ValueError(
+                f"generation.api_key_env: the key in {self.api_key_env} has a line break or another character that "
+                "no header may have. Remove it where the variable is set."
+            )
         return key
 
 

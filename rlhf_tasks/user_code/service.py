@@ -9,18 +9,16 @@ import asyncio
 import http.client
 import ipaddress
 import json
-import re
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from prefect_rlhf.rlhf_tasks.system.wires import HEADER_VALUE, ending
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.forms import Parameters, Reward
 
@@ -29,7 +27,6 @@ RETRIES = 3  # of a request that cannot be sent, or whose service is busy
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; twice as long after each
 NOT_FOR_US = (401, 403, 404, 405)  # whatever is asked: the address or the login is at fault
 BUSY = 429
-_HEADER = re.compile(r"[\x20-\x7e\xa0-\xff]*")  # what the value of a header may have
 _NOT_PUBLIC = [
     ipaddress.ip_network(each)
     for each in ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "fec0::/10", "192.88.99.0/24")
@@ -66,7 +63,7 @@ class Endpoint:
     def refuse_headers(self) -> None:
         """Raises RewardError for a header that cannot be sent."""
         for header, value in self.headers.items():
-            if not _HEADER.fullmatch(str(value)):  # not shown: it may be a secret
+            if not HEADER_VALUE.fullmatch(str(value)):  # not shown: it may be a secret
                 raise RewardError(
                     f"{self.who}: the value of the header {header} has a line break or another character "
                     "that no header may have. Remove it where the value is set."
@@ -103,7 +100,7 @@ class Endpoint:
         try:
             with _connected(addresses, port, until_s) as plain:
                 plain.settimeout(self.timeout_s)
-                with _ending(plain, until_s):
+                with ending(plain, until_s):
                     wire = plain
                     if url.scheme == "https":
                         wire = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
@@ -238,25 +235,6 @@ def is_public(address: str) -> bool:
     if any(ip in network for network in _NOT_PUBLIC):
         return False
     return ip.is_global and not ip.is_multicast and (inner is None or is_public(str(inner)))
-
-
-@contextmanager
-def _ending(wire: socket.socket, until_s: float) -> Iterator[None]:
-    """Ends a connection at a time, whatever it is doing: a slow peer must not prolong it byte by byte."""
-
-    def shut() -> None:
-        with suppress(OSError):  # the peer was quicker
-            ours.shutdown(socket.SHUT_RDWR)
-
-    with wire.dup() as ours:  # TLS takes the original over
-        timer = threading.Timer(max(until_s - time.monotonic(), 0.0), shut)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()
 
 
 def _reason(error: Exception) -> str:

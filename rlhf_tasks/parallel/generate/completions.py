@@ -9,18 +9,19 @@ import http.client
 import json
 import math
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from prefect_rlhf.rlhf_tasks.parallel.generate.beside import SECONDS_A_TOKEN, STALL_S, GenerationFault
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import STALL_S, GenerationFault
+from prefect_rlhf.rlhf_tasks.system.wires import ending
 
 MOST_BYTES = 256 << 20  # of an answer
 RETRIES, FIRST_PAUSE_S = 3, 0.5  # of a request that could not be answered; each pause is twice the last
-SMALL_S = 30.0  # for an answer that takes no work
+SMALL_S = 30.0  # for a connection, and for an answer that takes no work
 BUSY = 429
 NEVER = (
     -100.0
@@ -64,7 +65,7 @@ class Completions:
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._open: set[http.client.HTTPConnection] = set()
+        self._open: set[Callable[[], None]] = set()  # what ends each request
         self._lock = threading.Lock()
         self._aborted = False
         self._card: Mapping[str, Any] = {}
@@ -102,11 +103,19 @@ class Completions:
         return self._known().current(self)
 
     def complete(
-        self, prompt: Sequence[int], seed: int, most: int, sampling: Mapping[str, Any], top: int = 1
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        most: int,
+        sampling: Mapping[str, Any],
+        top: int = 1,
+        within_s: float = math.inf,
     ) -> tuple[Answer, list[list[float]]]:
         """A response to a prompt, and the log-probabilities of the `top` most probable tokens at each place.
 
         sampling  temperature, top_k, top_p, min_tokens, stop_token_ids, stop, logit_bias
+        within_s  as `post` has it. Many requests wait in the server's queue: who sends them leaves it out, and
+                  decides when to `abort` them
         """
         self._known()
         answered = self.post(
@@ -126,7 +135,7 @@ class Completions:
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
             },
-            STALL_S + most * SECONDS_A_TOKEN,
+            within_s,
         )
         return self._answer(answered, prompt, most)
 
@@ -178,7 +187,8 @@ class Completions:
         self.current()
         prompt = [token % vocabulary for token in range(1, 9)]
         first, second = (
-            self.complete(prompt, 0, 1, {"temperature": temperature}, PROBED)[1][:1] for temperature in (1, 2)
+            self.complete(prompt, 0, 1, {"temperature": temperature}, PROBED, STALL_S)[1][:1]
+            for temperature in (1, 2)
         )
         if not first or not second or min(len(first[0]), len(second[0])) < 2:
             raise self._unfit("returns no log-probabilities of the most probable tokens (logprobs)")
@@ -201,10 +211,9 @@ class Completions:
     def abort(self) -> None:
         """From another thread: end every request. The server notices, and drops what it draws for them."""
         with self._lock:
-            self._aborted, connections = True, list(self._open)
-        for connection in connections:
-            with suppress(OSError, AttributeError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+            self._aborted = True
+            for end in self._open:
+                end()
 
     def _known(self) -> Dialect:
         if self._dialect is None:
@@ -226,7 +235,7 @@ class Completions:
                 return self._once(method, path, content, until_s)
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                if isinstance(error, TimeoutError) or time.monotonic() > until_s:
+                if time.monotonic() >= until_s:
                     within_s *= self._patience
                     raise GenerationFault(f"{self.url}{path} gave no answer in {within_s:.0f} s") from None
             if self._aborted:
@@ -239,21 +248,34 @@ class Completions:
 
     def _once(self, method: str, path: str, content: bytes | None, until_s: float) -> dict[str, Any]:
         """Raises OSError and HTTPException where another try may succeed."""
-        url = urlsplit(self.url)
+        url, left_s = urlsplit(self.url), until_s - time.monotonic()
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.hostname or "", url.port, timeout=max(until_s - time.monotonic(), 0.001))
-        with self._lock:
-            if self._aborted:
-                raise GenerationFault(f"{self.url}{path}: the request was ended")
-            self._open.add(connection)
-        try:
-            connection.request(method, url.path + path, content, self._headers)
-            response = connection.getresponse()
-            answer = response.read(MOST_BYTES + 1)
-        finally:
+        connection = kind(url.hostname or "", url.port)
+        plain = socket.create_connection(
+            (connection.host, connection.port), min(max(left_s, 0.001), SMALL_S * self._patience)
+        )
+        plain.settimeout(None)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a body follows its headers at once
+        with plain, ending(plain, until_s) as end:
             with self._lock:
-                self._open.discard(connection)
-            connection.close()
+                if self._aborted:
+                    raise GenerationFault(f"{self.url}{path}: the request was ended")
+                self._open.add(end)
+            try:
+                connection.sock = plain
+                if url.scheme == "https":
+                    connection.sock = ssl.create_default_context().wrap_socket(
+                        plain, server_hostname=url.hostname
+                    )
+                connection.request(method, url.path + path, content, self._headers)
+                response = connection.getresponse()
+                answer = response.read(MOST_BYTES + 1)
+            finally:
+                with self._lock:
+                    self._open.discard(end)
+                connection.close()
+        if time.monotonic() >= until_s or (response.length and len(answer) <= MOST_BYTES):
+            raise http.client.IncompleteRead(answer, response.length)
         return self._read(path, response.status, answer)
 
     def _read(self, path: str, status: int, answer: bytes) -> dict[str, Any]:

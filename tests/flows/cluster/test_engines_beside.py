@@ -153,12 +153,23 @@ def test_on_gpus_vllm_must_be_able_to_divide_the_heads(
         ("", {"weights_dir": "."}, "generation.weights_dir=.: the server reads it from a folder of its own"),
         ("", {"model": "mine"}, "generation: http.* has no model 'mine', but policy. Correct model"),
         ("", {"api_key_env": "RLHF_NOT_SET"}, "generation.api_key_env: RLHF_NOT_SET is not set here. Set it"),
+        (
+            "",
+            {"api_key_env": "RLHF_BROKEN"},
+            "api_key_env: the key in RLHF_BROKEN has a line break or another",
+        ),
         ("no ids", {}, "generation: http.* returns no token ids"),
     ],
 )
 def test_a_server_is_asked_before_a_run_takes_anything(
-    folder: Path, tmp_path: Path, mode: str, changes: dict[str, Any], said: str | None
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    changes: dict[str, Any],
+    said: str | None,
 ):
+    monkeypatch.setenv("RLHF_BROKEN", "sk-secret\n")
     with serving(260, mode) as server:
         generation = {"engine": "openai", "url": server.url, "weights_dir": str(tmp_path), **changes}
         config = make_config(document("grpo", folder, num_generations=2, generation=generation))
@@ -167,5 +178,6 @@ def test_a_server_is_asked_before_a_run_takes_anything(
             if said is None:
                 check_generation(config, shape)
                 continue
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises(ConfigError, match=said) as raised:
                 check_generation(config, shape)
+            assert "sk-" not in str(raised.value)

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import uint8
 
 TOKENS = 5
+QUEUE_S = 0.25  # of a completion, one after another
 KEY = "word"
 
 
@@ -77,6 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(400, {"error": "prompt: give a text"})
         if mode == "hang" and self.path == "/v1/completions":
             time.sleep(60)
+        if mode == "queue" and self.path == "/v1/completions":
+            with server.lock:
+                time.sleep(QUEUE_S)
+        if mode == "drips":
+            return self._drip()
         if mode == "old" and self.path != "/v1/models":
             return self._send(404, {})
         paths = {
@@ -95,6 +101,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def _drip(self) -> None:
+        """A byte now and then: no single wait is long, the whole answer takes ten seconds and more."""
+        self.send_response(200)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+        with suppress(OSError):
+            for _ in range(100):
+                self.wfile.write(b" ")
+                time.sleep(0.1)
 
     def _models(self, _: Any) -> Any:
         owner = "someone" if self.server.mode == "owner" else "sglang"

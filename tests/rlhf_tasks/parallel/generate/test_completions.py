@@ -1,5 +1,6 @@
 """A server of completions: what it must be able to do is found out before a run, and each fault has its sentence."""
 
+import math
 import threading
 import time
 from typing import Any
@@ -110,5 +111,13 @@ def test_a_server_that_hangs_has_a_deadline_and_a_request_can_be_ended(
             threading.Timer(0.5, client.abort).start()
         began_s = time.monotonic()
         with pytest.raises(GenerationFault, match=said):
-            client.complete([1], 0, 2, SAMPLING)
+            client.complete([1], 0, 2, SAMPLING, within_s=math.inf if aborts else 120.0)
         assert time.monotonic() - began_s < 20
+
+
+def test_a_server_that_answers_byte_by_byte_does_not_prolong_a_deadline():
+    with serving(VOCABULARY, "drips") as server:
+        began_s = time.monotonic()
+        with pytest.raises(GenerationFault, match="/v1/models gave no answer in 1 s"):
+            Completions(server.url, None, None, 1 / 30).examine(VOCABULARY, 64)
+        assert time.monotonic() - began_s < 6

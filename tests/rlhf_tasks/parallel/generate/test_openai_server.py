@@ -1,6 +1,7 @@
 """A server that draws for all replicas: weights change for all at once, and what it draws with is asked for."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from prefect_rlhf.rlhf_tasks.parallel.generate import completions, openai_server
+from prefect_rlhf.rlhf_tasks.parallel.generate.drawn import Request
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.openai_server import POLICY, OpenAI
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
@@ -58,3 +61,17 @@ def test_one_replica_writes_the_weights_of_a_version_and_all_draw_with_them(rank
         assert of_rank[0] == of_rank[1], "the same weights and seeds"
     assert first[0] != second[0], "seeds are of the samples"
     assert [path.name for path in tmp_path.iterdir() if path.name != "base"] == [POLICY], "one copy is kept"
+
+
+def test_what_waits_in_the_servers_queue_has_time_while_other_responses_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One response ends each 0.25 s, all 12 in 3 s; without any, 1.6 s are waited."""
+    for module in (openai_server, completions):
+        monkeypatch.setattr(module, "STALL_S", 1.0)
+    engine: Any = SimpleNamespace(layout=SimpleNamespace(shape=SimpleNamespace(vocab=VOCABULARY)))
+    with serving(VOCABULARY, "queue") as server:
+        generator = OpenAI(terms(tmp_path, server.url))
+        generator._name = server.version
+        answers = generator._answers(engine, [Request([1], seed, 3) for seed in range(12)], ORDER)
+    assert [answer.tokens[0] for answer in answers] == [seed % VOCABULARY for seed in range(12)]
