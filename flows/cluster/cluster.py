@@ -458,23 +458,25 @@ def slots_of(ranks: Sequence[Member], n_hosts: int, per_host: int) -> list[Membe
     return [*slots, *[None] * n_devices][:n_devices]
 
 
-async def another_rank(cluster: DaskCluster, known: Container[str]) -> None:
-    """Wait until the scheduler has a worker for a rank that answers and has none of the known names."""
-    seen = 0
+async def another_rank(cluster: DaskCluster, known: Container[str]) -> str:
+    """Wait until the scheduler has a worker for a rank that answers and has none of the known names. Its name."""
+    name, seen = "", 0
     while seen < BACK_LOOKS:
         await asyncio.sleep(BACK_EVERY_S)
-        seen = seen + 1 if await _has_another(cluster, known) else 0
+        name = await _another(cluster, known)
+        seen = seen + 1 if name else 0
+    return name
 
 
-async def _has_another(cluster: DaskCluster, known: Container[str]) -> bool:
+async def _another(cluster: DaskCluster, known: Container[str]) -> str:
     with suppress(OSError, ClusterError):  # no scheduler answers; workers that offer several devices
         workers = (await _identity(cluster, cluster.scheduler_address))["workers"]
         for rank in ranks_and_controllers(workers)[0]:
             if rank.name not in known:
                 with suppress(OSError):
                     await _identity(cluster, rank.address)
-                    return True
-    return False
+                    return rank.name
+    return ""
 
 
 async def _identity(cluster: DaskCluster, address: str) -> Any:

@@ -211,6 +211,8 @@ class Replanning:
         why      other than that it is faster
         Raises OSError where it cannot be written to the log of plans, ConfigError where it cannot be priced.
         """
+        if self._judging is not None:
+            self._judging.cancel()  # it compares with the plan before
         expected = await asyncio.to_thread(planned, self._config, plan, problem)
         await asyncio.to_thread(log_change, self._folder, step, plan, why)
         reach(Point.PLAN_LOGGED)

@@ -142,7 +142,11 @@ class Attempts:
         self._view, self._orders = view, orders
         self._replanning, self._restarts = replanning, restarts
         self._slots: list[Member | None] = []  # [devices of the whole cluster] the rank of each that is there
-        self._returned = False  # devices are back that the present plan does without
+        self._returned = ""  # the name of a worker that is back, and that the present plan does without
+        self._seen: set[str] = (
+            set()
+        )  # names of the workers of the cluster, also of those that no plan can use
+        self._vain: set[str] = set()  # names of workers whose return has not given the run more devices
         self._returned_at: int | None = None  # the commit at which it was taken
         self._useless: set[str] = set()  # names of workers that came back and were lost again at once
 
@@ -221,15 +225,20 @@ class Attempts:
         """The cluster whose ranks are those of the present plan, which is another one where ranks are missing or are
         back. Raises RunFailed."""
         place, replanning = self._prepared.config.cluster, self._replanning
-        if self._prepared.config.on_device_loss != "shrink":
-            return cluster
-        more, self._returned = self._returned, False
-        if more:
-            self._returned_at = newest_step(self._folder) or 0
-        ranks = [rank for rank in cluster.ranks if rank.name not in self._useless]
-        self._slots = slots_of(ranks, place.n_hosts, place.per_host)
-        if None in self._slots:
-            return await self._shrunk(cluster, "devices are back" if more else "workers are missing", more)
+        if self._prepared.config.on_device_loss == "shrink":
+            ranks = [rank for rank in cluster.ranks if rank.name not in self._useless]
+            slots = slots_of(ranks, place.n_hosts, place.per_host)
+            returned, self._returned = self._returned, ""
+            more = bool(returned) and slots.count(None) < self._slots.count(None)
+            if more:
+                self._returned_at = newest_step(self._folder) or 0
+            elif returned:
+                self._vain.add(returned)
+            self._slots, self._seen = slots, {rank.name for rank in cluster.ranks}
+            if None in slots:
+                return await self._shrunk(
+                    cluster, "devices are back" if more else "workers are missing", more
+                )
         if replanning.present.plan.n_devices < place.n_devices:
             with _logged():
                 await replanning.return_to_all(newest_step(self._folder) or 0)
@@ -240,6 +249,8 @@ class Attempts:
         """The cluster without lost ranks, with a plan for the others. Raises RunFailed."""
         if self._returned_at == (newest_step(self._folder) or 0):
             self._useless |= lost.names
+        self._seen -= lost.names
+        self._vain -= lost.names
         self._slots = [None if rank is None or rank.name in lost.names else rank for rank in self._slots]
         return await self._shrunk(cluster, lost.why)
 
@@ -304,9 +315,8 @@ class Attempts:
         """End the attempt at its next commit when devices that it does without are back."""
         if None not in self._slots:
             return
-        await another_rank(cluster, {rank.name for rank in self._slots if rank} | self._useless)
+        self._returned = await another_rank(cluster, self._seen | self._useless | self._vain)
         self._view.say("a lost device is back: the run takes it at the next commit")
-        self._returned = True
         self._orders.renew()
 
     def _hear(self, event: Any) -> None:
@@ -319,11 +329,13 @@ class Attempts:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Raises RunFailed where a change of plan cannot be written down."""
+    """Raises RunFailed where a new plan cannot be priced or written down."""
     try:
         yield
-    except OSError as error:
-        raise RunFailed(f"the new plan could not be written to the log of plans: {error}") from error
+    except (OSError, ValueError) as error:
+        raise RunFailed(
+            f"the new plan could not be priced or written to the log of plans: {error}"
+        ) from error
 
 
 class Restarts:

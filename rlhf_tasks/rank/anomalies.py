@@ -26,7 +26,6 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import all_reduce
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import host_copies
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.parallel.train.state_files import (
-    NotAsWritten,
     Written,
     pieces_of,
     state_size_bytes,
@@ -100,34 +99,31 @@ class TrainRecord(Record):
             return
         failed = ""
         if self._is_lead:
-            whole = {
-                "steps": tuple(self._steps),
-                "metrics": dict(metrics),
-                "files": _take_files(self._unfinished),
-            }
+            whole = {"steps": tuple(self._steps), "metrics": dict(metrics)}
             try:
+                whole["files"] = _take_files(self._unfinished)
                 write_manifest(self._unfinished, self._dump.model_copy(update=whole))
                 os.rename(self._unfinished, self._folder)
                 sync(self._folder.parent)
-            except OSError as error:
-                failed = str(error)
-        if self._on_any(bool(failed)):
+            except (OSError, ValueError) as error:
+                failed = repr(error)
+        if self._has_failed(failed):
             self._dump = None
-            logger.warning("the anomaly is not written down: %s", failed or "another rank's disk has failed")
 
     def _begin(self, anomaly: str) -> None:
         """Write this rank's part of the dump, unless there is one of the role."""
         if self._is_lead:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
+            for left in self._folder.parent.glob(f"{self._call.role}-iteration-*.tmp"):
+                shutil.rmtree(left, ignore_errors=True)
         if self._on_any(self._is_lead and bool(dumps_of(self._context.run_folder, self._call.role))):
             return
         failed = ""
         try:
             self._write_parts()
-        except (OSError, NotAsWritten) as error:
-            failed = str(error)
-        if self._on_any(bool(failed)):
-            logger.warning("the anomaly is not written down: %s", failed or "another rank's disk has failed")
+        except Exception as error:  # also of memory: the other ranks wait for this one
+            logger.exception("this rank's part of the anomaly is not written")
+            failed = repr(error)
+        if self._has_failed(failed):
             return
         engine, context = self._engine, self._context
         assert engine.optimizer is not None
@@ -161,8 +157,17 @@ class TrainRecord(Record):
             files=(),
         )
 
+    def _has_failed(self, failed: str) -> bool:
+        """Whether any rank has failed, which leaves nothing. failed: why this one has; "" where it has not."""
+        if not self._on_any(bool(failed)):
+            return False
+        if self._is_lead:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+        logger.warning("the anomaly is not written down: %s", failed or "another rank has failed")
+        return True
+
     def _write_parts(self) -> None:
-        """Raises OSError, NotAsWritten."""
+        """Raises OSError, NotAsWritten, and errors of memory."""
         engine, rank = self._engine, self._engine.groups.rank
         assert engine.optimizer is not None
         state = list(engine.optimizer.shard_state())

@@ -174,7 +174,7 @@ class Played:
         if isinstance(end, DevicesLost):
             raise end
         if end == "back":
-            self.attempts._returned = True
+            self.attempts._returned = "a"
             return TrainingResult(0, (), Order.RENEW)
         return TrainingResult(9, ())
 
@@ -277,6 +277,67 @@ def test_an_order_to_end_is_carried_out_at_the_last_commit(played):
     assert len(run.used) == 1
 
 
+@pytest.mark.parametrize("order", ["stop", "wait"])
+def test_a_shrunk_run_that_is_resumed_with_another_order_has_all_devices_again(played, order):
+    run = played()
+    commit(run.folder, 3)
+    run.coming = [lost("a"), "end"]
+    run.run()
+    run.config.__dict__["on_device_loss"] = order
+    run.coming = ["end"]
+    assert run.run() is Order.CONTINUE
+    assert run.used == [["a", "b"], ["b"], ["a", "b"]]
+    assert logged_changes(run.folder)[-1].why == "all devices are back"
+
+
+@pytest.mark.parametrize("fault", [OSError("no space left"), ConfigError("no figures of the device")])
+def test_a_plan_that_cannot_be_logged_or_priced_ends_the_run_with_a_sentence(played, monkeypatch, fault):
+    run = played()
+    commit(run.folder, 3)
+    run.coming = [lost("a"), "back"]
+
+    async def fails(step):
+        raise fault
+
+    monkeypatch.setattr(run.replanning, "return_to_all", fails)
+    with pytest.raises(RunFailed, match=f"could not be priced or written to the log of plans: {fault}"):
+        run.run()
+
+
+def test_workers_that_fit_in_no_host_of_the_plan_end_no_attempt(config, tmp_path, monkeypatch):
+    """Two hosts of two devices. Two workers are on b, and one each on a, c and d: two of these are of no use."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    place = {"n_hosts": 2, "devices_per_host": 2, "address": "tcp://127.0.0.1:1"}
+    run = Played(config(cluster=place, plan="heuristic"), folder, monkeypatch)
+    commit(folder, 3)
+    names = ("a1", "b1", "b2", "c1", "d1")
+    workers = {
+        f"at-{name}": {"resources": {"slot": 1}, "host": name[0], "nanny": None, "name": name}
+        for name in names
+    }
+    ranks = tuple(Member(name, f"at-{name}", name[0]) for name in names[:4])  # of which a cluster takes four
+    found = DaskCluster("tcp://s:1", ranks, Member("boss", "at-boss", "a"), None)
+
+    async def identity(cluster, address):
+        return {"workers": workers}
+
+    monkeypatch.setattr(cluster, "_identity", identity)
+    monkeypatch.setattr(cluster, "BACK_EVERY_S", 0.001)
+
+    async def attempts():
+        used = await run.attempts._fit_to(found)
+        await asyncio.wait_for(run.attempts._watch_for_return(used), 20)
+        assert run.attempts._returned == "d1"
+        again = await run.attempts._fit_to(found)
+        assert again.ranks == used.ranks
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run.attempts._watch_for_return(again), 0.2)
+
+    asyncio.run(attempts())
+    assert [change.plan.n_devices for change in logged_changes(folder)] == [2]
+
+
 # --- a rank that is back ---------------------------------------------------------------------------------
 
 
@@ -298,7 +359,7 @@ def test_a_rank_is_back_when_it_has_answered_twice(monkeypatch):
 
     monkeypatch.setattr(cluster, "_identity", identity)
     found = DaskCluster("tcp://s:1", (), Member("boss", "at-boss", "a"), None)
-    asyncio.run(asyncio.wait_for(another_rank(found, {"a"}), 20))
+    assert asyncio.run(asyncio.wait_for(another_rank(found, {"a"}), 20)) == "b"
     assert answers == []
     assert asked.count("at-b") == 5
 

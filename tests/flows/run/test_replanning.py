@@ -141,6 +141,31 @@ def test_a_change_that_cannot_be_written_down_is_none(watched, tmp_path, monkeyp
     assert len(watching.plans) == 1
 
 
+def test_a_plan_that_is_followed_meanwhile_ends_the_search_for_a_better_one(watched, expected, monkeypatch):
+    watching, *_ = watched
+    monkeypatch.setattr(replanning, "planned", lambda *_: expected)
+
+    async def meanwhile():
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def search(config, folder):
+            begun.set()
+            await ended.wait()
+            return proposal(0.5)
+
+        watching._propose = search
+        rows = lineage_of(2.0, 9)
+        for t in range(9):
+            watching.committed(t, [row for row in rows if row["iteration"] == t])
+        await begun.wait()
+        await watching.follow(9, swapped_plan(), None, "a device is lost")
+        ended.set()
+        await asyncio.wait([watching._judging])
+
+    asyncio.run(meanwhile())
+    assert watching.better is None
+
+
 def test_a_better_plan_stays_out_where_the_change_costs_more_than_it_saves(watched):
     watching, _, _, said = watched
     watching.cost.start_s = 9.0

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -193,7 +194,40 @@ def test_a_run_that_stops_on_two_ranks_leaves_a_dump_that_one_rank_computes_agai
             Replay(dumped)
 
 
-def test_a_second_anomaly_and_a_disk_that_fails_leave_no_dump_and_end_no_run(site, tmp_path, monkeypatch):
+FAULTS = {
+    "write_checked": (0, OSError(28, "No space left on device")),
+    "_take_files": (0, ValueError("not a note")),
+    "host_copies": (1, MemoryError("does not pin")),
+}
+"""Function of a dump -> the rank on which it fails, and how."""
+
+
+def on_ranks_of_which_one_fails(rank: int, world: int, site: str, *of_run: Any) -> list[int]:
+    """How many iterations there were in each run, one for each of FAULTS."""
+    dist.destroy_process_group()
+    torch.set_num_threads(1)
+    counts = []
+    with installed(Path(site)):
+        for name, (where, error) in FAULTS.items():
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == where:
+                    patch.setattr(anomalies, name, Mock(side_effect=error))
+                prefix = f"{rendezvous.prefix}{name}"
+                counts.append(len(iterate(rank, *of_run, rendezvous.port, prefix, world)))
+    return counts
+
+
+@pytest.mark.dist
+def test_a_dump_that_fails_on_one_rank_leaves_nothing_and_ends_no_run(ranks, site, tmp_path):
+    with installed(site):
+        *_, folder = of_run = prepared_run(tmp_path, 2, "0-1 d2")
+        left = dump_folder(Path(folder), "actor", 0).with_suffix(".tmp")
+        left.mkdir(parents=True)
+        assert ranks.run(2, on_ranks_of_which_one_fails, str(site), *of_run) == [[3, 3, 3]] * 2
+    assert list(left.parent.iterdir()) == []
+
+
+def test_a_second_anomaly_and_one_too_large_leave_no_dump_and_end_no_run(site, tmp_path, monkeypatch):
     with installed(site):
         *_, folder = of_run = prepared_run(tmp_path, 1, "0")
         with monkeypatch.context() as patch:
