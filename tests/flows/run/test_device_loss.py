@@ -283,7 +283,7 @@ def test_a_shrunk_run_that_is_resumed_with_another_order_has_all_devices_again(p
     commit(run.folder, 3)
     run.coming = [lost("a"), "end"]
     run.run()
-    run.config.__dict__["on_device_loss"] = order
+    run.attempts._prepared.config.__dict__["on_device_loss"] = order
     run.coming = ["end"]
     assert run.run() is Order.CONTINUE
     assert run.used == [["a", "b"], ["b"], ["a", "b"]]
