@@ -213,12 +213,19 @@ def _try_builtin(reward: RewardConfig, columns: Sequence[str]) -> None:
         ]
         Parameters(names, (), takes_any=False).refuse_unknown(reward.location, reward.kwargs)
         if isinstance(function, type):
-            function(**reward.kwargs)
+            lacks = [column for column in function(**reward.kwargs).columns if column not in columns]
+            if lacks:
+                raise RewardError(
+                    f"reward {reward.location}: it names the column {lacks[0]!r}, which the rows lack "
+                    f"({', '.join(columns) or 'they have no further ones'})."
+                )
             return
         nothing = {name: [] for name in columns}
         function(**{**nothing, "completions": [], "completion_ids": [], **reward.kwargs})
     except RewardError as error:
         raise ConfigError(str(error)) from None
+    except TypeError as error:  # an argument that must be given is missing
+        raise ConfigError(f"reward {reward.location}: {error}.") from None
 
 
 def _refuse_lost_code(reward: RewardConfig, folder: Path | None) -> None:

@@ -8,6 +8,7 @@ account. Dask's variables for TLS are set on this host only; the others inherit 
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -82,7 +83,11 @@ def main() -> int:
             f"cluster.n_hosts={len(place.hosts)}",
             f"cluster.devices_per_host={place.devices}",
         )
-        return subprocess.run(["prefect-rlhf", "run", *run, *where], check=False).returncode
+        with subprocess.Popen(["prefect-rlhf", "run", *run, *where]) as command:
+            # The run ends at its commit; a terminal sends it Ctrl-C itself.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, lambda *_: command.terminate())
+            return command.wait()
 
 
 if __name__ == "__main__":

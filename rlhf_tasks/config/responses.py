@@ -290,6 +290,10 @@ def routed(value: Any) -> Any:
         if not isinstance(rewards, list | tuple) or not rewards:
             raise ValueError(f"{of_value}: give a list of rewards, found {shown(rewards)}")
         for reward in rewards:
+            if not (callable(reward) or isinstance(reward, Mapping)):
+                raise ValueError(
+                    f"{of_value}: a reward is a mapping such as {{function: ...}}, found {shown(reward)}"
+                )
             if isinstance(reward, Mapping) and "only" in reward:
                 raise ValueError(
                     f"{of_value}: a reward under by: {column} has no `only` of its own. Leave it out"
@@ -300,8 +304,6 @@ def routed(value: Any) -> Any:
             values.append(of_value)
     return [
         {**({"function": reward} if callable(reward) else reward), "only": {column: values}}
-        if callable(reward) or isinstance(reward, Mapping)
-        else reward
         for reward, values in every
     ]
 

@@ -133,7 +133,7 @@ class _Share:
 
     keys    place -> key of its value, where values are kept
     values  place -> value, at first of those that are kept
-    logged  what the reward logs
+    logged  what the reward logs; of several calls, lists joined and numbers added
     """
 
     reward: Reward
@@ -141,23 +141,33 @@ class _Share:
     values: dict[int, RewardValue]
     logged: dict[str, Any] = field(default_factory=dict)
 
+    def log(self, logged: Mapping[str, Any]) -> None:
+        """Take what a call has logged."""
+        for name, value in logged.items():
+            before = self.logged.get(name)
+            kinds = (list, int | float)
+            if any(isinstance(value, kind) and isinstance(before, kind) for kind in kinds):
+                value = before + value
+            self.logged[name] = value
+
     def calls(self, places: Sequence[int]) -> Iterator[_Call]:
         """The calls that judge the answers at these places."""
         most = 1 if self.reward.form.per_answer else self.reward.answers_per_call or max(len(places), 1)
         for first in range(0, len(places), most):
-            yield _Call(self.reward, places[first : first + most], self.logged)
+            yield _Call(self.reward, places[first : first + most])
 
 
 class Judge:
     """The rewards of one process.
 
     begin  `rewards`, as the configuration has them; `kept`, the folder of values that are kept, and `writer`, the
-           name of this process's file there; `skips`: an answer that a reward fails on is skipped, else it is a fault
+           name of this process's file there; `skips`: an answer that a reward fails on is skipped, else it is a
+           fault; `alone`: nothing else judges, so a row that no reward judges is a fault
     Raises RewardError for a reward that cannot be used.
     """
 
     def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
-        self._caller, self._skips = caller, begin["skips"]
+        self._caller, self._skips, self._alone = caller, begin["skips"], begin["alone"]
         self._kept = KeptValues(begin["kept"] and Path(begin["kept"]), begin["writer"])
         self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection open
         rewards: list[Mapping[str, Any]] = begin["rewards"]
@@ -176,7 +186,8 @@ class Judge:
         answers, state = Answers(**request["answers"]), TrainerState(*request["progress"])
         batch = _Batch(answers, state, request["until_s"] - MARGIN_S, request["timeout_s"])
         left_out = set(map(tuple, request["left_out"]))
-        self._refuse_unrouted(answers)
+        if self._alone:
+            self._refuse_unrouted(answers)
         shares, calls = dict[str, _Share](), list[_Call]()
         for entry, places in self._shared_out(answers, *request["part"]):
             name, keys = entry.reward.name, _keys(entry.code, answers, places)
@@ -185,6 +196,8 @@ class Judge:
             calls += shares[name].calls([p for p in places if p not in known and (name, p) not in left_out])
         faults: list[tuple[str, int, str]] = []
         for call in self._called(calls, batch):
+            if call.error is None:
+                shares[call.reward.name].log(call.logged)
             for place, value in zip(call.places, _values(call, batch), strict=True):
                 if not isinstance(value, RewardError):
                     shares[call.reward.name].values[place] = value
@@ -302,7 +315,7 @@ class Judge:
         alone = self._one_by_one(failed, batch)
         guilty = [call for call in alone if call.error is not None]
         others = [call.places[0] for call in alone if call.error is None]
-        together = _Call(failed.reward, others, failed.logged)
+        together = _Call(failed.reward, others)
         apart = [*guilty, together] if others else guilty
         if guilty and others:
             self._begin(together, batch)
@@ -338,6 +351,8 @@ def _entry(stated: Mapping[str, Any], kwargs: Mapping[str, Any]) -> _Entry:
         with importing(f"reward {location}"):
             reward = load_reward(name, location, kwargs, per)
     of_values = location if per == "sequence" else f"{location} per {per}"
+    if stated["service"] is not None and stated["service"]["body"] != "own":
+        of_values += f" as {stated['service']['body']}"
     code = code_digest(reward.file, of_values, stated["kwargs"]) if stated["cache"] else ""
     return _Entry(reward, stated["concurrency"], code, stated["only"])
 

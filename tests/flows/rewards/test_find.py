@@ -35,6 +35,12 @@ def test_a_reward_that_cannot_be_found_is_refused(call, document, tmp_path, func
 @pytest.mark.parametrize(
     ("name", "kwargs", "parts"),
     [
+        (
+            "judge",
+            {"url": "https://a.org", "model": "m", "against": "refrence"},
+            ("names the column 'refrence'",),
+        ),
+        ("judge", {"model": "m"}, ("missing 1 required positional argument: 'url'",)),
         ("right", {}, ("no reward of that name is built in", "exact_match, format, judge, length")),
         ("exact_match", {}, ("none of the columns answer, solution", "data.column_map")),
         ("format", {"pattern": "("}, ("'(' is no regular expression",)),

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -151,6 +152,14 @@ def test_a_reply_without_a_score_is_asked_for_again_and_then_costs_its_sample(ch
         ({"rubric": {"swears": -1.0}}, "no criterion of its rubric has a weight above 0"),
         ({"pattern": "("}, "pattern '\\('|pattern \\( is none"),
         ({"tries": 0}, "tries=0 must be above 0"),
+        ({"most": "10"}, "most='10' is not a number"),
+        ({"rubric": ["short"]}, "is not a mapping of criteria"),
+        ({"rubric": {"short": "much"}}, "a weight is no number"),
+        ({"rubric": {"short": 1.0}, "template": "{completion}"}, "template lacks {criteria}"),
+        ({"against": "task", "template": "{completion} {task}"}, "template lacks {first}"),
+        ({"url": "api.example.org/v1"}, "url is not of the form"),
+        ({"url": "http://user:hunter2@localhost/v1"}, "url is not of the form"),
+        ({"url": "http://localhost/v1?api=3"}, "url is not of the form"),
         ({"template": "{nothing}"}, "its template names {nothing}, but there is only"),
         ({"allow_private": False}, "in a private network"),
     ],
@@ -158,6 +167,42 @@ def test_a_reply_without_a_score_is_asked_for_again_and_then_costs_its_sample(ch
 def test_what_cannot_be_used_is_said_in_a_sentence(chat: Chat, wrong: dict[str, Any], sentence: str):
     with pytest.raises(RewardError, match=sentence):
         judged(chat, lambda q, n: "Score: 1", **wrong)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        '{"score": 1e999}',
+        '{"score": 1' + "0" * 400 + "}",
+        '{"score": true}',
+        '{"score": "much"}',
+        "{}",
+        "[1]",
+    ],
+)
+def test_a_score_that_is_none_is_asked_for_again(chat: Chat, reply: str):
+    schema = {"type": "object"}
+    verdict = judged(
+        chat, lambda q, n: reply if n <= 3 else '{"score": 5} {"why": 1}', schema=schema, tries=4
+    )
+    assert verdict.values == {"judge": [0.5] * 3}
+
+
+def test_the_cost_of_a_batch_is_its_own(chat: Chat):
+    chat.says = lambda question, number: "**Score:** 5"
+    every = {"url": chat.url, "model": "grader", "allow_private": True}
+    process = RewardProcess(config_of([{"function": "builtin:judge", "kwargs": every}]))
+    try:
+        both = [process.submit(SUMS).result(timeout=110).logged["judge"]["judge/requests"] for _ in range(2)]
+    finally:
+        process.close()
+    assert both == [3, 3]
+
+
+def test_a_column_named_criteria_stands_in_a_template(chat: Chat):
+    columns = {**SUMS.columns, "criteria": ["be short"] * 3}
+    judged(chat, lambda q, n: "Score: 1", replace(SUMS, columns=columns), template="{criteria}: {completion}")
+    assert chat.asked[0]["messages"][0]["content"].startswith("be short: ")
 
 
 def routes(column: str = "data_source", **more: Any) -> dict[str, Any]:
@@ -191,12 +236,22 @@ def test_a_reward_judges_only_the_rows_that_are_routed_to_it():
         process.close()
 
 
+def test_beside_a_reward_model_rows_need_no_reward():
+    add = {"function": "builtin:exact_match", "kwargs": {"column": "ground_truth"}, "only": {"task": ["add"]}}
+    process = RewardProcess(config_of([add], models={"actor": "a", "reward": "r"}))
+    try:
+        assert process.submit(SUMS).result(timeout=110).values == {"exact_match": [1.0, 0.0, None]}
+    finally:
+        process.close()
+
+
 @pytest.mark.parametrize(
     ("rewards", "sentence"),
     [
         ({"gsm8k": []}, "or by: COLUMN and a list for each of its values"),
         ({"by": "task"}, "or by: COLUMN and a list for each of its values"),
         ({"by": "task", "add": []}, "add: give a list of rewards"),
+        ({"by": "task", "add": ["builtin:length"]}, "add: a reward is a mapping such as"),
         (
             {"by": "task", "add": [{"function": "builtin:length", "only": {"a": ["b"]}}]},
             "has no `only` of its own",
