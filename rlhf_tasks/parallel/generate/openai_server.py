@@ -5,6 +5,7 @@ writes them, when every replica has drawn what it had to, and the others wait fo
 """
 
 import shutil
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -26,7 +27,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of, beside_weights
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
-POLICY = "policy"  # the folder in weights_dir
+POLICY = "policy"  # begins the name of a folder in weights_dir
 AT_ONCE = 256  # requests of a replica
 SEEDS = 2**31  # servers take fewer bits than ours have
 
@@ -45,6 +46,7 @@ class OpenAI:
         self._handover = Handover()
         self._engine: Engine | None = None
         self._name = ""  # of the weights that the server was given
+        self._folder: Path | None = None  # that has them; of the first replica
         self._taken: tuple[int, int] | None = None
 
     def take(self, engine: Engine) -> None:
@@ -59,8 +61,7 @@ class OpenAI:
         handed = self._handover.write(engine) if engine.coordinate.dp == 0 else None
         if handed is not None:
             self._name = f"{engine.version}-{handed['digest']}"
-            self._write(Path(self._terms.settings["weights_dir"]))
-            self._server.take(str(Path(self._terms.settings["weights_dir"], POLICY)), self._name)
+            self._hand_over()
         self._name = self._said(engine, self._name)
         self._taken = ours
 
@@ -69,17 +70,21 @@ class OpenAI:
         mesh = tuple(sorted(engine.placement.devices))
         return broadcast_json(value, engine.placement.heads[0], engine.groups[mesh], engine.device)
 
-    def _write(self, folder: Path) -> None:
-        """Replace the folder of the weights by those of the handover."""
-        base, whole = base_of(self._terms.folder), folder / POLICY
-        unfinished = folder / f".{POLICY}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        for path in (base / "config.json", *beside_weights(base)):
-            shutil.copy2(path, unfinished / path.name)
-        save_file(self._handover.tensors(), unfinished / "model.safetensors", {"format": "pt"})
-        shutil.rmtree(whole, ignore_errors=True)
-        unfinished.rename(whole)
+    def _hand_over(self) -> None:
+        """Have the server load what is handed over, from a folder in place of the last one. No other run has the same
+        folder: the server must not load another's weights under this one's name."""
+        before, base = self._folder, base_of(self._terms.folder)
+        self._folder = folder = Path(
+            self._terms.settings["weights_dir"], f"{POLICY}-{self._name}-{uuid.uuid4().hex[:8]}"
+        )
+        try:
+            folder.mkdir(parents=True)
+            for path in (base / "config.json", *beside_weights(base)):
+                shutil.copy2(path, folder / path.name)
+            save_file(self._handover.tensors(), folder / "model.safetensors", {"format": "pt"})
+            self._server.take(str(folder), self._name)
+        finally:
+            _remove(before)
 
     def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:
         """Ask for one response to each prompt. Collective over the replica: no rank is ahead of its head."""
@@ -145,6 +150,12 @@ class OpenAI:
         self._server.abort()
 
     def close(self) -> None:
-        """Let go of the memory of the weights. The server runs on."""
+        """Let go of the memory and the folder of the weights. The server runs on."""
         self._server.abort()
         self._handover.close()
+        _remove(self._folder)
+
+
+def _remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_s
 from prefect_rlhf.rlhf_tasks.parallel.generate import completions, openai_server
 from prefect_rlhf.rlhf_tasks.parallel.generate.drawn import Request
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
-from prefect_rlhf.rlhf_tasks.parallel.generate.openai_server import POLICY, OpenAI
+from prefect_rlhf.rlhf_tasks.parallel.generate.openai_server import OpenAI
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
 from tests.rlhf_tasks.parallel.generate.completion_server import serving
 from tests.rlhf_tasks.parallel.generate.test_handover import CPU
@@ -46,6 +46,14 @@ def draws(rank, world, folder, url) -> list[list[int]]:
             drawn.append(batch["input_ids"].values.tolist())
             assert batch["response_mask"].values.tolist() == [False] * 2 + [True] * 3
             assert generator.version == version
+            assert len(list(folder.glob("policy-*"))) == 1, "one copy is kept"
+        (ours,) = folder.glob("policy-*")
+        other = OpenAI(terms(folder, url))
+        other.take(engine)
+        if rank == 0:
+            assert {ours} < set(folder.glob("policy-*")), "that of another run has a folder of its own"
+        other.close()
+        assert ours.exists()
     finally:
         generator.close()
     return drawn
@@ -56,11 +64,13 @@ def test_one_replica_writes_the_weights_of_a_version_and_all_draw_with_them(rank
     with serving(VOCABULARY) as server:
         first, second = ranks.run(2, draws, tmp_path, server.url)
         versions = [body["weight_version"] for body in server.bodies("/update_weights_from_disk")]
-        assert [version.partition("-")[0] for version in versions] == ["0", "1"], "each version once"
+        assert [version.partition("-")[0] for version in versions] == ["0", "1", "1"], (
+            "each version once in a run"
+        )
     for of_rank in (first, second):
         assert of_rank[0] == of_rank[1], "the same weights and seeds"
     assert first[0] != second[0], "seeds are of the samples"
-    assert [path.name for path in tmp_path.iterdir() if path.name != "base"] == [POLICY], "one copy is kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_what_waits_in_the_servers_queue_has_time_while_other_responses_end(
