@@ -349,23 +349,23 @@ def generate_in_turns(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int)
 
 
 def generate_beside(
-    mesh: OnMesh, call: ModelFunctionCall, cached: float, weights: int, take_s: float
+    mesh: OnMesh, call: ModelFunctionCall, cached: float, kv_heads: int, weights: int
 ) -> CallCost:
-    """The cost of a generation by another engine: seconds as of our own, in as many parts as its keys and values
-    leave no room for at once, and those in which it takes the weights; its memory instead of ours.
+    """The cost of a generation by another engine that has the weights: seconds as of our own, in as many parts as its
+    keys and values leave no room for at once; its memory instead of ours.
 
-    cached   bytes of a token's keys and values in all layers
-    weights  bytes of the whole model
-    take_s   seconds in which the weights are handed over
+    cached    bytes of a token's keys and values in all layers
+    kv_heads  their heads in a layer: more ranks have copies of them
+    weights   bytes of the whole model
     On a host without GPUs the engine of a replica is one process beside its head, so all counts at the first stage.
     """
     other, stages, parts = mesh.workload.other, mesh.strategy.pp, 1
     assert other is not None, "the ranks draw"
     ranks = mesh.strategy.tp * stages if mesh.gpus else 1
     if other.kv_bytes is not None:
-        of_sequence = mesh.workload.cache_tokens * cached / ranks
+        of_sequence = mesh.workload.cache_tokens * cached / min(ranks, kv_heads)
         parts = -(-mesh.share(call) // max(1, int(other.kv_bytes // of_sequence)))
-    seconds = generate_in_turns(mesh, call, parts).seconds + take_s
+    seconds = generate_in_turns(mesh, call, parts).seconds
     if not mesh.gpus:
         return CallCost(seconds, (other.copies * weights + (other.kv_bytes or 0), *(0.0,) * (stages - 1)))
     return CallCost(seconds, (weights / ranks + other.kv_bytes if other.kv_bytes else 0.0,) * stages)

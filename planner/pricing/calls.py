@@ -188,7 +188,7 @@ class CostModel:
         known = self._costs.setdefault(key, {})
         if missing := [count for count in counts if count not in known]:
             price: Callable[[OnMesh, ModelFunctionCall, int], CallCost] = {
-                "generate": self._generated,
+                "generate": self._generated_after_handover,
                 "inference": infer,
                 "train_step": train,
             }[call.kind]
@@ -197,16 +197,29 @@ class CostModel:
         return [known[count] for count in counts]
 
     def _generated(self, mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-        """The price of a generation, by whoever draws. Another engine knows no micro-batches."""
+        """The price of a generation by whoever draws and has the weights. Another engine knows no micro-batches."""
         if self.workload.other is None:
             return generate_in_turns(mesh, call, micro_batches)
         whole, itemsize = self._sizes(call.role, ParallelStrategy()), self.workload.itemsize
         (parameters,) = parameters_by_stage([whole])
         size_bytes = parameters * itemsize
-        slowest = min(profile.host_copy_bytes_per_s for profile in self.classes.profiles)
-        take_s = PASSES_OF_HANDOVER * size_bytes / slowest
         cached = 2 * whole.cached * whole.layers * itemsize
-        return generate_beside(mesh, call, cached, size_bytes, take_s)
+        return generate_beside(mesh, call, cached, self.models[call.role].shape.kv_heads, size_bytes)
+
+    def _generated_after_handover(
+        self, mesh: OnMesh, call: ModelFunctionCall, micro_batches: int
+    ) -> CallCost:
+        """The price of a call's part; its first part hands the weights over, and each has its share of that."""
+        cost = self._generated(mesh, call, micro_batches)
+        return replace(cost, seconds=cost.seconds + self._handover_s(call.role) / call.chunks)
+
+    def _handover_s(self, role: str) -> float:
+        """Seconds in which another engine takes a role's weights."""
+        if self.workload.other is None:
+            return 0.0
+        (parameters,) = parameters_by_stage([self._sizes(role, ParallelStrategy())])
+        slowest = min(profile.host_copy_bytes_per_s for profile in self.classes.profiles)
+        return PASSES_OF_HANDOVER * parameters * self.workload.itemsize / slowest
 
     def _mesh(self, role: str, where: _Circumstances, workload: Workload) -> OnMesh:
         s, devices = where.strategy, [self._inside_calls[number] for number in where.classes]
@@ -381,6 +394,7 @@ class CostModel:
                 call = _evaluates(role, "inference", at_once)
                 parts.append(infer(on, call, min(s.pp, on.share(call))))
             seconds = -(-asked.rows // at_once) * sum(part.seconds for part in parts)
+            seconds += self._handover_s(role) if asked.answers else 0.0
             active = [max(of_stage) for of_stage in zip(*(part.active_bytes for part in parts), strict=True)]
             if s.weight_shares > 1:
                 on = self._mesh(role, self._where(placement), self.workload)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefect_rlhf.planner.plan.mesh import Cluster
-from prefect_rlhf.planner.plan.workload import Lengths, OtherEngine
+from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, OtherEngine
 from prefect_rlhf.planner.pricing.calls import CallCost
 from prefect_rlhf.planner.pricing.devices import PRESETS, DeviceLink, preset
 from prefect_rlhf.planner.pricing.rooflines import Roofline, sizes
@@ -656,3 +656,35 @@ def test_another_engine_draws_in_parts_what_its_keys_and_values_have_no_room_for
     assert theirs[0] == pytest.approx(ours[0] + take_s)
     assert theirs[1] == theirs[2] == pytest.approx(ours[1] + take_s)
     assert ours[1] > 1.2 * ours[0]
+
+
+def test_a_generation_in_parts_and_an_evaluation_in_batches_hand_the_weights_over_once(
+    ppo_cost, make_graph, assign
+):
+    """The server draws as fast as the ranks; handing 13 GB over takes 4 passes at 25 GB/s."""
+    asked = EvaluationWork(
+        every=1, rows=64, rows_at_once=8, answers=1, prompt_tokens=64, new_tokens=64, completion_tokens=0
+    )
+    ours, theirs = (
+        ppo_cost(CLUSTER, evaluation=asked, other=other) for other in (None, OtherEngine(copies=1))
+    )
+    call, one = make_graph(n_seqs=64).call("actor_generate"), assign([0])
+    part = call.model_copy(update={"chunks": 4})
+    take_s = theirs.call(call, one).seconds - ours.call(call, one).seconds
+    assert take_s == pytest.approx(4 * 2 * 6.74e9 / 25e9, rel=0.01)
+    assert theirs.call(part, one).seconds - ours.call(part, one).seconds == pytest.approx(take_s / 4)
+    evaluations = [model.evaluation("actor", one.placement).seconds for model in (ours, theirs)]
+    assert evaluations[1] - evaluations[0] == pytest.approx(take_s)
+
+
+def test_ranks_beyond_the_kv_heads_have_copies_of_keys_and_values(seconds, llama):
+    """A token of 2 heads has 2 x 32 layers x 128 x 2 bytes for each of them, a sequence of 256 tokens 2^22; so on
+    each of 4 ranks. 64 sequences are drawn at once with 2^28 bytes, in two parts with 2^27."""
+    shape = {"shape": llama(num_key_value_heads=2), "n_seqs": 64, "tp": 4}
+    one, two = (
+        seconds("actor_generate", other=OtherEngine(copies=2, kv_bytes=size), **shape)
+        for size in (2**28, 2**27)
+    )
+    ours = [seconds("actor_generate", micro_batches=count, **shape) for count in (1, 2)]
+    assert two - one == pytest.approx(ours[1] - ours[0])
+    assert ours[1] > 1.05 * ours[0]
