@@ -145,8 +145,8 @@ def _learned(folder: Path, samples: int | None, digest: str) -> str:
 
 def _ancestors(folder: Path, config: RunConfig) -> Iterator[tuple[str, Maker | None]]:
     """A sentence for each model that a run began with, and for those of the runs that have made them, with its maker;
-    None where that is not known, gone or cannot be read. A model is told of once."""
-    known, waiting = {folder}, [(folder, config)]
+    None where that is not known, gone or cannot be read. A model is told of once, of several of one run each."""
+    known, waiting = set[tuple[Path, int | None]]([(folder, None)]), [(folder, config)]
     while waiting:
         run, its = waiting.pop(0)
         for role, (named, model) in models_of(run, its).items():
@@ -156,7 +156,7 @@ def _ancestors(folder: Path, config: RunConfig) -> Iterator[tuple[str, Maker | N
             except ConfigError as error:
                 yield f"{where} {named}; what has taught it is not known: {error}", None
                 continue
-            place = model if maker is None else maker.run
+            place = (model, None) if maker is None else (maker.run, maker.samples)
             if place in known:
                 continue
             known.add(place)

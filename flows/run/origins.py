@@ -44,7 +44,7 @@ class Maker(NamedTuple):
     step     number of its iterations
     samples  number of samples that it has learned from, those of each iteration counted
     digest   of the lines of origins.jsonl up to there
-    These three are None where the model lies in the run's folder, whose summary has its step.
+    These three are None where the model lies in the run's folder without an origin.json: its summary has the step.
     """
 
     run: Path
@@ -182,14 +182,15 @@ def maker_of(model: Path, near: Path) -> Maker | None:
     Raises ConfigError for an origin.json that is damaged.
     """
     run, path = model.resolve().parent, model / ORIGIN
-    if model.exists() and (run / ORIGINS).is_file():
-        return Maker(run)
+    lies_in_run = model.exists() and (run / ORIGINS).is_file()
     if not path.is_file():
-        return None
+        return Maker(run) if lies_in_run else None
     with reading(path, "not as an export wrote it", remedy="Remove it, or put it back."):
         origin = read_json(path)
         step, samples = int(origin["step"]), int(origin["samples"])
-        return Maker(near.parent / origin["run"], step, samples, str(origin["digest"]))
+        named = near.parent / origin["run"]
+        moved = lies_in_run and not named.exists()
+        return Maker(run if moved else named, step, samples, str(origin["digest"]))
 
 
 def refuse_another(maker: Maker) -> None:

@@ -33,7 +33,7 @@ from prefect_rlhf.flows.run.run_folder import (
     keep_functions,
     refuse_foreign,
 )
-from prefect_rlhf.flows.view.terminal import phase
+from prefect_rlhf.flows.view.terminal import phase, tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import section_of
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import (
@@ -141,7 +141,7 @@ def prepare_run(
     """Prepare a run that begins or continues. What its ranks need begins to load then.
 
     folder     the run's, which the caller has taken; None: it is made later
-    warn       shows warnings, and what has been accepted
+    warn       shows warnings
     begun      whether it continues: then what has changed since its last commit is accepted or refused
     accept     all changes; else those that are `stated`
     accepting  as for `refuse_changes`
@@ -155,7 +155,8 @@ def prepare_run(
         accepted = (
             accept_changes(folder, prepared) if accept else accept_stated(folder, prepared, stated, accepting)
         )
-        warn(f"accepted: {change}" for change in accepted)
+        for change in accepted:
+            tell(f"accepted: {change}")
         keep_functions(folder, config)
     begin_to_load_for(prepared.config.cluster)
     refuse_blocks_without_server(config)

@@ -383,18 +383,18 @@ class CostModel:
                 return self._mesh(role, where, self.workload.model_copy(update=lengths | others))
 
             at_once = min(asked.rows_at_once, asked.rows)
-            parts = [CallCost(0.0, (0.0,) * s.pp)]
+            parts, once_s = [CallCost(0.0, (0.0,) * s.pp)], 0.0
             if asked.answers:
                 call = _evaluates(role, "generate", at_once * asked.answers)
                 on = mesh(asked.prompt_tokens, asked.new_tokens)
                 generated, rewards_s = self._generated(on, call, 1), on.share(call) * on.workload.reward_s
                 parts.append(CallCost(generated.seconds + rewards_s, generated.active_bytes))
+                once_s = self._handover_s(role)
             if asked.completion_tokens:
                 on = mesh(max(1, asked.completion_tokens - 1), 1)
                 call = _evaluates(role, "inference", at_once)
                 parts.append(infer(on, call, min(s.pp, on.share(call))))
-            seconds = -(-asked.rows // at_once) * sum(part.seconds for part in parts)
-            seconds += self._handover_s(role) if asked.answers else 0.0
+            seconds = once_s + -(-asked.rows // at_once) * sum(part.seconds for part in parts)
             active = [max(of_stage) for of_stage in zip(*(part.active_bytes for part in parts), strict=True)]
             if s.weight_shares > 1:
                 on = self._mesh(role, self._where(placement), self.workload)

@@ -132,6 +132,28 @@ def test_an_exported_model_names_the_run_that_made_it_wherever_it_lies(run, call
     assert "origin.json: not as an export wrote it" in call("lineage", str(folder))[1]
 
 
+def test_two_models_of_one_run_are_told_of_each(run, call, document, tmp_path):
+    models = {
+        role: str(exported(run, step, tmp_path / "model", tmp_path / role))
+        for step, role in ((1, "actor"), (2, "ref"))
+    }
+    out = call("lineage", str(began_with(models["actor"], document, tmp_path, models=models)))[1]
+    for step, role in ((1, "actor"), (2, "ref")):
+        assert f": its {role} began as the model of {run} after {step} iterations\n" in out
+
+
+def test_an_export_into_the_folder_of_its_run_or_of_another_is_what_it_says(run, call, document, tmp_path):
+    early = exported(run, 1, tmp_path / "model", run / "early")
+    other = began_with(early, document, tmp_path)
+    assert f"its actor began as the model of {run} after 1 iterations\n" in call("lineage", str(other))[1]
+    there = exported(run, 2, tmp_path / "model", other / "there")
+    third = began_with(there, document, tmp_path, name="third")
+    assert f"its actor began as the model of {run} after 2 iterations\n" in call("lineage", str(third))[1]
+    run.rename(tmp_path / "moved")
+    moved = began_with(tmp_path / "moved" / "early", document, tmp_path, name="fourth")
+    assert f"began as the model of {tmp_path / 'moved'} after 1 iterations" in call("lineage", str(moved))[1]
+
+
 def test_what_an_accepted_change_teaches_later_is_no_part_of_an_earlier_export(run, call, document, tmp_path):
     model = exported(run, 2, tmp_path / "model", tmp_path / "exported")
     write(tmp_path / "prompts.jsonl", "cdx")

@@ -227,6 +227,7 @@ def test_an_ordinary_change_is_accepted_by_being_stated_and_recorded(run, resume
     status, said, begun = resume(stated)
     assert (status, len(begun)) == (0, 1), said
     assert f"accepted: {ORDINARY[stated]}" in said
+    assert "warning: accepted" not in said, "it is what the user has stated"
     accepted = json.loads((run / "accepted.jsonl").read_text())
     assert (accepted["step"], accepted["changes"]) == (2, [ORDINARY[stated]])
     status, said, begun = resume()

@@ -662,11 +662,11 @@ def test_a_generation_in_parts_and_an_evaluation_in_batches_hand_the_weights_ove
     ppo_cost, make_graph, assign
 ):
     """The server draws as fast as the ranks; handing 13 GB over takes 4 passes at 25 GB/s."""
-    asked = EvaluationWork(
+    evaluation = EvaluationWork(
         every=1, rows=64, rows_at_once=8, answers=1, prompt_tokens=64, new_tokens=64, completion_tokens=0
     )
     ours, theirs = (
-        ppo_cost(CLUSTER, evaluation=asked, other=other) for other in (None, OtherEngine(copies=1))
+        ppo_cost(CLUSTER, evaluation=evaluation, other=other) for other in (None, OtherEngine(copies=1))
     )
     call, one = make_graph(n_seqs=64).call("actor_generate"), assign([0])
     part = call.model_copy(update={"chunks": 4})
