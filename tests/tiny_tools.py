@@ -4,6 +4,7 @@ The model is random. Some of its tokens are whole calls of `add`, and it draws t
 """
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,25 @@ async def key_of(a: int, *, key: str) -> dict[str, Any]:
         key: A secret.
     """
     return {"a": a, "key": key}
+
+
+def spill(a: int, *, key: str) -> None:
+    """Fail, and say a secret where the sentence is cut.
+
+    Args:
+        a: Characters before it.
+        key: A secret.
+    """
+    raise ValueError(a * "x" + key)
+
+
+def leave(a: int) -> None:
+    """End the process.
+
+    Args:
+        a: Anything.
+    """
+    sys.exit(a)
 
 
 def silent(a: int) -> int:

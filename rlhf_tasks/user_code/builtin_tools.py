@@ -1,8 +1,10 @@
 """Tools that are built in: `function: builtin:NAME`. docs/how-to/tools.md says how they are used."""
 
 import asyncio
+import time
 
 from prefect_rlhf.rlhf_tasks.user_code.builtin_environments import value_of
+from prefect_rlhf.rlhf_tasks.user_code.child import UNTIL_S
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.sandbox import SANDBOXES, ProgramLimits, output_of, refuse_sandbox
 
@@ -32,4 +34,9 @@ async def python(
     if sandbox not in SANDBOXES:
         raise RewardError(f"tool builtin:python: sandbox={sandbox!r} is not one of {', '.join(SANDBOXES)}.")
     refuse_sandbox(sandbox, "tool builtin:python")
-    return await asyncio.to_thread(output_of, code, sandbox, ProgramLimits(limit_s, memory_bytes))
+
+    def output() -> str:  # it may have waited for a thread
+        left_s = min(limit_s, UNTIL_S.get() - time.monotonic())
+        return output_of(code, sandbox, ProgramLimits(max(left_s, 0.0), memory_bytes))
+
+    return await asyncio.to_thread(output)

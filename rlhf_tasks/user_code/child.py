@@ -13,6 +13,8 @@ request are
 
 import asyncio
 import faulthandler
+import json
+import math
 import os
 import signal
 import sys
@@ -20,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pkgutil import resolve_name
 from typing import Any
 
@@ -35,6 +38,8 @@ from prefect_rlhf.rlhf_tasks.user_code.errors import (
 STACK_SIGNAL = signal.SIGRTMAX  # makes this process dump its stack, whatever it is doing
 MARGIN_S = 0.5  # async code times out this much before the process does, so that the late call can be named
 MOST_TRACEBACK = 8000  # characters
+UNTIL_S = ContextVar("UNTIL_S", default=math.inf)
+"""time.monotonic(), in seconds, until which tools may run for the present request."""
 
 
 def serve(stacks: str, kind: str) -> None:
@@ -168,8 +173,9 @@ class Secrets:
     def _hide(self, value: str) -> None:
         if not self._shown:
             sys.stdout, sys.stderr = (_Scrubbed(s, self.scrubbed) for s in (sys.stdout, sys.stderr))
-        stripped = value.strip()  # messages may show it without a line break at its end, or as `repr` does
-        self._shown |= {value, stripped, repr(stripped)[1:-1]} - {""}
+        stripped = value.strip()  # it may be shown without a line break at its end, or as `repr` or JSON does
+        written = (repr(stripped), json.dumps(stripped), json.dumps(stripped, ensure_ascii=False))
+        self._shown |= {value, stripped, *(text[1:-1] for text in written)} - {""}
 
 
 def secret_named(value: Any) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, importing, late_ones
+from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, UNTIL_S, Caller, importing, late_ones
 from prefect_rlhf.rlhf_tasks.user_code.errors import (
     RewardError,
     at_line,
@@ -101,6 +101,9 @@ class Environments:
     async def _answers(
         self, episodes: Sequence[Episode], until_s: float, timeout_s: float
     ) -> list[Answer | FailedAnswer]:
+        UNTIL_S.set(
+            until_s - MARGIN_S - min(MARGIN_S, timeout_s / 10)
+        )  # tools answer before the turn is late
         tasks = [asyncio.ensure_future(self._answer(episode)) for episode in episodes]
         late = await late_ones(tasks, until_s - MARGIN_S)
         for task in tasks:

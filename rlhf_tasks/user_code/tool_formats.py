@@ -45,6 +45,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 _TYPED = json.JSONDecoder(parse_constant=lambda name: _refuse(f"{name} is no JSON"))
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>", re.DOTALL)
 _SPACES = re.compile(r"[\s;,]*")
 _THOUGHT = "</think>"
 
@@ -115,14 +116,12 @@ def _xml(text: str, schemas: Schemas) -> Iterator[Read]:
 def _of_parameters(called: str, body: str, schemas: Schemas) -> Read:
     arguments: dict[str, Any] = {}
     place = 0
-    for found in re.finditer(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>", body, re.DOTALL):
-        if found.start() != place:
-            break
-        key, value = found[1].strip(), found[2].removeprefix("\n").removesuffix("\n")
+    while written := _PARAMETER.match(body, place):  # a search would take quadratic time
+        key, value = written[1].strip(), written[2].removeprefix("\n").removesuffix("\n")
         if key in arguments:
             return Malformed(f"the parameter {key!r} stands there twice", called)
         arguments[key] = _of_text(value, _properties(schemas.get(called, {})).get(key, {}))
-        place = found.end()
+        place = written.end()
     if body[place:].strip():
         return Malformed("between the parameters stands other text, or </parameter> is missing", called)
     return Call(called, arguments)
@@ -204,11 +203,18 @@ FORMATS: Mapping[str, Format] = {
 """Name -> format: of Qwen3-Coder and 3.5, of Hermes and Qwen 2.5 and 3, of Mistral, of GPT-OSS, of Llama 3."""
 
 
-def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, bool]]:
-    """The texts that an opening begins, after any thoughts, and whether each is closed."""
-    for part in text.rpartition(_THOUGHT)[2].split(opening)[1:]:
-        inner, closed, _ = part.partition(closing)
-        yield inner, bool(closed)
+def _between(text: str, opening: str, closing: str) -> list[tuple[str, bool]]:
+    """The texts that an opening begins, after any thoughts, and whether each is closed.
+
+    Thoughts may have calls in them, and a closed call may have what ends thoughts as a part of an argument.
+    """
+    calls: list[tuple[str, bool]] = []
+    for part in text.split(opening)[1:]:
+        inner, closed, after = part.partition(closing)
+        calls.append((inner, bool(closed)))
+        if _THOUGHT in (after if closed else inner):
+            calls.clear()
+    return calls
 
 
 def _of_json(text: str) -> Read:

@@ -5,10 +5,12 @@ one answer for each, and the first turn without a call ends the episode. A call 
 raises, is answered with an error that the model reads.
 """
 
+import asyncio
 import inspect
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,7 +20,7 @@ from typing import Any
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import template_of
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
-from prefect_rlhf.rlhf_tasks.user_code.child import Caller, importing
+from prefect_rlhf.rlhf_tasks.user_code.child import UNTIL_S, Caller, importing
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.forms import module_at
 from prefect_rlhf.rlhf_tasks.user_code.process import Terms, UserProcess
@@ -26,11 +28,12 @@ from prefect_rlhf.rlhf_tasks.user_code.tool_formats import FORMATS, Call, Malfor
 
 MOST_CHARACTERS = 4096  # of a tool's answer; the rest is cut
 LOADING_S = 120.0  # at least, for the schemas: transformers is loaded for them
-MOST_CALLS = 32  # of a turn; the others are not run
+MOST_CALLS = 32  # of a turn; the others are not run, and one answer says so
 OUTCOMES = ("calls", "malformed", "failed")
 """What is counted of a response: all its calls, those that were none, those whose tool raised."""
 CALL_COLUMNS = ("tool_calls", "malformed_calls", "failed_calls")
 """The same, as rewards get them beside the columns of the rows."""
+_NO_TIME = "error: no time is left"
 _ID = re.compile("[A-Za-z0-9]{9}")  # Mistral's template takes no other
 
 
@@ -182,7 +185,7 @@ class ToolEpisode:
 
         An answer has `name` and `id` of its call, its `content`, and its `outcome`: "", or one of OUTCOMES.
         """
-        read = calls_of(text, self._format, self._parameters)
+        read = calls_of(text, self._format, self._parameters)[: MOST_CALLS + 1]
         answers = [await self._answer(place, each) for place, each in enumerate(read)]
         return (answers, 0.0, False) if answers else ("", 0.0, True)
 
@@ -192,20 +195,27 @@ class ToolEpisode:
             outcome, content = "malformed", f"error: {read.reason}"
         elif place >= MOST_CALLS:
             outcome, content = "malformed", f"error: a turn has at most {MOST_CALLS} calls"
+        elif time.monotonic() >= UNTIL_S.get():
+            outcome, content = "failed", _NO_TIME
         else:
+            limit = asyncio.timeout_at(UNTIL_S.get())
             try:
-                content = _text(await self._called(read))
+                async with limit:
+                    content = _text(await self._called(read))
             except RewardError:  # of a tool of ours that cannot run here
                 raise
-            except Exception as error:  # noqa: BLE001  a tool may raise anything; the model reads it
-                said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                outcome, content = "failed", f"error: {shortened(said, MOST_MESSAGE)}"
+            except (Exception, SystemExit) as error:  # noqa: BLE001  a tool may raise anything; the model reads it
+                outcome, content = "failed", _NO_TIME if limit.expired() else self._said(error)
         return {
             "name": read.name if read.name in self._tools else next(iter(self._tools)),
             "id": read.id if _ID.fullmatch(read.id) else f"call{place:05d}",
             "content": _cut(self._scrubbed(content)),
             "outcome": outcome,
         }
+
+    def _said(self, error: BaseException) -> str:
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return f"error: {shortened(self._scrubbed(said), MOST_MESSAGE)}"  # a secret that is cut is not recognised
 
     async def _called(self, call: Call) -> Any:
         tool, process = self._tools[call.name], os.getpid()

@@ -1,5 +1,6 @@
 """Calls of tools are read as each template writes them; what is none says what to change."""
 
+import time
 from typing import Any
 
 import pytest
@@ -210,6 +211,22 @@ def test_so_do_those_of_one_format(name, text, reason):
 )
 def test_an_answer_has_no_calls(name, text):
     assert calls_of(text, name, SCHEMAS) == []
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_what_ends_thoughts_may_stand_in_an_argument(name):
+    say = Call("say", {"text": "</think>"})
+    assert calls_of(written(name, [say, CALLS[1]]), name, SCHEMAS) == without_ids([say, CALLS[1]])
+    turn = f"I could {written(name, [say])}</think>" + written(name, [say])
+    assert calls_of(turn, name, SCHEMAS) == [say]
+
+
+def test_parameters_that_are_not_closed_are_read_in_linear_time():
+    text = f"<tool_call><function=say>{10_000 * '<parameter=text>'}</function></tool_call>"
+    since_s = time.process_time()
+    (read,) = calls_of(text, "xml", SCHEMAS)
+    assert time.process_time() - since_s < 1
+    assert isinstance(read, Malformed)
 
 
 def test_arguments_as_openais_interface_has_them_are_read():

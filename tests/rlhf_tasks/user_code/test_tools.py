@@ -1,5 +1,8 @@
 """The processes that run tools: bounds, secrets, faults; each format's template writes what they answer."""
 
+import asyncio
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +11,11 @@ import pytest
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
+from prefect_rlhf.rlhf_tasks.user_code.builtin_tools import python
+from prefect_rlhf.rlhf_tasks.user_code.child import UNTIL_S
 from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
 from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
-from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError
 from prefect_rlhf.rlhf_tasks.user_code.tools import MOST_CALLS, MOST_CHARACTERS, schemas_of
 from tests.rlhf_tasks.user_code.tool_templates import TEMPLATES
 from tests.tiny_runs import EOS, byte_tokenizer
@@ -61,7 +66,7 @@ def test_a_long_answer_is_cut_and_so_are_many_calls(answers):
     long, many, end = answers(
         config_of("long", "add"),
         call("long", '{"a": 1}'),
-        (MOST_CALLS + 1) * call("add", '{"a": 1, "b": 2}'),
+        3 * MOST_CALLS * call("add", '{"a": 1, "b": 2}'),
         "3",
     )
     assert contents(long) == [
@@ -96,6 +101,42 @@ def test_a_secret_reaches_the_tool_but_neither_its_schema_nor_the_model(answers,
     given, stolen = answers(config, call("key_of", '{"a": 7}'), call("key_of", '{"a": 7, "key": "mine"}'))
     assert contents(given) == ['{"a": 7, "key": "***"}']
     assert contents(stolen) == ["error: there is no argument 'key'; there are a"]
+
+
+@pytest.mark.parametrize("secret", ['hu"sh\\hush', "h\u00fcsh-h\u00fcsh", "hush-" * 20])
+def test_nor_does_a_secret_that_json_writes_otherwise_or_that_a_sentence_cuts(answers, monkeypatch, secret):
+    monkeypatch.setenv("TOOL_KEY", secret)
+    names = ("key_of", "spill")
+    config = config_of(
+        *({"function": f"{FILE}:{name}", "kwargs": {"key": {"env": "TOOL_KEY"}}} for name in names)
+    )
+    at_cut = MOST_MESSAGE - len("ValueError: ") - len(secret) // 2
+    returned, raised = answers(config, call("key_of", '{"a": 7}'), call("spill", json.dumps({"a": at_cut})))
+    assert contents(returned) == ['{"a": 7, "key": "***"}']
+    assert contents(raised) == [f"error: ValueError: {at_cut * 'x'}***"]
+
+
+def test_a_tool_that_leaves_python_has_failed(answers):
+    (left,) = answers(config_of("leave"), call("leave", '{"a": 3}'))
+    assert contents(left) == ["error: SystemExit: 3"]
+    assert left.observation[0]["outcome"] == "failed"
+
+
+def test_calls_for_which_no_time_is_left_are_not_run(answers):
+    sleeps = {"function": "builtin:python", "kwargs": {"sandbox": "process", "limit_s": 1.0}}
+    config = config_of(sleeps, reward_timeout_s=4.0)
+    (slow,) = answers(config, 7 * call("python", '{"code": "import time; time.sleep(99)"}'))
+    assert contents(slow)[0] == "error: the program did not end in 1 s"
+    assert contents(slow)[-2:] == 2 * ["error: no time is left"]
+    assert slow.observation[-1]["outcome"] == "failed"
+
+
+def test_a_program_ends_with_the_time_of_its_request():
+    async def run() -> str:
+        UNTIL_S.set(time.monotonic() + 0.5)
+        return await python("import time; time.sleep(99)", sandbox="process", limit_s=20.0)
+
+    assert asyncio.run(run()).startswith("error: the program did not end in 0.")
 
 
 def test_python_runs_in_the_sandbox_and_answers_what_it_prints(answers):
