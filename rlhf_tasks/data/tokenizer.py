@@ -12,13 +12,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,16 @@ class Tokenizer:
         first, stop = (own[0], own[-1] + 1) if own else (1, 1)
         before, of_text = encoded.ids[:first], encoded.ids[first:stop]
         return of_text if of_text[: len(before)] == before else before + of_text
+
+    def without_special(self, text: str) -> str:
+        """A text with a space behind the first character of each special token, which is then none."""
+        return self._special.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = self._backend.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def decode(self, ids: Sequence[int], special_tokens: bool = False) -> str:
         """Text of token ids; special tokens are left out unless asked for."""
@@ -325,7 +336,12 @@ class Observations:
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         turns += [
-            {"role": "tool", "name": each["name"], "tool_call_id": each["id"], "content": each["content"]}
+            {
+                "role": "tool",
+                "name": each["name"],
+                "tool_call_id": each["id"],
+                "content": self._tokenizer.without_special(each["content"]),  # it must not begin another role
+            }
             for each in answers
         ]
         (text,) = self._tokenizer.render([(turns, True)])
