@@ -10,6 +10,7 @@ import dis
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pkgutil import resolve_name
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
@@ -30,11 +31,14 @@ Function = Callable[..., float]
 """(before, metrics, **constants) -> value"""
 
 _BUILT_IN = (
-    "abs all any bool dict divmod enumerate filter float frozenset int isinstance len list map max min pow range "
-    "reversed round set sorted str sum tuple zip ArithmeticError KeyError ValueError ZeroDivisionError"
+    "abs all any bool dict divmod enumerate filter float int isinstance len list map max min pow range reversed "
+    "round sorted str sum tuple zip ArithmeticError KeyError ValueError ZeroDivisionError"
 )
 SAFE = frozenset(_BUILT_IN.split())
 """The built-in names that such a function may use: their results depend on their arguments alone."""
+
+TIMED = "throughput/"
+"""Begins the names of metrics that a clock gives. Decisions are not made of them: a repeated iteration has others."""
 
 DECIDED = "decided"
 """Begins the names of metrics that are decisions; also the key of a line of the lineage."""
@@ -71,6 +75,7 @@ def _others(function: FunctionType, seen: set[FunctionType]) -> Iterator[str]:
         map(_is_constant, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
     ):
         yield "a default that can change"
+    yield from ("the order of a set" for code in _codes(function.__code__) if _has_set(code))
     for instruction in _instructions(function.__code__):
         name = instruction.argval
         opname, is_private = instruction.opname, str(name).startswith("_")
@@ -87,19 +92,32 @@ def _others(function: FunctionType, seen: set[FunctionType]) -> Iterator[str]:
                 yield repr(name)
 
 
-_LOADS_ELSEWHERE = ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_LOADS_ELSEWHERE = ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
 
 
 def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
-    """The instructions of a function and of those inside it."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _instructions(constant)
+    return (instruction for each in _codes(code) for instruction in dis.get_instructions(each))
+
+
+def _has_set(code: CodeType) -> bool:
+    """Whether code has a set, whose order may differ in each process, but for `in {...}` of constants."""
+    instructions = list(dis.get_instructions(code))
+    return any(
+        one.opname == "BUILD_SET" or (isinstance(one.argval, frozenset) and then.opname != "CONTAINS_OP")
+        for one, then in pairwise(instructions)
+    )
 
 
 def _is_constant(value: object) -> bool:
-    if isinstance(value, tuple | frozenset):
+    if isinstance(value, tuple):
         return all(_is_constant(each) for each in cast(Iterable[object], value))
     return value is None or type(value) in (bool, int, float, str)
 
@@ -132,8 +150,11 @@ class Decisions:
     readers     node -> what it reads
     """
 
-    def __init__(self, plan: ExecutionPlan, past: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, plan: ExecutionPlan, past: Iterable[Mapping[str, Any]] = (), first_iteration: int = 0
+    ) -> None:
         """past: the lines of the lineage that have decisions, those of the commit from which the attempt begins.
+        first_iteration: the attempt's.
         Raises DecisionError where one would be made otherwise now, ConfigError as `pure`."""
         sources: dict[str, tuple[Decision, list[CallNode]]] = {}
         self.made_after: dict[str, list[Decision]] = {}
@@ -143,8 +164,8 @@ class Decisions:
                 for node in nodes if decision.each_part else nodes[-1:]:
                     self.made_after.setdefault(node.name, []).append(decision)
         self._functions = {name: pure(decision) for name, (decision, _) in sources.items()}
-        self._before = {  # the node whose decision of the same iteration is `before`
-            node.name: nodes[number - 1].name if number and decision.each_part else None
+        self._before = {  # node, decision -> the node after which the same iteration has made its `before`
+            (node.name, decision.name): nodes[number - 1].name if number and decision.each_part else None
             for decision, nodes in sources.values()
             for number, node in enumerate(nodes)
         }
@@ -157,8 +178,12 @@ class Decisions:
         self._when = {node.name: nodes[0].call.when for nodes in plan.calls.values() for node in nodes}
         self._stop = sources[STOP][1][-1].name if STOP in sources else None
         self._values: dict[tuple[int, str, str], float] = {}  # by iteration, node after which, name
+        self._begins = first_iteration
+        self._latest = {name: decision.first for name, (decision, _) in sources.items()}  # before the attempt
         for line in past:
-            self._replay(line)
+            for name, (decision, nodes) in sources.items():
+                if name in line[DECIDED][DECIDED]:
+                    self._replay(line, decision, nodes[-1].name)
 
     def values(self, iteration: int, node: str) -> dict[str, float] | None:
         """What a reader reads, by the decisions' names; None while one is not made."""
@@ -166,18 +191,27 @@ class Decisions:
         for decision, source, back in self.readers[node]:
             value: float | None = decision.first
             if source is not None and iteration >= back:
-                value = self._values.get((iteration - back, source, decision.name))
+                value = self._value(iteration - back, source, decision.name)
             if value is None:
                 return None
             values[decision.name] = value
         return values
+
+    def _value(self, iteration: int, node: str, name: str) -> float | None:
+        """What was decided. Of an iteration before the attempt that has decided no such thing: the latest one."""
+        value = self._values.get((iteration, node, name))
+        return self._latest[name] if value is None and iteration < self._begins else value
 
     def make(self, iteration: int, node: str, result: NodeResult) -> NodeResult:
         """A node has ended: make its decisions. Returns the result with them, as journals get it.
 
         Raises DecisionError where a function fails, or gives no finite number.
         """
-        metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
+        metrics = {
+            name: value
+            for name, value in result.metrics.items()
+            if math.isfinite(value) and not name.startswith(TIMED)
+        }
         made = {one.name: self._make(iteration, node, one, metrics) for one in self.made_after[node]}
         values = {f"{DECIDED}/{name}": one["value"] for name, one in made.items()}
         details = {**result.details, DECIDED: {"metrics": metrics, DECIDED: made}}
@@ -203,10 +237,13 @@ class Decisions:
         self, iteration: int, node: str, decision: Decision, metrics: Mapping[str, float]
     ) -> dict[str, Any]:
         """Make a decision; what it was made of, and its value. Where its call did not run, it stays as it was."""
-        then, source = (iteration, self._before[node]) if decision.each_part else (iteration - 1, node)
-        before = decision.first
-        if source is not None:
-            before = self._values.get((then, source, decision.name), before)
+        before: float | None = None
+        if not decision.each_part:
+            before = self._value(iteration - 1, node, decision.name)
+        elif (source := self._before[node, decision.name]) is not None:
+            before = self._value(iteration, source, decision.name)
+        if before is None:
+            before = decision.first
         runs = self.runs(iteration, node)
         value = self._called(decision, before, metrics, decision.constants) if runs else before
         self._values[iteration, node, decision.name] = value
@@ -227,17 +264,22 @@ class Decisions:
             raise DecisionError(f"{who} has given {value!r}, which is no finite number. Let it give one.")
         return float(value)
 
-    def _replay(self, line: Mapping[str, Any]) -> None:
-        """Take a decision from the journal, after making it again of the same numbers."""
-        iteration, node = line["iteration"], line["node"]
-        for decision in self.made_after.get(node, ()):
-            if (was := line[DECIDED][DECIDED].get(decision.name)) is None:
-                continue  # the algorithm did not have it then
-            value, metrics = was["value"], line[DECIDED]["metrics"]
-            made = self._called(decision, was["before"], metrics, was["constants"]) if was["ran"] else value
-            if made != value:
-                raise DecisionError(
-                    f"the decision {decision.name!r} of iteration {iteration + 1} was {value:g}, and would be "
-                    f"{made:g} now: {decision.function} has changed. Put it back as it was, or begin a new run."
-                )
-            self._values[iteration, node, decision.name] = value
+    def _replay(self, line: Mapping[str, Any], decision: Decision, node: str) -> None:
+        """Take a decision from the journal, after making it again of the same numbers.
+
+        node  after which the plan makes it last: the one of the journal has another name where the call had other
+              parts then, and nothing later reads what was decided after the parts before
+        """
+        iteration, was, metrics = (
+            line["iteration"],
+            line[DECIDED][DECIDED][decision.name],
+            line[DECIDED]["metrics"],
+        )
+        value = was["value"]
+        made = self._called(decision, was["before"], metrics, was["constants"]) if was["ran"] else value
+        if made != value:
+            raise DecisionError(
+                f"the decision {decision.name!r} of iteration {iteration + 1} was {value:g}, and would be "
+                f"{made:g} now: {decision.function} has changed. Put it back as it was, or begin a new run."
+            )
+        self._values[iteration, node, decision.name] = self._latest[decision.name] = value

@@ -113,7 +113,7 @@ class Ledger:
         self.n_ranks = n_ranks
         if n_ranks < plan.n_devices:
             raise ValueError(f"the plan needs {plan.n_devices} devices; there are {n_ranks} ranks.")
-        self.last_iteration = total_iterations - 1
+        self.last_iteration = self._last_asked = total_iterations - 1  # decisions may lower the first
         self.max_rebuilds = limits.max_restarts  # without a commit in between; one more ends the attempt
         self.awaits_lost = limits.awaits_lost
         self.timeouts = timeouts or Timeouts.of(limits.patience)
@@ -137,7 +137,7 @@ class Ledger:
             self.timeouts,
             pace,
             Cadence(limits.snapshot_max_s) if limits.snapshot_every == "auto" else None,
-            Decisions(plan, past),
+            Decisions(plan, past, committed_step or 0),
         )
         if committed_step and self.account.decisions.stops(committed_step - 1):
             self.last_iteration = committed_step - 1
@@ -195,7 +195,7 @@ class Ledger:
         if commits.first_uncommitted <= last == account.newest_live and not commits.is_snapshot(last):
             last += 1
         if last < self.last_iteration:
-            self.last_iteration = last
+            self.last_iteration = self._last_asked = last
             commits.want_snapshot(last)
         return self.resume(now)
 
@@ -487,6 +487,8 @@ class Ledger:
         """Reset every rank to a generation."""
         self._move(Phase.RESETTING)
         self.account.begin_generation(generation)
+        if self.account.decisions.stops(self.last_iteration) is None:  # who has decided it, is run again
+            self.last_iteration = self._last_asked
         self._rebuild = Rebuild(generation, self.n_ranks, down, now, self.timeouts, self.pace)
         return self._rebuild.begin()
 

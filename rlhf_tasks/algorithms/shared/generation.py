@@ -89,11 +89,13 @@ def respond(
 def generation_metrics(parts: Sequence[Tensor] | None) -> dict[str, float]:
     """The metrics of generation, from sums over the dp ranks of each part: [5] float64 responses, their tokens, those
     truncated, seconds, dp ranks; with tools also [3] calls, by OUTCOMES. None where further parts follow: there are
-    none yet."""
+    none yet, as there are none where no part has run."""
     if parts is None:
         return {}
     figures = torch.stack(list(parts))
     responses, tokens, clipped, _, _, *calls = figures.sum(0).tolist()
+    if not responses:
+        return {}
     seconds = (figures[:, 3] / figures[:, 4].clamp(min=1)).sum().item()
     return {
         "completions/mean_length": tokens / responses,

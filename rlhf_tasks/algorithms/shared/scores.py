@@ -356,6 +356,8 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
         return {}
     figures = torch.stack(parts)
     n, total, raw, skipped, judged, *by_name, within = figures.sum(0).tolist()
+    if not judged:  # the call has not run
+        return {}
     if scored is not None:
         refuse_all_skipped(scored.faults, int(skipped), int(judged), context)
         if config.on_reward_error != "skip" and _only_rewards_judge(config) and not any(by_name[1::2]):

@@ -12,6 +12,7 @@ import torch
 
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
 from prefect_rlhf.rlhf_tasks.algorithms.grpo import missing
 from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import choose, reward_inference
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
@@ -23,7 +24,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.context import (
     on_none,
     with_others,
 )
-from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
 from prefect_rlhf.rlhf_tasks.spec import WHOLE, Part
 from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
@@ -237,3 +238,15 @@ def test_where_one_round_suffices_it_is_as_if_there_were_no_other(start, folder)
     (once, weights), (twice, others) = found
     assert once == twice
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def test_generation_and_scores_that_are_skipped_whole_have_no_metrics(start):
+    run = start(filter_groups=1)
+    ids, store = range(4), SampleStore()
+    store.put(fetch(run.rows, run.config, ids))
+    metrics = {}
+    for call in run.calls:
+        if call.kind != "train_step":
+            metrics |= run.call(call, 0, store, ids, runs=False)
+    assert metrics == {}
+    assert store.get(list(ids), ["input_ids"])["input_ids"].lengths == (0, 0, 0, 0)
