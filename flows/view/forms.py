@@ -171,7 +171,7 @@ def _field(field: dict[str, Any], required: bool) -> dict[str, Any]:
         section = {"$ref": field.pop("$ref"), "title": "Change"}
         return field | {"anyOf": [section, {"type": "null", "title": "Default"}], "default": None}
     kinds = [option.get("type") for option in options]
-    if kinds in (["string", "null"], ["integer", "null"], ["number", "null"]):
+    if kinds in (["string", "null"], ["integer", "null"], ["number", "null"]) and "enum" not in options[0]:
         rest = {key: value for key, value in field.items() if key not in ("anyOf", "default")}
         return rest | options[0]
     return field

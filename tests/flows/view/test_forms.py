@@ -5,12 +5,14 @@ from typing import Annotated, ClassVar, Literal
 
 import pytest
 from jsonschema import Draft202012Validator
+from prefect.utilities.schema_tools import validate
 from pydantic import Field, TypeAdapter, ValidationError
 
 from prefect_rlhf.flows.algorithms import grpo, reward_model, rollout, sft
 from prefect_rlhf.flows.plan import plan
 from prefect_rlhf.flows.ppo import rlhf_ppo
 from prefect_rlhf.flows.view.forms import Form, title_of
+from prefect_rlhf.rlhf_tasks.algorithms.grpo import GRPOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.registry import OURS, algorithm, algorithm_names
 from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
@@ -119,6 +121,14 @@ def test_a_server_takes_a_configuration_with_and_without_groups_and_no_unknown_k
     assert checked.is_valid({"config": {**config, "Loss options": {"epsilon": 0.1}}})
     assert not checked.is_valid({"config": {**config, "epsilom": 0.1}})
     assert not checked.is_valid({"config": {**config, "Loss options": {"epsilom": 0.1}}})
+
+
+def test_prefect_takes_a_whole_configuration_with_all_its_defaults():
+    shared = {"models": {"actor": "m"}, "data": {"train": "d"}, "rewards": [{"function": "m:f"}]}
+    sampling = {"max_completion_length": 8}
+    config = GRPOConfig(**shared, sampling=sampling, total_iterations=1, num_generations=2)
+    whole = {"config": config.model_dump(mode="json")}
+    validate(whole, grpo.parameters.model_dump(), raise_on_error=True, allow_none_with_default=True)
 
 
 def test_a_closed_section_is_the_default_one_and_an_empty_figure_none():
