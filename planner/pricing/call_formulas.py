@@ -277,8 +277,10 @@ def _generation_bytes(
     workload, states = mesh.workload, mesh.local.state > 0
     longest = blocks_of(workload.cache_tokens - 1)
     shared = shared_blocks(workload.longest_prompt or workload.prompt_tokens)
-    whole = share * longest - (share - -(-share // group_size)) * shared
-    blocks = pool_of(whole, groups * longest, micro_batches)
+    prompts = -(-share // group_size)
+    # Fewer prompts than groups in flight are cut, and each group reads its own copy.
+    copies = prompts if prompts >= groups else min(share, prompts * groups)
+    blocks = pool_of(share * longest - (share - copies) * shared, groups * longest, micro_batches) + groups
     slots = slots_of(-(-share // groups), micro_batches)
     rows = rows_of(-(-share // groups), micro_batches, states)
 
@@ -287,11 +289,11 @@ def _generation_bytes(
         of_token = 2 * local.cached * workload.itemsize
         of_states = min(groups * slots, share) * local.state * STATE_BYTES
         cache = (blocks * BLOCK * of_token + of_states) * mesh.layers(stage)
-        copies = max(READ_AT_ONCE[mesh.device_type], longest * BLOCK * of_token)
+        gathered = max(READ_AT_ONCE[mesh.device_type], longest * BLOCK * of_token)
         logits = rows * local.vocab if stage == mesh.strategy.pp - 1 else 0
         drawing = logits * workload.itemsize + _drawing_bytes(mesh, logits)
         reading = here.layer_working_bytes(read_tokens, False, 0.0, workload.prompt_tokens)
-        attending = copies + slots * here.scores_bytes(workload.cache_tokens)
+        attending = gathered + slots * here.scores_bytes(workload.cache_tokens)
         return cache + max(reading, drawing, attending)
 
     return tuple(mesh.each_stage(active))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
-from prefect_rlhf.rlhf_tasks.config.cluster import PoolConfig
+from prefect_rlhf.rlhf_tasks.config.cluster import PoolConfig, ranges
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 
@@ -67,12 +67,18 @@ def pools_of(pools: Mapping[str, PoolConfig], graph: DataflowGraph, cluster: Clu
 
 def _free(name: str, number: int, taken: Mapping[int, str], cluster: Cluster) -> range:
     """The first free devices that can be one mesh."""
-    step = min(number, cluster.devices_per_host)
+    per_host = cluster.devices_per_host
+    step = min(number, per_host) if per_host % number == 0 or number > per_host else 1
     for first in range(0, cluster.n_devices - number + 1, step):
         devices = range(first, first + number)
         inside = first // cluster.devices_per_host == devices[-1] // cluster.devices_per_host
         if not taken.keys() & set(devices) and (inside or number % cluster.devices_per_host == 0):
             return devices
+    if number > per_host and number % per_host:
+        raise ConfigError(
+            f"planning.pools.{name} asks for any {number} devices; a host has {per_host}. Ask for whole hosts "
+            f"(a multiple of {per_host}), or for at most one."
+        )
     raise ConfigError(
         f"planning.pools.{name} asks for any {number} devices, but the cluster has {cluster.n_devices}, of which "
         f"{len(taken)} are in other pools. Ask for fewer, or enlarge the cluster."
@@ -80,7 +86,4 @@ def _free(name: str, number: int, taken: Mapping[int, str], cluster: Cluster) ->
 
 
 def _listed(devices: frozenset[int]) -> str:
-    some = sorted(devices)
-    if len(some) == 1:
-        return f"device {some[0]}"
-    return f"devices {some[0]} to {some[-1]}" if len(some) > 2 else f"devices {some[0]} and {some[1]}"
+    return f"device{'s' * (len(devices) > 1)} {','.join(ranges(tuple(sorted(devices))))}"

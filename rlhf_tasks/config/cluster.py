@@ -217,7 +217,7 @@ class ByHand(NamedTuple):
         )
         words = [
             "hosts" if self.of_hosts else "",
-            ",".join(_ranges(self.numbers)),
+            ",".join(ranges(self.numbers)),
             *degrees,
             "tokens" if self.balance == "tokens" else "",
             "sharded" if self.sharded else "",
@@ -264,7 +264,7 @@ def _numbers(word: str, text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _ranges(numbers: tuple[int, ...]) -> Iterator[str]:
+def ranges(numbers: tuple[int, ...]) -> Iterator[str]:
     """`0-3` and `6` for 0, 1, 2, 3, 6."""
     for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
         (_, first), *others = run
@@ -313,7 +313,7 @@ class PoolConfig(Settings):
     """A named set of devices, and the calls that have no others."""
 
     devices: str = Field(
-        description="0-3, hosts 0,2, or any 4: so many, which the planner chooses.",
+        description="0-3, hosts 0,2, or any 4: the first free ones; name them where devices differ.",
     )
     calls: tuple[str, ...] = Field(min_length=1, description="Calls, or roles with all their calls.")
 
@@ -322,7 +322,12 @@ class PoolConfig(Settings):
     def _can_be_read(cls, value: Any) -> str:
         text = " ".join(str(value).split())
         if not re.fullmatch("any [1-9][0-9]{0,6}", text):
-            _numbers(text.removeprefix("hosts "), text)
+            try:
+                _numbers(text.removeprefix("hosts "), text)
+            except ValueError:
+                raise ValueError(
+                    f"{shown(text)} names no devices. Write 0-3,6, or hosts 0,2, or any 4"
+                ) from None
         return text
 
     @property

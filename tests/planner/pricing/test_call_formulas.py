@@ -93,6 +93,20 @@ def test_samples_of_a_prompt_have_its_blocks_once(generation, llama):
     assert alone - shared == pytest.approx((8 - 1) * 112 * of_token)
 
 
+def test_a_prompt_that_is_cut_over_the_groups_in_flight_is_read_by_each(make_graph, ppo_cost, assign, llama):
+    """32 samples of a prompt on 4 stages: 4 groups of 8. Blocks, each group's own for padding included: 960."""
+    call = make_graph(n_seqs=32).call("actor_generate")
+    sizes = {"prompt_tokens": 2048, "new_tokens": Lengths.fixed(200), "max_new_tokens": 200}
+
+    def bytes_of(group_size):
+        one = call.model_copy(update={"group_size": group_size})
+        return ppo_cost(CLUSTER, **sizes).call(one, assign(list(range(4)), 1, 1, 4)).active_bytes[1]
+
+    of_block = 16 * 2 * 32 * 128 * 2 * llama().layers / 4
+    alone = 32 * 141 + 4
+    assert (bytes_of(1) - bytes_of(32)) / of_block == pytest.approx(alone - 960, abs=40)
+
+
 def test_as_many_are_decoded_at_a_time_as_the_cache_is_expected_to_have_room_for(ppo_cost):
     def at_once(lengths: Lengths, micro_batches: int = 4, **more) -> int:
         workload = ppo_cost(CLUSTER, new_tokens=lengths, max_new_tokens=960, prompt_tokens=64).workload

@@ -29,6 +29,7 @@ def pool(devices, *calls):
         ({"a": pool("hosts 1")}, Cluster(2, 4), {"a": {4, 5, 6, 7}}),
         ({"a": pool("any 2"), "b": pool("any 4", "ref")}, Cluster(1, 8), {"a": {0, 1}, "b": {4, 5, 6, 7}}),
         ({"a": pool("any 2"), "b": pool("0-1", "ref")}, Cluster(1, 4), {"a": {2, 3}, "b": {0, 1}}),
+        ({"a": pool("0"), "b": pool("any 3", "ref")}, Cluster(1, 4), {"a": {0}, "b": {1, 2, 3}}),
         ({"a": pool("any 4")}, Cluster(2, 2), {"a": {0, 1, 2, 3}}),
     ],
 )
@@ -58,6 +59,7 @@ def test_a_role_means_all_its_calls(make_graph):
             {"a": pool("0-2"), "b": pool("any 2", "ref")},
             "pools.b asks for any 2 devices, but the cluster has 4, of",
         ),
+        ({"a": pool("any 6")}, "pools.a asks for any 6 devices; a host has 4. Ask for whole hosts"),
         ({"a": pool("0", "judge")}, "pools.a.calls has 'judge', which is neither a role nor a call: actor, "),
         (
             {"a": pool("0"), "b": pool("1", "actor_train")},
@@ -67,12 +69,16 @@ def test_a_role_means_all_its_calls(make_graph):
 )
 def test_pools_that_overlap_or_do_not_fit_the_cluster_are_refused(make_graph, pools, message):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        pools_of(pools, make_graph(), Cluster(1, 4))
+        pools_of(pools, make_graph(), Cluster(2, 4) if "any 6" in message else Cluster(1, 4))
 
 
-@pytest.mark.parametrize("devices", ["", "any 0", "2-1", "gpu", "any"])
+def test_a_pool_prints_the_devices_that_it_has():
+    assert str(Pool("a", frozenset({0, 1, 2, 6}))) == "pool 'a' (devices 0-2,6)"
+
+
+@pytest.mark.parametrize("devices", ["", "any 0", "2-1", "gpu", "any", "0-3, 2"])
 def test_devices_that_cannot_be_read_are_refused(devices):
-    with pytest.raises(ValueError, match=r"pools\.a\.devices"):
+    with pytest.raises(ValueError, match=r"pools\.a\.devices.*\n?.*Write 0-3,6, or hosts 0,2, or any 4"):
         PlanningConfig.model_validate({"pools": {"a": {"devices": devices, "calls": ["actor"]}}})
 
 
