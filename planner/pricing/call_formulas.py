@@ -276,11 +276,7 @@ def _generation_bytes(
     what a pass over prompts or a step needs. group_size: sequences that share a prompt"""
     workload, states = mesh.workload, mesh.local.state > 0
     longest = blocks_of(workload.cache_tokens - 1)
-    shared = shared_blocks(workload.longest_prompt or workload.prompt_tokens)
-    prompts = -(-share // group_size)
-    # Fewer prompts than groups in flight are cut, and each group reads its own copy.
-    copies = prompts if prompts >= groups else min(share, prompts * groups)
-    blocks = pool_of(share * longest - (share - copies) * shared, groups * longest, micro_batches) + groups
+    blocks = blocks_of_cache(workload, share, groups, group_size, micro_batches)
     slots = slots_of(-(-share // groups), micro_batches)
     rows = rows_of(-(-share // groups), micro_batches, states)
 
@@ -289,7 +285,9 @@ def _generation_bytes(
         of_token = 2 * local.cached * workload.itemsize
         of_states = min(groups * slots, share) * local.state * STATE_BYTES
         cache = (blocks * BLOCK * of_token + of_states) * mesh.layers(stage)
-        gathered = max(READ_AT_ONCE[mesh.device_type], longest * BLOCK * of_token)
+        of_row = longest * BLOCK * of_token
+        # What is attended to is copied in parts, and the one before is still there.
+        gathered = min(rows * of_row, 2 * max(READ_AT_ONCE[mesh.device_type], of_row))
         logits = rows * local.vocab if stage == mesh.strategy.pp - 1 else 0
         drawing = logits * workload.itemsize + _drawing_bytes(mesh, logits)
         reading = here.layer_working_bytes(read_tokens, False, 0.0, workload.prompt_tokens)
@@ -297,6 +295,19 @@ def _generation_bytes(
         return cache + max(reading, drawing, attending)
 
     return tuple(mesh.each_stage(active))
+
+
+def blocks_of_cache(
+    workload: Workload, share: int, groups: int, group_size: int, micro_batches: int
+) -> float:
+    """Blocks of the cache of so many sequences in groups in flight, each of which has one that nobody reads.
+
+    Where prompts are fewer than groups, their samples are cut, and each group has a copy of its own.
+    """
+    longest = blocks_of(workload.cache_tokens - 1)
+    shared = shared_blocks(workload.longest_prompt or workload.prompt_tokens)
+    copies = min(share, max(-(-share // group_size), groups))
+    return pool_of(share * longest - (share - copies) * shared, groups * longest, micro_batches) + groups
 
 
 def _drawing_bytes(mesh: OnMesh, logits: float) -> float:
