@@ -24,11 +24,11 @@ def replay(dump: Path, /) -> None:
     about = again.dump
     strategy = about.record.placement.strategy
     tell(f"{about.anomaly} {about.call} of {about.run}, on {strategy}; torch {about.torch}.")
-    again.run(lambda pair: tell(line_of(pair, again.tolerance)))
-    differ = [(pair.number, name) for pair in again.steps if (name := pair.difference(again.tolerance))]
+    metrics = again.run(lambda pair: tell(line_of(pair, again.tolerance)))
+    tell(f"Replayed: {again.anomaly or 'no anomaly.'}")
     places = [(pair.number, pair.place) for pair in again.steps if pair.place]
-    if differ:
-        tell("The first value that is not as recorded: {1} of step {0}.".format(*differ[0]))
+    if differs := again.difference(metrics):
+        tell(f"The first that is not as recorded: {differs}.")
     else:
         tell(f"All values are as recorded, within {again.tolerance:g}.")
     if places:

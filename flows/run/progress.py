@@ -26,7 +26,7 @@ from prefect_rlhf.flows.view.prefect_api import Away, CommitEvents, PrefectApi
 from prefect_rlhf.flows.view.terminal import RunProgress, tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
-from prefect_rlhf.rlhf_tasks.checkpoint.dumps import dumps_of
+from prefect_rlhf.rlhf_tasks.checkpoint.dumps import dump_folder, dumps_of
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
 from prefect_rlhf.rlhf_tasks.config.sampling import OnePass
 from prefect_rlhf.rlhf_tasks.protocol.messages import (
@@ -111,7 +111,7 @@ class RunView:
                 self._terminal.begin_phase("first iteration")
             case IterationRan(iteration=iteration, metrics=metrics):
                 self._terminal.iteration_ended(iteration, metrics[ITERATION_S] or 0.0, metrics)
-                self._warn(metrics)
+                self._warn(iteration, metrics)
                 self._uncommitted.append({**metrics, "iteration": iteration})
                 self._reached(iteration + 1)
             case Aborted(iteration=iteration):
@@ -129,12 +129,14 @@ class RunView:
             case Faulted(cause=cause, generation=generation):
                 self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
 
-    def _warn(self, metrics: Mapping[str, float | None]) -> None:
+    def _warn(self, iteration: int, metrics: Mapping[str, float | None]) -> None:
         """Warn, once for each cause, of an anomaly, and if the metrics so far show that the run cannot learn."""
         self._first = self._first or metrics
         self._newest.append(metrics)
         dumps = [str(folder) for folder in dumps_of(self._folder)]
-        warned = anomaly_warnings(metrics, dumps) | learning_warnings(self._first, list(self._newest))
+        warned = anomaly_warnings(metrics, iteration, dumps) | learning_warnings(
+            self._first, list(self._newest)
+        )
         for what, said in warned.items():
             if what not in self._warned:
                 self._warned.add(what)
@@ -293,8 +295,9 @@ def run_tags(config: RunConfig) -> list[str]:
 # --- a run that cannot learn ---
 
 
-def anomaly_warnings(row: Row, dumps: Sequence[str]) -> dict[str, str]:
-    """What is an anomaly (`on_anomaly`) -> a sentence that says so, by an iteration's row. dumps: folders of dumps"""
+def anomaly_warnings(row: Row, iteration: int, dumps: Sequence[str]) -> dict[str, str]:
+    """What is an anomaly (`on_anomaly`) -> a sentence that says so, by an iteration's row, with its dump if there is
+    one. dumps: folders of dumps"""
     known = {
         "anomaly/kl": "the KL divergence from the reference is above kl_bound",
         "anomaly/equal_rewards": "all rewards are equal, in equal_rewards_iterations iterations in a row",
@@ -304,8 +307,14 @@ def anomaly_warnings(row: Row, dumps: Sequence[str]) -> dict[str, str]:
         for name in row
         if name.startswith("skipped_steps/")
     }
-    replay = f" To compute it again: prefect-rlhf replay {dumps[-1]}" if dumps else ""
-    return {name: f"{said}.{replay}" for name, said in {**steps, **known}.items() if row.get(name)}
+
+    def replay(name: str) -> str:
+        role = name.partition("/")[2] if name in steps else "actor"
+        of_call = dump_folder(Path(), role, iteration).name
+        folder = next((dump for dump in dumps if Path(dump).name == of_call), "")
+        return f" To compute it again: prefect-rlhf replay {folder}" if folder else ""
+
+    return {name: f"{said}.{replay(name)}" for name, said in {**steps, **known}.items() if row.get(name)}
 
 
 def learning_warnings(first: Row, newest: Sequence[Row]) -> dict[str, str]:

@@ -7,6 +7,7 @@ The function of the call runs as it ran. Steps before the dump are not computed:
 import copy
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.algorithms.functions import load_functions
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
-from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import AnomalyError, guarded
+from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import AnomalyError, Record, guarded
 from prefect_rlhf.rlhf_tasks.algorithms.shared.segments import functions_of
 from prefect_rlhf.rlhf_tasks.checkpoint.dumps import Dump, read_dump
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError
@@ -46,6 +47,9 @@ TIMEOUT_S = 60.0  # of collectives: there is nobody to wait for
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}
 """Relative difference of two layouts' values that rounding explains."""
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+SIX_DIGITS = 1e-5  # relative difference of numbers in a sentence
 
 
 class StepPair(NamedTuple):
@@ -76,11 +80,28 @@ def _same(was: float, now: float, tolerance: float) -> bool:
     return math.isclose(was, now, rel_tol=tolerance, abs_tol=tolerance / 100)
 
 
+def _same_sentence(was: str, now: str, tolerance: float) -> bool:
+    if NUMBER.sub("#", was) != NUMBER.sub("#", now):
+        return False
+    pairs = zip(NUMBER.findall(was), NUMBER.findall(now), strict=True)
+    return all(_same(float(a), float(b), max(tolerance, SIX_DIGITS)) for a, b in pairs)
+
+
+class Heard(Record):
+    """Hears of a call's anomalies and writes nothing down."""
+
+    def __init__(self) -> None:
+        self.anomalies: list[str] = []
+
+    def dump(self, anomaly: str) -> None:
+        self.anomalies.append(anomaly)
+
+
 class Replay:
     """A dump that is computed again.
 
     dump, tolerance  its manifest, and what rounding explains (TOLERANCES)
-    steps            filled by `run`
+    steps, anomaly   filled by `run`: the first anomaly that was met, "" where there was none
     Raises CheckpointError where the dump cannot be used, ConfigError where the role's model folder is not there.
     """
 
@@ -88,6 +109,7 @@ class Replay:
         self.dump: Dump = read_dump(folder, version(PACKAGE))
         self.tolerance = TOLERANCES[self.dump.config["dtype"]]
         self.steps: list[StepPair] = []
+        self.anomaly = ""
         self._folder = folder
         self._config = make_config(self.dump.config)
         model = self._config.roles()[self.dump.role].folder
@@ -104,6 +126,25 @@ class Replay:
         finally:
             leave_world()
 
+    def difference(self, metrics: Mapping[str, float]) -> str:
+        """The first that is not as recorded, which rounding does not explain; "" where all is.
+
+        metrics  of `run`
+        """
+        for pair in self.steps:
+            if name := pair.difference(self.tolerance):
+                return f"{name} of step {pair.number}"
+        recorded = self.dump
+        if len(self.steps) != len(recorded.steps):
+            return f"the number of steps, {len(self.steps)} instead of {len(recorded.steps)}"
+        if not _same_sentence(recorded.anomaly, self.anomaly, self.tolerance):
+            return "the anomaly"
+        for name in {**recorded.metrics, **metrics}:
+            was, now = recorded.metrics.get(name), metrics.get(name)
+            if was is None or now is None or not _same(was, now, self.tolerance):
+                return f"{name}, {now} instead of {was}"
+        return ""
+
     def _run(self, device: torch.device, tell: Callable[[StepPair], None]) -> Mapping[str, float]:
         dump, config = self.dump, self._config
         assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
@@ -117,6 +158,7 @@ class Replay:
 
         engine = _DumpedEngine(dump, config, self._folder, device, stepped)
         engine.places = [*_not_finite_in(batch), *engine.places]
+        heard = Heard()
         context = CallContext(
             config=config,
             iteration=dump.iteration,
@@ -128,6 +170,7 @@ class Replay:
             run_folder=self._folder,
             where=str,
             columns=tuple,
+            record=heard,
         )
         record = algorithm(config.type)
         function = functions_of(load_functions(record, [dump.call]), record.calls(config))[dump.call]
@@ -136,6 +179,8 @@ class Replay:
                 return function(engine, batch, context).metrics
         except AnomalyError:
             return {}
+        finally:
+            self.anomaly = next(iter(heard.anomalies), "")
 
     def _samples(self) -> SampleBatch:
         """The samples of all replicas, in the order of their ids."""
@@ -200,8 +245,9 @@ class _DumpedEngine(Engine):
     def train_step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         number, self._taken = self._taken, self._taken + 1
         if number < self._dump.n_before:
-            self._stepped(None, "")
-            return dict(self._dump.steps[number])
+            report = dict(self._dump.steps[number])
+            self.watch(report)
+            return report
         return super().train_step(*args, **kwargs)
 
     @contextmanager
@@ -224,6 +270,9 @@ class _DumpedEngine(Engine):
         ]
 
         def watch(report: Mapping[str, float]) -> None:
+            if self._taken <= self._dump.n_before:
+                self._stepped(None, "")
+                return
             forward = [place for place in self.places if not place.startswith("gradient")]
             if not forward and not math.isfinite(report["loss"]):
                 forward = ["the loss, of finite outputs"]

@@ -55,4 +55,4 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     surrogate = partial(clipped_loss, low=config.epsilon, high=config.high)
     objective = Objective(token_ratio, surrogate, per_token, in_loss, "k2")
     estimator = "k2" if config.baseline == "group" else "k1"
-    return learn(engine, batch, context, objective, advantages, estimator)
+    return learn(engine, batch, context, objective, advantages, estimator, baseline=config.baseline)

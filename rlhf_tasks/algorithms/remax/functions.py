@@ -62,7 +62,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     rewards = shaped_rewards(kl, advances, mask, config.beta)
     advantages = discounted_returns(rewards, mask, lengths, gamma=1.0)
     objective = Objective(token_ratio, partial(clipped_loss, low=config.epsilon, high=config.high), per_token)
-    return learn(engine, batch, context, objective, advantages, "k1")
+    return learn(engine, batch, context, objective, advantages, "k1", baseline="greedy")
 
 
 def _as_greedy(output: CallOutput) -> CallOutput:

@@ -53,7 +53,9 @@ def guarded(engine: Engine, role: str, context: "CallContext") -> Iterator[None]
         if report["skipped"]:
             loss, norm = report["loss"], report["grad_norm"]
             _leaves_out(
-                context, f"{role}: optimizer step {number} has loss {loss:g} and gradient norm {norm:g}."
+                context,
+                f"{role}: optimizer step {number} has loss {loss:g} and gradient norm {norm:g}.",
+                "Correct data or rewards, lower the learning rate, or resume with on_anomaly=skip.",
             )
         number += 1
 
@@ -65,24 +67,27 @@ def guarded(engine: Engine, role: str, context: "CallContext") -> Iterator[None]
 
 
 def leaves_out_update(
-    engine: Engine, context: "CallContext", kl: float | None, equal: bool
+    engine: Engine, context: "CallContext", kl: float | None, equal: bool, which: str = "rewards"
 ) -> tuple[bool, dict[str, float]]:
     """Whether a policy's train call takes no step, and the metrics anomaly/kl and anomaly/equal_rewards: 1 where that
     is an anomaly, else 0; each only where the configuration has its bound.
 
     kl     mean KL divergence from the reference per sequence, in nats; None without a reference
-    equal  whether all rewards of the iteration are equal, or all of each group
+    equal  whether all rewards that the algorithm compares are equal; which: these rewards, in words
     Both are the same on all ranks. Raises AnomalyError where an anomaly stops the run.
     """
     config = context.config
     assert isinstance(config, PolicyConfig), f"{config.type} runs have no policy"
-    metrics, anomalies = dict[str, float](), list[str]()
+    metrics, anomalies, remedies = dict[str, float](), list[str](), list[str]()
     if config.kl_bound is not None and kl is not None:
         above = not kl <= config.kl_bound  # so is what is not a number
         metrics["anomaly/kl"] = float(above)
         if above:
             anomalies.append(
                 f"the KL divergence from the reference is {kl:g} nats a sequence, above kl_bound={config.kl_bound:g}."
+            )
+            remedies.append(
+                "Raise kl_bound or the factor of the KL divergence, or resume with on_anomaly=warn."
             )
     if (most := config.equal_rewards_iterations) is not None:
         before = engine.state.pop(EQUAL_STATE, 0)
@@ -91,9 +96,9 @@ def leaves_out_update(
             engine.state[EQUAL_STATE] = in_a_row
         metrics["anomaly/equal_rewards"] = float(in_a_row >= most)
         if in_a_row >= most:
-            which = "rewards within each group" if config.group_size > 1 else "rewards"
             anomalies.append(f"all {which} are equal in {in_a_row} iterations in a row.")
-    return bool(anomalies) and _leaves_out(context, " ".join(anomalies)), metrics
+            remedies.append("Correct data or rewards, or resume with on_anomaly=warn.")
+    return bool(anomalies) and _leaves_out(context, " ".join(anomalies), " ".join(remedies)), metrics
 
 
 def extremes(engine: Engine, scores: Tensor) -> Tensor:
@@ -112,7 +117,7 @@ def are_equal(summed: list[float]) -> bool:
     return len(ends) == 1 and math.isfinite(*ends)
 
 
-def _leaves_out(context: "CallContext", what: str) -> bool:
+def _leaves_out(context: "CallContext", what: str, remedy: str) -> bool:
     """Whether an anomaly leaves out its update. Raises AnomalyError where it stops the run."""
     config = context.config
     assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
@@ -120,8 +125,5 @@ def _leaves_out(context: "CallContext", what: str) -> bool:
     folder = context.record.dump(anomaly)
     if config.on_anomaly == "stop":
         replay = "" if folder is None else f" To compute the call again: prefect-rlhf replay {folder}"
-        raise AnomalyError(
-            f"{anomaly} on_anomaly=stop ends the run at its last commit. Correct data or rewards, lower the learning "
-            f"rate, or resume with on_anomaly=skip.{replay}"
-        )
+        raise AnomalyError(f"{anomaly} on_anomaly=stop ends the run at its last commit. {remedy}{replay}")
     return config.on_anomaly == "skip"

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -290,6 +290,13 @@ class Objective:
     early_stop_ratio: float | None = None
 
 
+COMPARED = {
+    "none": "rewards",
+    "group": "rewards within each group",
+    "greedy": "rewards and those of the greedy responses",
+}
+"""Baseline of an algorithm -> the rewards of which none is learned where they are equal."""
+
 SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch", "fresh")
 BEHAVIOUR_SUMS = ("behaviour", "behaviour_squared", "cut", "drawn_kl")
 """What a step sums over response tokens for the metrics; the latter where they are weighted by who has drawn them."""
@@ -470,6 +477,7 @@ def learn(
     advantages: Tensor,
     kl_estimator: str = "k3",
     ids: Sequence[int] | None = None,
+    baseline: Literal["none", "group", "greedy"] = "group",
 ) -> CallOutput:
     """The train call of an algorithm without a critic: optimizer steps on the responses.
 
@@ -479,6 +487,7 @@ def learn(
     kl_estimator  of the metric kl
     ids           of the responses, of all replicas, that stay in the batch, in whole groups; mini-batches are cut
                   from these. None: all stay
+    baseline      what a score is compared with: nothing, its group, or the score of the greedy response
     Metrics, besides those of `policy_steps`: kl (with a reference: mean KL(sampling policy || reference) per
     sequence, in nats), frac_reward_zero_std (with groups: share of the samples whose group's scores are all equal),
     those of `leaves_out_update`.
@@ -487,8 +496,10 @@ def learn(
     config, scores = context.config, batch["scores"].values
     assert isinstance(config, CriticFreeConfig), f"{config.type} runs have a critic"
     kl = reference_kl(batch, kl_estimator).double().sum() if config.beta > 0 else scores.new_zeros(())
-    in_groups = per_group(all_equal, scores, batch.ids, config.group_size).sum()
-    whole = torch.stack([kl.double(), in_groups.double(), scores.new_tensor(len(batch), dtype=torch.float64)])
+    in_groups = per_group(all_equal, scores, batch.ids, config.group_size)
+    as_baseline = scores == batch["greedy_scores"].values if baseline == "greedy" else in_groups
+    n_here = scores.new_tensor(len(batch), dtype=torch.float64)
+    whole = torch.stack([kl.double(), in_groups.sum().double(), as_baseline.sum().double(), n_here])
     of_tokens = {"advantages": Packed(advantages, batch["input_ids"].lengths)}
     batch = SampleBatch(batch.ids, {**batch.data, **of_tokens})
     if ids is not None:
@@ -502,7 +513,7 @@ def learn(
     counted = torch.cat([counts_per_block(marks, context, key, ids) for key in (None, "learned", "tokens")])
     own = torch.cat([counted.to(engine.device), whole, extremes(engine, scores)])
     summed = engine.sum_over_dp(own).tolist()
-    *totals, total_kl, total_equal, n_samples = summed[: len(counted) + len(whole)]
+    *totals, total_kl, total_equal, total_as_baseline, n_samples = summed[: len(counted) + len(whole)]
     if not n_samples:
         raise RewardError(
             f"a reward failed on every sample of iteration {context.iteration}, so none is left to learn from. "
@@ -514,11 +525,14 @@ def learn(
     metrics: dict[str, float] = {}
     if config.beta > 0:
         metrics["kl"] = total_kl / n_samples
-    equal = are_equal(summed[len(counted) + len(whole) :])
     if config.group_size > 1:
         metrics["frac_reward_zero_std"] = total_equal / n_samples
-        equal = total_equal == n_samples
-    left_out, anomalies = leaves_out_update(engine, context, metrics.get("kl"), equal)
+    elif baseline == "group":
+        baseline = "none"
+    of_all = are_equal(summed[len(counted) + len(whole) :])
+    equal = of_all if baseline == "none" else total_as_baseline == n_samples
+    kl_per_sequence = metrics.get("kl")
+    left_out, anomalies = leaves_out_update(engine, context, kl_per_sequence, equal, COMPARED[baseline])
     steps = policy_steps(
         engine,
         batch,

@@ -221,7 +221,8 @@ class Steps:
                 "their losses or gradients were not finite. Look for rewards or data that are NaN or infinite. If "
                 "there are none, lower the learning rate and resume from an earlier commit."
                 if self.skipped
-                else "on_anomaly=skip left them out. Look at the rewards and the KL divergence in metrics.jsonl."
+                else "on_anomaly=skip left them out. Look at the rewards and the KL divergence in metrics.jsonl. "
+                "Correct data or rewards, raise kl_bound, or resume with on_anomaly=warn."
             )
             raise AnomalyError(
                 f"{role}: no optimizer step of {calls} iterations in a row was applied: {reason}"

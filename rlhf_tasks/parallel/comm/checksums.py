@@ -1,7 +1,8 @@
 """Checksums by which both ends of a movement know that the bits are the same, computed where the tensors are.
 
 Integers that stand for the bits are summed in rows, and each row's sum is weighted by an odd number of its place, all
-modulo 2**64. So one flipped bit always changes the checksum, and rows that change places do. On the CPU it reads
+modulo 2**64. So one flipped bit always changes the checksum, and rows that change places do; numbers that
+change places within a row of 4,096 do not. On the CPU it reads
 about as fast as memory is copied, on a GPU faster than anything arrives (docs/adr/0037-digests.md).
 """
 

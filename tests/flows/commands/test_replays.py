@@ -1,18 +1,22 @@
 """`prefect-rlhf replay`: what is no dump of this version is refused; a whole run that has stopped is replayed."""
 
 import json
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import yaml
 
 from prefect_rlhf.flows.cli import run_command
-from prefect_rlhf.flows.commands.replays import line_of
-from prefect_rlhf.rlhf_tasks.checkpoint.dumps import dumps_of
-from prefect_rlhf.rlhf_tasks.checkpoint.manifest import MANIFEST, _checksum
+from prefect_rlhf.flows.commands.replays import line_of, replay
+from prefect_rlhf.rlhf_tasks.checkpoint.dumps import dumps_of, read_dump
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import MANIFEST, _checksum, write_manifest
+from prefect_rlhf.rlhf_tasks.rank.anomalies import PACKAGE
 from prefect_rlhf.rlhf_tasks.rank.replay import StepPair
 from tests.committed import last_step
 from tests.flows.marked_command import ROOT, outcome
-from tests.rlhf_tasks.rank.test_anomalies import site  # noqa: F401 - a fixture
+from tests.rlhf_tasks.algorithms.registered import installed
+from tests.rlhf_tasks.rank.test_anomalies import alone, prepared_run, site  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,30 @@ def test_a_line_has_each_value_once_or_recorded_and_replayed_with_the_first_that
     assert same == "step 1: loss 0.5 -> 0.500001  grad_norm 2  skipped 0"
     off = line_of(StepPair(1, was, {**was, "grad_norm": float("nan"), "skipped": 1.0}, "the loss"), 1e-4)
     assert off.endswith("grad_norm 2 -> nan  skipped 0 -> 1  DIFFERS: grad_norm  not finite: the loss")
+
+
+def test_steps_metrics_and_the_anomaly_are_compared_too(site, tmp_path, capsys):  # noqa: F811
+    with installed(site):
+        *_, folder = of_run = prepared_run(tmp_path, 1, "0")
+        alone(*of_run)
+        (place,) = dumps_of(Path(folder))
+        dump = read_dump(place, version(PACKAGE))
+        assert dump.metrics
+        for sentence, change in {
+            "The first that is not as recorded: loss/tuned, ": {
+                "metrics": {**dump.metrics, "loss/tuned": 9.0}
+            },
+            "The first that is not as recorded: the number of steps, 4 instead of 3.": {
+                "steps": dump.steps[:3]
+            },
+            "The first that is not as recorded: the anomaly.": {"anomaly": f"{dump.anomaly[:-1]}1."},
+            "All values are as recorded": {},
+        }.items():
+            write_manifest(place, dump.model_copy(update=change))
+            replay(place)
+            said = " ".join("".join(capsys.readouterr()).split())
+            assert sentence in said
+            assert "Replayed: iteration 1: actor: optimizer step 1 has loss nan" in said
 
 
 @pytest.mark.slow

@@ -338,12 +338,16 @@ def test_an_anomaly_is_said_at_once_with_the_command_that_computes_it_again():
         "anomaly/kl": 1.0,
         "anomaly/equal_rewards": 0.0,
     }
-    said = anomaly_warnings(row, ["runs/a/anomalies/actor-iteration-00000003"])
+    dumps = [f"runs/a/anomalies/{name}" for name in ("actor-iteration-00000003", "critic-iteration-00000001")]
+    said = anomaly_warnings(row, 3, dumps)
     assert list(said) == ["skipped_steps/actor", "anomaly/kl"]
     for sentence in said.values():
         assert sentence.endswith("prefect-rlhf replay runs/a/anomalies/actor-iteration-00000003")
-    assert anomaly_warnings({**row, "anomaly/kl": None}, [])["skipped_steps/actor"].endswith("were left out.")
-    assert anomaly_warnings(HEALTHY, []) == {}
+    of_critic = anomaly_warnings({"skipped_steps/critic": 1.0}, 1, dumps)["skipped_steps/critic"]
+    assert of_critic.endswith(f"prefect-rlhf replay {dumps[1]}")
+    for sentence in anomaly_warnings(row, 4, dumps).values():
+        assert "replay" not in sentence, "no dump is of this iteration"
+    assert anomaly_warnings(HEALTHY, 3, dumps) == {}
 
 
 def test_runs_without_these_metrics_are_told_nothing():

@@ -282,6 +282,7 @@ class Recording:
 
     is_head, device = True, torch.device("cpu")
     placement = Placement((0,), ParallelStrategy())
+    coordinate = placement.coordinate(0)
 
     def __init__(self, samples: list[Sample]) -> None:
         self._samples = samples
@@ -503,6 +504,27 @@ def test_metrics_say_how_much_there_was_to_learn():
     assert metrics["learned/fraction"] == 5 / 8
     _, metrics = trained(config_of({"type": "remax", "beta": 0.0}, 8, 2), samples, 1)
     assert not {"kl", "frac_reward_zero_std"} & metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("variant", "scores", "greedy", "equal"),
+    [
+        ({"type": "rloo"}, [0.0, 0.0, 1.0, 1.0], [0.0] * 4, 1.0),
+        ({"type": "rloo"}, [0.0, 1.0, 1.0, 1.0], [0.0] * 4, 0.0),
+        ({"type": "reinforce_pp", "baseline": "group"}, [0.0, 0.0, 1.0, 1.0], [0.0] * 4, 1.0),
+        ({"type": "reinforce_pp"}, [0.0, 0.0, 1.0, 1.0], [0.0] * 4, 0.0),
+        ({"type": "reinforce_pp"}, [1.0] * 4, [0.0] * 4, 1.0),
+        ({"type": "remax"}, [1.0] * 4, [1.0, 0.0, 1.0, 1.0], 0.0),
+        ({"type": "remax"}, [0.0, 1.0, 1.0, 0.5], [0.0, 1.0, 1.0, 0.5], 1.0),
+    ],
+)
+def test_rewards_are_equal_by_what_the_algorithm_compares_them_with(variant, scores, greedy, equal):
+    samples = drawn(1, [2, 3, 1, 4], scores)
+    for sample, score in zip(samples, greedy, strict=True):
+        sample.greedy_score = score
+    config = config_of({**variant, "equal_rewards_iterations": 1, "on_anomaly": "warn"}, 4, 2)
+    _, metrics = trained(config, samples, 1)
+    assert metrics["anomaly/equal_rewards"] == equal
 
 
 def test_expert_iteration_without_a_good_response_leaves_the_model_alone():

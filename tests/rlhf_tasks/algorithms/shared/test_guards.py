@@ -108,6 +108,9 @@ def test_every_layout_decides_alike_and_a_skipped_update_changes_no_bit(ranks, t
                 if action == "stop":
                     sentence, written, unfinished = of_run[first]
                     assert f"iteration {first}: " in sentence, case
+                    helps = "skip" if anomaly == "not finite" else "warn"
+                    assert f"or resume with on_anomaly={helps}." in sentence, case
+                    assert ("Raise kl_bound" in sentence) == (anomaly == "kl"), case
                     assert (
                         f"prefect-rlhf replay {folder / f'{anomaly} {action}'}/anomalies/actor-iteration-"
                         in sentence

@@ -172,6 +172,15 @@ def test_a_skipped_step_counts_in_nothing_but_their_number():
     assert engine.state == {}
 
 
+def test_a_run_whose_anomalies_are_skipped_ends_with_what_to_change():
+    engine = Reporting()
+    engine.state[STATE_KEY] = MAX_SKIPPED_CALLS - 1
+    steps = Steps(engine, SimpleNamespace(), [10.0], micro_batches=1)
+    steps.left_out = True
+    with pytest.raises(AnomalyError, match=r"raise kl_bound, or resume with on_anomaly=warn\.$"):
+        steps.end("actor")
+
+
 def test_calls_without_an_applied_step_end_the_run_after_several_in_a_row():
     engine = Reporting()
     for calls in range(1, MAX_SKIPPED_CALLS):
