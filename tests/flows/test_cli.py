@@ -231,7 +231,7 @@ def test_a_ui_of_no_run_is_refused(call, tmp_path):
 def test_a_run_that_goes_on_is_not_resumed_a_second_time(call, document, monkeypatch):
     folder = new_run_folder(make_config(document))
     monkeypatch.setattr(
-        "prefect_rlhf.flows.commands.runs.prepare", lambda *_: pytest.fail("it is refused at first")
+        "prefect_rlhf.flows.run.run_identity.prepare", lambda *_: pytest.fail("it is refused at first")
     )
     with taken(folder):
         refused(call, "is in use by a run in progress", command=("run", "ppo", "--resume", str(folder)))
@@ -246,7 +246,7 @@ def test_a_run_that_is_resumed_has_its_folder_from_the_first_look_on(call, docum
         with taken(folder):
             pytest.fail("two have it")
 
-    monkeypatch.setattr("prefect_rlhf.flows.commands.runs.prepare", another_one)
+    monkeypatch.setattr("prefect_rlhf.flows.run.run_identity.prepare", another_one)
     said = f"is in use by a run in progress (process {os.getpid()})."
     refused(call, said, command=("run", "ppo", "--resume", str(folder)))
 
@@ -290,6 +290,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "of a run to continue": (("resume", LONG), (LONG, "File name too long")),
     "of a run to stop": (("stop", LONG), (LONG, "File name too long")),
     "of a run to cancel": (("cancel", LONG), (LONG, "File name too long")),
+    "of a dump to replay": (("replay", LONG), (LONG, "File name too long")),
     "of a demo": (("demo", "--folder", LONG), (LONG, "File name too long")),
     "of a plan's file": (("plan", "--config", "FILE", "--out", LONG), (LONG, "File name too long")),
     "of a rehearsal's file": (("rehearse", "--config", "FILE", "--json", LONG), (LONG, "File name too long")),
