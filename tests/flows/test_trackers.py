@@ -82,8 +82,14 @@ def points_of(*iterations: int) -> list[tuple[str, int, float]]:
 
 
 def children() -> list[psutil.Process]:
-    """This process's children, without multiprocessing's own and a server, which an earlier test may have begun."""
-    own = ("resource_tracker", "track_resources", "multiprocessing.forkserver", "server_process")
+    """This process's children, without those of multiprocessing, ranks and a server that earlier tests have begun."""
+    own = (
+        "resource_tracker",
+        "track_resources",
+        "multiprocessing.forkserver",
+        "server_process",
+        "rank_process",
+    )
     return [
         one for one in psutil.Process().children() if not any(name in " ".join(one.cmdline()) for name in own)
     ]
