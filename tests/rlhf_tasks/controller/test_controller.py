@@ -37,6 +37,7 @@ class Attempt:
 
     let_go: asyncio.Event
     fails: Exception | None = None
+    unreached: tuple[int, ...] = ()
 
     def __init__(self, worker, spec, tell):
         self.spec = spec
