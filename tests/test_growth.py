@@ -21,7 +21,7 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 342,
+    "files": 345,
     "hundreds of lines": 748,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,

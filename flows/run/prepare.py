@@ -64,7 +64,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import (
     has_weights,
 )
 from prefect_rlhf.rlhf_tasks.spec import EvaluateNode, ExecutionPlan
-from prefect_rlhf.rlhf_tasks.user_code.tools import CALL_COLUMNS
+from prefect_rlhf.rlhf_tasks.user_code.tools.episode import CALL_COLUMNS
 
 PLAN_REMEDY = "Remove it, and the run is planned again."
 

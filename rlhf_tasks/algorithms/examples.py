@@ -30,7 +30,7 @@ from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, To
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer, TokenizerError
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import own_or_base, read_shape
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError, shown
-from prefect_rlhf.rlhf_tasks.user_code.tools import schemas_of, tool_format
+from prefect_rlhf.rlhf_tasks.user_code.tools.schemas import schemas_of, tool_format
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256

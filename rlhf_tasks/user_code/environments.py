@@ -12,7 +12,7 @@ from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations
 from prefect_rlhf.rlhf_tasks.user_code.episodes import TIMEOUT_KEY, Answer, Episode, FailedAnswer
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, MOST_LOST, Killed, Lost, Terms, UserProcess
-from prefect_rlhf.rlhf_tasks.user_code.tools import offered, tool_format
+from prefect_rlhf.rlhf_tasks.user_code.tools.schemas import offered, tool_format
 
 MOST_KILLED = 2
 """As often as all its turns last, a batch may be played again where a lost process is not to be skipped: it is given

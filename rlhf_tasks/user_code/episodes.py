@@ -16,7 +16,7 @@ from prefect_rlhf.rlhf_tasks.user_code.errors import (
     traced,
 )
 from prefect_rlhf.rlhf_tasks.user_code.forms import as_float, module_at, unwrapped
-from prefect_rlhf.rlhf_tasks.user_code.tools import tool_episodes
+from prefect_rlhf.rlhf_tasks.user_code.tools.episode import tool_episodes
 
 METHODS = ("reset", "step")
 TIMEOUT_KEY = "reward_timeout_s"

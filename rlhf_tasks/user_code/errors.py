@@ -19,7 +19,8 @@ _CALLERS = {
         "user_code/forms.py",
         "user_code/judge.py",
         "user_code/episodes.py",
-        "user_code/tools.py",
+        "user_code/tools/episode.py",
+        "user_code/tools/loaded.py",
         "system/child_processes.py",
     )
 }

@@ -172,7 +172,12 @@ SIGNS = (
 )
 """(parameter names, form): a function with any of the names has the form. The first match counts."""
 BUILTIN = "builtin"
-"""`builtin:NAME` is a reward of builtin_rewards.py, or an environment of builtin_environments.py."""
+"""`builtin:NAME` is a reward, an environment or a tool of one of these modules:"""
+_BUILT_IN = {
+    "rewards": "builtin_rewards",
+    "environments": "builtin_environments",
+    "tools": "tools.builtin",
+}
 LOGS = ("log_extra", "log_metric")
 """Functions that TRL's form may also take: `log_extra(column, values)`, `log_metric(name, value)`."""
 
@@ -433,7 +438,7 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = 
 def module_at(place: str, kind: str = "rewards") -> ModuleType:
     """A module by its name, or the one in a file, or the one of `kind` that is built in. Raises RewardError."""
     if place == BUILTIN:
-        return importlib.import_module(f"prefect_rlhf.rlhf_tasks.user_code.builtin_{kind}")
+        return importlib.import_module(f"prefect_rlhf.rlhf_tasks.user_code.{_BUILT_IN[kind]}")
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place)

@@ -18,7 +18,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
-from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
+from tests.rlhf_tasks.algorithms.one_rank import OneRank, runs_of_one
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
 from tests.rlhf_tasks.test_parts import of_calls
 from tests.tiny_runs import critic_free_config, ppo_config
@@ -56,17 +56,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, tmp_path):
     """Begin a run of GRPO on this process."""
-    torch.set_num_threads(1)
-    begun = []
-    with world_of_one():
-
-        def begin(**changes):
-            begun.append(OneRank(grpo_config(folder, **changes), tmp_path))
-            return begun[-1]
-
+    with runs_of_one(grpo_config, folder, tmp_path) as begin:
         yield begin
-        for each in begun:
-            each.close()
 
 
 KEYS = ("input_ids", "response_mask", "old_logprobs", "truncated", "environment_rewards")

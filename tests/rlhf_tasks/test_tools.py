@@ -17,8 +17,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
 from prefect_rlhf.rlhf_tasks.data.dataset import DataError
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
-from prefect_rlhf.rlhf_tasks.user_code.tool_formats import Malformed, calls_of
-from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Malformed, calls_of
+from tests.rlhf_tasks.algorithms.one_rank import runs_of_one
 from tests.rlhf_tasks.test_environments import drawn, refuse_other_gradient, responses
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
 from tests.tiny_runs import critic_free_config, ppo_config
@@ -64,17 +64,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, tmp_path):
     """Begin a run of GRPO on this process."""
-    torch.set_num_threads(1)
-    begun = []
-    with world_of_one():
-
-        def begin(**changes):
-            begun.append(OneRank(config_of(folder, **changes), tmp_path))
-            return begun[-1]
-
+    with runs_of_one(config_of, folder, tmp_path) as begin:
         yield begin
-        for each in begun:
-            each.close()
 
 
 @other_plans(PLANS)

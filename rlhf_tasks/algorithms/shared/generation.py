@@ -38,7 +38,7 @@ from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.user_code.environments import observed
 from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
-from prefect_rlhf.rlhf_tasks.user_code.tools import OUTCOMES
+from prefect_rlhf.rlhf_tasks.user_code.tools.episode import OUTCOMES
 
 
 def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

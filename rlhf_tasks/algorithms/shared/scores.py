@@ -30,7 +30,7 @@ from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Values, total
 from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES, SKIPPED_SAMPLES, Fault, Judged
-from prefect_rlhf.rlhf_tasks.user_code.tools import CALL_COLUMNS
+from prefect_rlhf.rlhf_tasks.user_code.tools.episode import CALL_COLUMNS
 
 EXAMPLES = 8
 """Samples per iteration that are written for users to look at."""

@@ -1,6 +1,6 @@
 """Runs an algorithm's graph on one rank, without plan, Prefect and Dask: the functions alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,24 @@ class OneRank:
         self.generator.close()
         self.rewards.close()
         self.environment.close()
+
+
+@contextmanager
+def runs_of_one(
+    config_of: Callable[..., RunConfig], folder: Path, run_folder: Path
+) -> Iterator[Callable[..., OneRank]]:
+    """Begins runs on this process, of configurations `config_of(folder, **changes)`. They end with the block."""
+    torch.set_num_threads(1)
+    begun: list[OneRank] = []
+
+    def begin(**changes: Any) -> OneRank:
+        begun.append(OneRank(config_of(folder, **changes), run_folder))
+        return begun[-1]
+
+    with world_of_one():
+        yield begin
+        for each in begun:
+            each.close()
 
 
 def _renamed(batch: SampleBatch, names: dict[str, Any]) -> SampleBatch:

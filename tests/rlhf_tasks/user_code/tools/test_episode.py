@@ -11,18 +11,19 @@ import pytest
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
-from prefect_rlhf.rlhf_tasks.user_code.builtin_tools import python
 from prefect_rlhf.rlhf_tasks.user_code.child import UNTIL_S
 from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
 from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError
-from prefect_rlhf.rlhf_tasks.user_code.tools import MOST_CALLS, MOST_CHARACTERS, schemas_of
-from tests.rlhf_tasks.user_code.tool_templates import TEMPLATES
+from prefect_rlhf.rlhf_tasks.user_code.tools.builtin import python
+from prefect_rlhf.rlhf_tasks.user_code.tools.episode import MOST_CALLS, MOST_CHARACTERS
+from prefect_rlhf.rlhf_tasks.user_code.tools.schemas import schemas_of
+from tests.rlhf_tasks.user_code.tools.templates import TEMPLATES
 from tests.tiny_runs import EOS, byte_tokenizer
 
 pytestmark = pytest.mark.cluster
 
-FILE = str(Path(__file__).parents[2] / "tiny_tools.py")
+FILE = str(Path(__file__).parents[3] / "tiny_tools.py")
 
 
 def config_of(*tools: Any, **changes: Any) -> Any:

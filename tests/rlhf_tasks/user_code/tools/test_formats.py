@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
-from prefect_rlhf.rlhf_tasks.user_code.tool_formats import FORMATS, Call, Malformed, calls_of, format_of
-from tests.rlhf_tasks.user_code.tool_templates import TEMPLATES
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import FORMATS, Call, Malformed, calls_of, format_of
+from tests.rlhf_tasks.user_code.tools.templates import TEMPLATES
 
 SCHEMAS: dict[str, Any] = {
     "add": {

@@ -1,0 +1,1 @@
+"""What a policy may call: the formats of calls, the schemas of tools, the episodes that answer calls."""
