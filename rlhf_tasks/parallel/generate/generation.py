@@ -50,6 +50,7 @@ def generate(
     micro_batches: int = 1,
     prefill_tokens: int = PREFILL_TOKENS,
     segments: Segments | None = None,
+    on_ended: Callable[[int, Sequence[int]], None] | None = None,
 ) -> SampleBatch | None:
     """Sample one response per prompt. All ranks of a replica (one dp rank) call it together.
 
@@ -65,6 +66,8 @@ def generate(
     prefill_tokens    most tokens of a pass over prompts; longer prompts are cut
     segments          how far responses are drawn now; None: to their ends. Between segments the cache stays, unless
                       there are fewer slots than sequences
+    on_ended          on the head, gets each sample's id and what was drawn of it as soon as it has ended, while
+                      others are drawn
 
     Returns None, except on the head: there the samples with these keys, L being the tokens of a sample:
         input_ids      [L] int64: prompt and response; the response includes the token that ended it
@@ -87,7 +90,16 @@ def generate(
     pays = params.max_new_tokens >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
     with PackedWeights() if pays else products(stage.device, stage.dtype):
         prompts = _begun(batch, iteration).to(engine.device)
-        drawing = Drawing(params, seed, purpose, segment_tokens, record_kept, micro_batches, prefill_tokens)
+        drawing = Drawing(
+            params,
+            seed,
+            purpose,
+            segment_tokens,
+            record_kept,
+            micro_batches,
+            prefill_tokens,
+            on_ended if engine.is_head else None,
+        )
         parts = _dealt(batch["prompt_ids"], groups_in_flight or engine.placement.strategy.pp)
         groups = [Group(engine, prompts.take(part), drawing) for part in parts]
         _decode(groups)

@@ -1,6 +1,6 @@
 """What a run asks of whatever draws its responses, and the engine of our own behind it (docs/adr/0028)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
@@ -17,6 +17,8 @@ class Order(NamedTuple):
     record_kept    also which tokens top-k and top-p kept
     micro_batches  parts of the batch that are decoded one after the other, where memory depends on it
     segments       how far responses are drawn now; None: to their ends
+    on_ended       on the head, gets each sample's id and what was drawn of it as soon as it has ended, while others
+                   are drawn; a generator that does not know may say so of all at the end, or never
     """
 
     params: SamplingParams
@@ -27,6 +29,7 @@ class Order(NamedTuple):
     record_kept: bool = False
     micro_batches: int = 1
     segments: Segments | None = None
+    on_ended: Callable[[int, Sequence[int]], None] | None = None
 
 
 class Terms(NamedTuple):
@@ -109,6 +112,7 @@ class BuiltIn:
             record_kept=order.record_kept,
             micro_batches=order.micro_batches,
             segments=order.segments,
+            on_ended=order.on_ended,
         )
 
     def free(self) -> None:

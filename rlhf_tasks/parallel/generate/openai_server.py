@@ -6,7 +6,7 @@ writes them, when every replica has drawn what it had to, and the others wait fo
 
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,16 @@ class OpenAI:
         drawn = None
         if engine.is_head:
             requests = requests_of(batch, order)
-            drawn = samples_of(engine, batch, requests, self._answers(engine, requests, order))
+            answers = self._answers(engine, requests, order, batch.ids)
+            drawn = samples_of(engine, batch, requests, answers)
         dp = engine.coordinate.dp
         replica = engine.groups[engine.placement.replica(dp)]
         broadcast_json(True, engine.placement.heads[dp], replica, engine.device)
         return drawn
 
-    def _answers(self, engine: Engine, requests: Sequence[Request], order: Order) -> list[Answer]:
+    def _answers(
+        self, engine: Engine, requests: Sequence[Request], order: Order, ids: Sequence[int]
+    ) -> list[Answer]:
         if not requests:
             return []
         tokens, vocabulary = self._terms.tokens, engine.layout.shape.vocab
@@ -113,7 +116,10 @@ class OpenAI:
                 pool.submit(self._server.complete, prompt, seed % SEEDS, most, sampling)
                 for prompt, seed, most in requests
             ]
-            self._wait(futures, requests[0].most)
+            samples = dict(zip(futures, ids, strict=True))
+            for future in self._as_they_end(futures, requests[0].most):
+                if order.on_ended is not None:
+                    order.on_ended(samples[future], future.result()[0].tokens)
             answers = [future.result()[0] for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -129,8 +135,8 @@ class OpenAI:
             )
         return answers
 
-    def _wait(self, futures: Sequence["Future[Any]"], most: int) -> None:
-        """Until all have ended, or one has failed. Each that ends moves the deadline on."""
+    def _as_they_end(self, futures: Sequence["Future[Any]"], most: int) -> Iterator["Future[Any]"]:
+        """The requests as they end, until all have, or one has failed. Each that ends moves the deadline on."""
         within_s, pending = (STALL_S + most * SECONDS_A_TOKEN) * self._terms.patience, set(futures)
         while pending:
             done, pending = wait(pending, within_s, FIRST_COMPLETED)
@@ -141,6 +147,7 @@ class OpenAI:
                 failed.result()
             if not done:
                 raise GenerationFault(f"{self._server.url} has ended no response for {within_s:.0f} s")
+            yield from done
 
     def free(self) -> None:
         """Its memory is not ours."""

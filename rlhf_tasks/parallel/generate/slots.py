@@ -1,7 +1,7 @@
 """The sequences that are decoded together: finished ones leave, waiting ones enter."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
@@ -68,6 +68,7 @@ class Drawing(NamedTuple):
     record_kept     whether to record which tokens top-k and top-p kept
     micro_batches   the cache of a group has this part of the room that all its sequences may take at once
     prefill_tokens  most tokens of a pass over prompts
+    on_ended        gets the id of each sample that has ended, and what was drawn of it
     """
 
     params: SamplingParams
@@ -77,6 +78,7 @@ class Drawing(NamedTuple):
     record_kept: bool
     micro_batches: int
     prefill_tokens: int
+    on_ended: Callable[[int, Sequence[int]], None] | None = None
 
 
 class Responses:
@@ -310,6 +312,7 @@ class Group:
         self._running = 0  # sequences that are decoded
         self._ended = 0  # sequences that were
         self._drawn = 0  # tokens of all these
+        self._said = set[int]()  # places of those of which `on_ended` knows
         self._admit(self._fitting(0))
 
     def compute(self) -> None:
@@ -427,11 +430,21 @@ class Group:
             *finished, unsound = torch.cat([rows.finished, self._unsound[None]]).tolist()
             if unsound:
                 self._refuse_unsound_logits()
+            if self._drawing.on_ended is not None:
+                self._say_ended(finished, self._drawing.on_ended)
             self._turn_over(finished)
 
     def ended(self) -> list[int]:
         """The ids of the samples that have ended: none of their tokens is still to be drawn."""
         return [sample for sample, ended in zip(self._ids, self._responses.ended(), strict=True) if ended]
+
+    def _say_ended(self, finished: Sequence[bool], on_ended: Callable[[int, Sequence[int]], None]) -> None:
+        """Say which samples have ended since the last check. finished: by row, also of those that rest"""
+        ended = self._responses.ended()
+        for place, is_finished in zip(self._rows.places, finished, strict=True):
+            if is_finished and ended[place] and place not in self._said:
+                self._said.add(place)
+                on_ended(self._ids[place], self.drawn(place).tolist())
 
     def drawn(self, place: int) -> Tensor:
         """The tokens [n] int64 of a response as far as they are stored."""

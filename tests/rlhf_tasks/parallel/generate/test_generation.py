@@ -12,7 +12,7 @@ from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.generate import slots
-from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
+from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments, generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import KVCache
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
@@ -83,7 +83,7 @@ def responses(samples: SampleBatch) -> dict[int, list[int]]:
     return {i: tokens[mask].tolist() for i, (tokens, mask) in zip(samples.ids, parts, strict=True)}
 
 
-OF_GENERATE = ("groups_in_flight", "record_kept", "micro_batches", "prefill_tokens")
+OF_GENERATE = ("groups_in_flight", "record_kept", "micro_batches", "prefill_tokens", "segments", "on_ended")
 
 
 def draw(engine: Engine, batch: SampleBatch, seed: int = 7, iteration: int = 2, **options: Any) -> Any:
@@ -371,6 +371,37 @@ def test_refilled_slots_give_the_tokens_of_all_at_once(
     torch.testing.assert_close(refilled["old_logprobs"].values, whole["old_logprobs"].values)
 
 
+@pytest.mark.parametrize(("check_every", "most_late"), [(1, 0), (5, 4)])
+def test_a_sample_is_said_to_have_ended_while_others_are_drawn(monkeypatch, check_every: int, most_late: int):
+    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
+    engine = build("llama", torch.float64)
+    said, passes = dict[int, tuple[int, Any]](), watched(engine, tokens_of_prompts)
+
+    def on_ended(sample: int, tokens: Any) -> None:
+        assert sample not in said, "once"
+        said[sample] = (passes.count(0), tokens)  # steps, without passes over prompts
+
+    drawn = responses(draw(engine, prompts(), max_new_tokens=24, stop_ids=STOPS, on_ended=on_ended))
+    assert {sample: tokens for sample, (_, tokens) in said.items()} == drawn
+    late = [step - len(tokens) for step, tokens in said.values()]
+    assert min(late) >= 0
+    assert max(late) <= most_late, "in steps after its last token"
+
+
+def test_a_sample_that_rests_between_segments_has_not_ended():
+    said, before = dict[int, Any](), list[bool]()
+
+    def enough(ended: Any) -> bool:
+        before.append(said.keys() == set(ended))
+        return len(ended) == len(LENGTHS)
+
+    options: dict[str, Any] = {"max_new_tokens": 24, "stop_ids": STOPS, "segments": Segments(4, enough)}
+    samples = draw(build("llama", torch.float64), prompts(), on_ended=said.__setitem__, **options)
+    assert said == responses(samples)
+    assert len(before) > 2, "of several segments"
+    assert all(before)
+
+
 def rows_and_blocks(x: Tensor, micro: MicroBatch, cache: KVCache, *prompts: Tensor) -> tuple[int, int]:
     """Rows of a step (0 of a pass over prompts), and the blocks of the cache's memory."""
     (blocks,) = {tensor.shape[0] for pair in cache._layers.values() for tensor in pair} or {0}
@@ -529,8 +560,10 @@ def _generate_on(
     groups = ProcessGroups(device_sets(placement), 240.0, CPU)
     engine = build(model[0], dtype, strategy, groups, options.pop("tokens", None), **model[1])
     mine = [i for n, i in enumerate(batch.ids) if n // 2 % strategy.dp == placement.coordinate(rank).dp]
-    samples = draw(engine, batch.reorder(mine), **options)
+    said = dict[int, Any]()
+    samples = draw(engine, batch.reorder(mine), on_ended=said.__setitem__, **options)
     groups.close()
+    assert said == ({} if samples is None else responses(samples)), "the head says which have ended"
     return samples
 
 

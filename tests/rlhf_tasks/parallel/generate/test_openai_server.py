@@ -83,5 +83,9 @@ def test_what_waits_in_the_servers_queue_has_time_while_other_responses_end(
     with serving(VOCABULARY, "queue") as server:
         generator = OpenAI(terms(tmp_path, server.url))
         generator._name = server.version
-        answers = generator._answers(engine, [Request([1], seed, 3) for seed in range(12)], ORDER)
+        said = dict[int, Any]()
+        order = ORDER._replace(on_ended=said.__setitem__)
+        requests, ids = [Request([1], seed, 3) for seed in range(12)], range(20, 32)
+        answers = generator._answers(engine, requests, order, ids)
     assert [answer.tokens[0] for answer in answers] == [seed % VOCABULARY for seed in range(12)]
+    assert said == dict(zip(ids, (answer.tokens for answer in answers), strict=True)), "each as it ended"
