@@ -54,7 +54,7 @@ class Samples(RunConfig):
 
     @property
     def records_kept(self) -> bool:
-        """Whether samples record which tokens top-k and top-p kept: later calls must leave out the same ones."""
+        """Whether samples record which tokens could be drawn: later calls must leave out the same ones."""
         return False
 
     @property

@@ -165,8 +165,9 @@ class PolicyConfig(Scores, MovesReference):
 
     @property
     def records_kept(self) -> bool:
-        """Whether samples record which tokens top-k and top-p kept: training must leave out the same tokens."""
-        return self.sampling.top_p < 1 or self.sampling.top_k > 0
+        """Whether samples record which tokens could be drawn: training must leave out the same tokens."""
+        sampling = self.sampling
+        return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_new_tokens > 0
 
 
 class CriticFreeConfig(PolicyConfig):

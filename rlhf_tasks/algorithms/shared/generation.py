@@ -67,7 +67,7 @@ def respond(
 ) -> CallOutput:
     """As `actor_generate`, with these settings of sampling.
 
-    record_kept  whether to record which tokens top-k and top-p kept
+    record_kept  whether to record which tokens could be drawn
     """
     sampling = sampling_params(settings, context.tokenizer)
     started = time.perf_counter()
@@ -230,7 +230,7 @@ class _Sequence:
         new = {key: data[key][start:stop] for key in ("input_ids", "response_mask", "old_logprobs")}
         if "kept_counts" in data:
             new["kept_counts"] = data["kept_counts"][start:stop]
-            new["kept_tokens"] = data["kept_tokens"][: int(new["kept_counts"].sum())]
+            new["kept_tokens"] = data["kept_tokens"][: int(new["kept_counts"].abs().sum())]
         self._add(**new)
         return new["input_ids"]
 

@@ -19,7 +19,7 @@ PROMPT_KEYS = ("prompt_ids", "columns")
 SEQUENCES = ("input_ids", "response_mask")
 
 KEPT = ("kept_counts", "kept_tokens")
-"""The keys under which generation records which tokens top-k and top-p kept."""
+"""The keys under which generation records which tokens could be drawn."""
 
 
 STAYS = "stays"

@@ -1,6 +1,6 @@
 """What engines beside the run are asked, and the samples that their answers make."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,17 +49,22 @@ def samples_of(
     batch: SampleBatch,
     requests: Sequence[Request],
     answers: Sequence[tuple[list[int], list[float], str]],
+    order: Order,
 ) -> SampleBatch:
     """The samples by the keys of `generate`.
 
     answers  tokens, their log-probabilities, and what ended them: "length" where they are cut off
+    order    its top-k and top-p leave nothing out where it records what could be drawn: the configuration refuses that
     """
-    types: Mapping[str, torch.dtype] = {
+    stops, early = order.params.stop_ids, order.params.min_new_tokens
+    types: dict[str, torch.dtype] = {
         "input_ids": torch.int64,
         "response_mask": torch.bool,
         "old_logprobs": engine.dtype_of_rows,
         "truncated": torch.bool,
     }
+    if order.record_kept:
+        types |= dict.fromkeys(("kept_counts", "kept_tokens"), torch.int32)
     parts: dict[str, list[Tensor]] = {key: [] for key in types}
     for (prompt, *_), (tokens, logprobs, reason) in zip(requests, answers, strict=True):
         sample = {
@@ -68,6 +73,10 @@ def samples_of(
             "old_logprobs": [0.0] * len(prompt) + logprobs,
             "truncated": [reason == "length"],
         }
+        if order.record_kept:
+            first = min(early, len(tokens))
+            counts = [0] * len(prompt) + [-len(stops)] * first + [0] * (len(tokens) - first)
+            sample |= {"kept_counts": counts, "kept_tokens": [*stops] * first}
         for key, values in sample.items():
             parts[key].append(torch.tensor(values, dtype=types[key]))
     lengths = [len(ids) for ids in parts["input_ids"]]

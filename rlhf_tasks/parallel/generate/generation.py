@@ -59,7 +59,7 @@ def generate(
                       BEFORE and BEGUN of slots.py
     seed, iteration, purpose  together with sample id and position, they determine the random number of each token
     groups_in_flight  groups into which the batch is cut; None: one per pipeline stage
-    record_kept       also record which tokens top-k and top-p kept, for each token of a response
+    record_kept       also record which tokens could be drawn, for each token of a response
     micro_batches     a group of n sequences has n / micro_batches slots, rounded up: so many are decoded at a time,
                       and the cache has room for as many of the longest prompt and response. Where a sequence has
                       finished, the next one enters
@@ -76,8 +76,8 @@ def generate(
         truncated      [1] bool: the response reached max_new_tokens, or the end of the last segment, without a stop
                        id or a stop string
     with record_kept also
-        kept_counts    [L] int32: how many tokens could be drawn; 0 on the prompt
-        kept_tokens    [sum(kept_counts)] int32: their ids, position after position
+        kept_counts    [L] int32: how many tokens could be drawn; -n where all but n could; 0 on the prompt
+        kept_tokens    [sum(|kept_counts|)] int32: their ids, or of the n, position after position
     Layout and batch influence tokens only by rounding: a token can differ where its uniform random number is within
     rounding error of the border between two tokens. Raises ValueError for an empty prompt and, on the last stage, for
     logits that are not finite.

@@ -14,7 +14,7 @@ class Order(NamedTuple):
 
     seed, iteration, purpose  together with a sample's id, they say which random numbers it has
     stop_strings   that end a response, as texts: `params.stop_strings` is a table of the same
-    record_kept    also which tokens top-k and top-p kept
+    record_kept    also which tokens could be drawn: top-k, top-p or `min_new_tokens` leave some out
     micro_batches  parts of the batch that are decoded one after the other, where memory depends on it
     segments       how far responses are drawn now; None: to their ends
     on_ended       on the head, gets each sample's id and what was drawn of it as soon as it has ended, while others

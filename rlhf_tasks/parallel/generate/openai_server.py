@@ -91,12 +91,11 @@ class OpenAI:
         engine = self._engine
         assert engine is not None, "draw before take"
         assert order.segments is None, "the configuration refuses segments"
-        assert not order.record_kept, "the configuration refuses top-k and top-p"
         drawn = None
         if engine.is_head:
             requests = requests_of(batch, order)
             answers = self._answers(engine, requests, order, batch.ids)
-            drawn = samples_of(engine, batch, requests, answers)
+            drawn = samples_of(engine, batch, requests, answers, order)
         dp = engine.coordinate.dp
         replica = engine.groups[engine.placement.replica(dp)]
         broadcast_json(True, engine.placement.heads[dp], replica, engine.device)

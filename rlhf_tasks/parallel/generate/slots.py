@@ -35,6 +35,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
     shared_blocks,
     slots_of,
 )
+from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import KeptTokens
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 BEFORE = "before"
@@ -65,7 +66,7 @@ class Drawing(NamedTuple):
 
     seed, purpose   of the random numbers
     segment_tokens  most tokens that are drawn of a sequence in a segment; None: as many as a response may have
-    record_kept     whether to record which tokens top-k and top-p kept
+    record_kept     whether to record which tokens could be drawn
     micro_batches   the cache of a group has this part of the room that all its sequences may take at once
     prefill_tokens  most tokens of a pass over prompts
     on_ended        gets the id of each sample that has ended, and what was drawn of it
@@ -92,7 +93,7 @@ class Responses:
     uniforms   [n, L] float64: the random number of each token
     tokens     [n, L] int64. The last column is for what is drawn after the end of the longest response
     logprobs   [n, L] float64; on the last stage alone
-    kept       of each, token after token: the ids [..] int32 that could be drawn; None unless they are recorded
+    kept       of each, token after token, which tokens could be drawn (`KeptTokens.listed`); None unless recorded
     """
 
     def __init__(self, prompts: SampleBatch, drawing: Drawing) -> None:
@@ -117,7 +118,9 @@ class Responses:
             )
         self.tokens = torch.zeros(self.uniforms.shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros_like(self.uniforms)
-        self.kept: list[list[Tensor]] | None = [[] for _ in lengths] if drawing.record_kept else None
+        self.kept: list[list[tuple[int, Tensor]]] | None = (
+            [[] for _ in lengths] if drawing.record_kept else None
+        )
 
     def ended(self) -> list[bool]:
         """Of each, whether none of its tokens is still to be drawn."""
@@ -335,7 +338,9 @@ class Group:
         responses.logprobs[order, drawn] = draw.logprobs
         self._unsound |= (draw.logprobs.isnan() & ~self._rows.finished).any()
         if responses.kept is not None and draw.kept is not None:
-            for place, of_row in zip(self._rows.places, vocabulary.tokens_of(draw.kept), strict=True):
+            for place, of_row in zip(
+                self._rows.places, KeptTokens.listed(draw.kept, vocabulary), strict=True
+            ):
                 responses.kept[place].append(of_row)
         self._relay.share_tokens(draw.tokens)
 
@@ -578,10 +583,9 @@ class Group:
                 "truncated": truncated[place : place + 1],
             }
             if responses.kept is not None:
-                kept = responses.kept[place][:length]
-                counts = [0] * len(prompt) + [len(ids) for ids in kept]
-                data["kept_counts"] = torch.tensor(counts, dtype=torch.int32)
-                data["kept_tokens"] = torch.cat(kept)
+                counts, ids = zip(*responses.kept[place][:length], strict=True)
+                data["kept_counts"] = torch.tensor([0] * len(prompt) + list(counts), dtype=torch.int32)
+                data["kept_tokens"] = torch.cat(ids)
             samples[sample_id] = data
         return samples
 

@@ -175,7 +175,6 @@ class Vllm:
         engine = self._engine
         assert engine is not None, "draw before take"
         assert order.segments is None, "the configuration refuses segments"
-        assert not order.record_kept, "the configuration refuses top-k and top-p"
         answered = self._drawn(engine, batch, order) if engine.is_head else None
         _said_by_head(engine, True)
         return answered
@@ -185,7 +184,7 @@ class Vllm:
         if requests:
             draw = {"requests": requests, "sampling": sampling_of(order)}
             answers = self._reply_to({"draw": draw})["answers"]
-        return samples_of(engine, batch, requests, answers)
+        return samples_of(engine, batch, requests, answers, order)
 
     def _reply_to(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:

@@ -74,14 +74,30 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """The tokens that top-k and top-p kept when a response was sampled. As in logits, row p is about token p + 1.
+    """The tokens that could be drawn when a response was sampled: not those that top-k, top-p and `min_new_tokens`
+    left out. Of each row the shorter list is recorded. As in logits, row p is about token p + 1.
 
-    counts  [T] int32: number of tokens that could be drawn; 0 where none was drawn
-    tokens  [sum(counts)] int32: their ids, row after row
+    counts  [T] int32: n where only the n listed tokens could be drawn, -n where all but the n listed ones could; 0
+            where all could, or none was drawn
+    tokens  [sum(|counts|)] int32: the listed ids, row after row
     """
 
     counts: Tensor
     tokens: Tensor
+
+    @staticmethod
+    def listed(kept: Tensor, vocabulary: Vocabulary) -> list[tuple[int, Tensor]]:
+        """Of each row its count and its listed ids [..] int32, ascending, on the CPU; equal on all tp ranks.
+
+        kept  [n, this rank's part of the vocabulary] bool: which tokens could be drawn
+        """
+        left_out = ~kept
+        vocabulary.leave_out(left_out, False)
+        could, could_not = vocabulary.gather(torch.stack([kept.sum(1), left_out.sum(1)])).sum(0)
+        names_others = could_not < could
+        ids = vocabulary.tokens_of(torch.where(names_others[:, None], left_out, kept))
+        signs = (1 - 2 * names_others.int()).tolist()
+        return [(sign * len(of_row), of_row) for sign, of_row in zip(signs, ids, strict=True)]
 
     @staticmethod
     def of(micro: MicroBatch) -> "KeptTokens | None":
@@ -93,15 +109,15 @@ class KeptTokens:
             # Shift counts from position p + 1 to row p. A sample's first token was not drawn, so no ids change place.
             return KeptTokens(counts.roll(-1), tokens)
         here = torch.zeros_like(counts, dtype=torch.bool).index_fill_(0, micro.rows + 1, True)
-        return KeptTokens(counts[micro.rows + 1], tokens[here.repeat_interleave(counts.long())])
+        return KeptTokens(counts[micro.rows + 1], tokens[here.repeat_interleave(counts.long().abs())])
 
     def left_out(self, chunks: Sequence[slice], start: int, width: int) -> Iterator[Tensor]:
         """For each chunk of rows: [rows, width] bool, True for token ids start .. start + width - 1 that could not be
-        drawn. A row where nothing was drawn is all False.
+        drawn. A row where all could be, or nothing was drawn, is all False.
 
         chunks  consecutive slices that cover all rows
         """
-        counts = self.counts.long()
+        counts = self.counts.long().abs()
         last = torch.tensor([rows.stop - 1 for rows in chunks], dtype=torch.int64, device=counts.device)
         begin = 0
         for rows, end in zip(chunks, counts.cumsum(0)[last].tolist(), strict=True):
@@ -110,8 +126,9 @@ class KeptTokens:
             numbers = numbers.repeat_interleave(here, output_size=end - begin)
             columns = self.tokens[begin:end].long() - start
             inside = (columns >= 0) & (columns < width)
-            left_out = (here > 0)[:, None].repeat(1, width)
-            left_out[numbers[inside], columns[inside]] = False
+            only_listed = self.counts[rows] > 0
+            left_out = only_listed[:, None].repeat(1, width)
+            left_out[numbers[inside], columns[inside]] = ~only_listed[numbers[inside]]
             yield left_out
             begin = end
 
@@ -149,7 +166,7 @@ def packed_logprobs(
     logits  [T, vocabulary / tp]; row p is the prediction for token p + 1 of the same sample. Where only some rows
             passed the head (`micro.rows`), [R, vocabulary / tp]; the result is 0 at the tokens that none predicts
     context  the ranks that divide the tokens; then the logits are of this rank's rows, the result of all
-    Where the micro-batch says which tokens sampling kept (see `KeptTokens`), the softmax is over these only.
+    Where the micro-batch says which tokens could be drawn (see `KeptTokens`), the softmax is over these only.
     """
     here = _here(micro, context)
     kept = KeptTokens.of(here)

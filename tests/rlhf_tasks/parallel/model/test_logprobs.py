@@ -42,15 +42,46 @@ def _plain(
 
 
 def _allowed(targets: Tensor) -> Tensor:
-    """About a third of the vocabulary for each row, its target included; one row allows its target alone."""
+    """About a third of the vocabulary for each row, or all but a third, its target included; one row allows its target
+    alone, one all."""
     allowed = torch.rand(TOKENS, VOCAB, generator=torch.Generator().manual_seed(3)) < 0.3
-    allowed[5] = False
+    allowed[::3] = ~allowed[::3]
+    allowed[5], allowed[7] = False, True
     return allowed | (torch.arange(VOCAB) == targets[:, None])
 
 
 def _kept(allowed: Tensor) -> KeptTokens:
-    """The same as `generate` would record it."""
-    return KeptTokens(allowed.sum(1).int(), allowed.nonzero()[:, 1].int())
+    """The same as `generate` records it."""
+    counts, ids = zip(*KeptTokens.listed(allowed, WHOLE), strict=True)
+    assert {count > 0 for count in counts} == {True, False}, "both what could be drawn and what could not"
+    return KeptTokens(torch.tensor(counts, dtype=torch.int32), torch.cat(ids))
+
+
+def _recorded(allowed: Tensor, drawn: Tensor, lengths: tuple[int, ...]) -> dict[str, Packed]:
+    """The keys of the samples with these lengths.
+
+    drawn  [T] bool: tokens of which it is recorded what else could be drawn
+    """
+    none = torch.zeros(0, dtype=torch.int32)
+    rows = KeptTokens.listed(allowed, WHOLE)
+    kept = [row if is_drawn else (0, none) for row, is_drawn in zip(rows, drawn, strict=True)]
+    ends = list(accumulate(lengths, initial=0))
+    return {
+        "kept_counts": Packed(torch.tensor([count for count, _ in kept]), lengths),
+        "kept_tokens": Packed.of([torch.cat([ids for _, ids in kept[a:b]]) for a, b in pairwise(ends)]),
+    }
+
+
+@pytest.mark.parametrize("tokens", [None, 9])
+def test_of_what_could_be_drawn_and_what_could_not_the_shorter_list_is_recorded(tokens: int | None) -> None:
+    """Tokens that do not count are in neither."""
+    kept = torch.ones(4, VOCAB, dtype=torch.bool)
+    kept[:, tokens or VOCAB :] = False
+    kept[0, [2, 5]] = False
+    kept[1, 2:] = False
+    kept[2, 1:] = False
+    found = KeptTokens.listed(kept, Vocabulary((VOCAB,), tokens=tokens))
+    assert [(count, ids.tolist()) for count, ids in found] == [(-2, [2, 5]), (2, [0, 1]), (1, [0]), (0, [])]
 
 
 def _weighted(logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -119,15 +150,8 @@ def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
     allowed = _allowed(targets)
     lengths, prompt = (9, TOKENS - 9), 3
     drawn = torch.cat([torch.arange(length) >= prompt for length in lengths])
-    kept = [allowed[t].nonzero()[:, 0].int() if drawn[t] else torch.empty(0).int() for t in range(TOKENS)]
-    starts = (0, 9, TOKENS)
     batch = SampleBatch(
-        (4, 7),
-        {
-            "input_ids": Packed(targets, lengths),
-            "kept_counts": Packed(torch.tensor([len(k) for k in kept]), lengths),
-            "kept_tokens": Packed.of([torch.cat(kept[a:b]) for a, b in pairwise(starts)]),
-        },
+        (4, 7), {"input_ids": Packed(targets, lengths), **_recorded(allowed, drawn, lengths)}
     )
     micro = micro_batch(batch.reorder([7, 4]))
     order = [*range(9, TOKENS), *range(9)]
@@ -154,15 +178,11 @@ def test_rows_of_tokens_that_do_not_count_need_no_logits(counted: tuple[int, ...
     logits, targets = _logits(torch.float64)
     allowed = _allowed(targets)
     lengths = (9, TOKENS - 9)
-    kept = [allowed[t].nonzero()[:, 0].int() if t % 9 > 1 else torch.empty(0).int() for t in range(TOKENS)]
     mask = torch.zeros(TOKENS, dtype=torch.bool).index_fill_(
         0, torch.tensor(counted, dtype=torch.int64), True
     )
     data = {"input_ids": Packed(targets, lengths), "counted": Packed(mask, lengths)}
-    of_kept = {
-        "kept_counts": Packed(torch.tensor([len(k) for k in kept]), lengths),
-        "kept_tokens": Packed.of([torch.cat(kept[:9]), torch.cat(kept[9:])]),
-    }
+    of_kept = _recorded(allowed, torch.arange(TOKENS) % 9 > 1, lengths)
     for keys in (data, data | of_kept):
         micro = micro_batch(SampleBatch((0, 1), keys))
         few = predicting(micro, "counted")
