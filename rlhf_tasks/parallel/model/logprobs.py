@@ -86,16 +86,16 @@ class KeptTokens:
     tokens: Tensor
 
     @staticmethod
-    def listed(kept: Tensor, vocabulary: Vocabulary) -> list[tuple[int, Tensor]]:
+    def listed(allowed: Tensor, vocabulary: Vocabulary) -> list[tuple[int, Tensor]]:
         """Of each row its count and its listed ids [..] int32, ascending, on the CPU; equal on all tp ranks.
 
-        kept  [n, this rank's part of the vocabulary] bool: which tokens could be drawn
+        allowed  [n, this rank's part of the vocabulary] bool: which tokens could be drawn
         """
-        left_out = ~kept
+        left_out = ~allowed
         vocabulary.leave_out(left_out, False)
-        could, could_not = vocabulary.gather(torch.stack([kept.sum(1), left_out.sum(1)])).sum(0)
+        could, could_not = vocabulary.gather(torch.stack([allowed.sum(1), left_out.sum(1)])).sum(0)
         names_others = could_not < could
-        ids = vocabulary.tokens_of(torch.where(names_others[:, None], left_out, kept))
+        ids = vocabulary.tokens_of(torch.where(names_others[:, None], left_out, allowed))
         signs = (1 - 2 * names_others.int()).tolist()
         return [(sign * len(of_row), of_row) for sign, of_row in zip(signs, ids, strict=True)]
 
