@@ -54,7 +54,8 @@ def samples_of(
     """The samples by the keys of `generate`.
 
     answers  tokens, their log-probabilities, and what ended them: "length" where they are cut off
-    order    its top-k and top-p leave nothing out where it records what could be drawn: the configuration refuses that
+    order    where it records what could be drawn, only its first tokens lack some: the configuration refuses top-k
+             and top-p then
     """
     stops, early = order.params.stop_ids, order.params.min_new_tokens
     types: dict[str, torch.dtype] = {

@@ -42,8 +42,8 @@ def _plain(
 
 
 def _allowed(targets: Tensor) -> Tensor:
-    """About a third of the vocabulary for each row, or all but a third, its target included; one row allows its target
-    alone, one all."""
+    """About a third of the vocabulary for each row, or all but a third, its target included; one row allows its
+    target alone, one all."""
     allowed = torch.rand(TOKENS, VOCAB, generator=torch.Generator().manual_seed(3)) < 0.3
     allowed[::3] = ~allowed[::3]
     allowed[5], allowed[7] = False, True
@@ -150,9 +150,7 @@ def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
     allowed = _allowed(targets)
     lengths, prompt = (9, TOKENS - 9), 3
     drawn = torch.cat([torch.arange(length) >= prompt for length in lengths])
-    batch = SampleBatch(
-        (4, 7), {"input_ids": Packed(targets, lengths), **_recorded(allowed, drawn, lengths)}
-    )
+    batch = SampleBatch((4, 7), {"input_ids": Packed(targets, lengths), **_recorded(allowed, drawn, lengths)})
     micro = micro_batch(batch.reorder([7, 4]))
     order = [*range(9, TOKENS), *range(9)]
     logits = logits[order]
