@@ -10,6 +10,7 @@ server of an account makes.
 
 import asyncio
 import fcntl
+import gc
 import os
 import shutil
 import socket
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from prefect_rlhf.rlhf_tasks.system.child_processes import wake_after_parent
 
+COLLECT_EVERY_S = 2.0
 LOCKED_S = 10.0  # to wait for the database's lock: only this server writes to it, so a longer lock is a fault
 
 
@@ -112,6 +114,24 @@ def stop_with_parent(server) -> None:
     os._exit(0)
 
 
+def collect_beside() -> None:
+    """Collect garbage in a thread of its own from now on, never in the server's event loop.
+
+    A cursor among the garbage is reset, which waits for the mutex of its connection. A statement that waits for the
+    database's lock holds that mutex, up to 60 s in Prefect. If the loop collected, it would stop for as long, and
+    with it the request that has the lock.
+    """
+    gc.freeze()  # what is there stays, so a collection takes little
+    gc.disable()
+
+    def collect() -> None:
+        while True:
+            time.sleep(COLLECT_EVERY_S)
+            gc.collect()
+
+    threading.Thread(target=collect, name="garbage", daemon=True).start()
+
+
 def main(folder: str, port: str) -> None:
     """Serve the home `folder` on `port` (0: a free one) until the parent ends."""
     wake_after_parent(os.getppid())
@@ -149,4 +169,5 @@ def main(folder: str, port: str) -> None:
         )
     )
     threading.Thread(target=stop_with_parent, args=(server,), daemon=True).start()
+    collect_beside()
     server.run(sockets=[listener])

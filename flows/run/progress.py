@@ -22,7 +22,13 @@ from prefect_rlhf.flows.run.summary import model_name, read_jsonl
 from prefect_rlhf.flows.trackers import Trackers
 from prefect_rlhf.flows.view import artifacts
 from prefect_rlhf.flows.view.clocks import spans_of
-from prefect_rlhf.flows.view.prefect_api import Away, CommitEvents, PrefectApi
+from prefect_rlhf.flows.view.prefect_api import (
+    COMPLETE_S,
+    GIVE_UP_S,
+    Away,
+    CommitEvents,
+    PrefectApi,
+)
 from prefect_rlhf.flows.view.terminal import RunProgress, tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import newest_step
@@ -44,8 +50,6 @@ REFRESH_S = 20.0  # least time between two drawings of curves and timeline
 REST = 30  # seconds without drawing for each second that a drawing took: ranks on CPUs need the same cores
 KEPT = 1000  # rows of iterations that no commit covers yet; older ones are drawn when one does
 TIMELINE_ITERATIONS = 3  # more would be too fine to read
-COMPLETE_S = 60.0  # what the last of it may take after the run's end
-GIVE_UP_S = 20.0  # of a server that is away by then: our own is back sooner
 RETIRE_S = 2.0  # what the last events may take when the run ends early
 
 IN_A_ROW = 5

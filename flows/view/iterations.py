@@ -36,7 +36,14 @@ from prefect.client.schemas.objects import StateType
 from prefect.events import Event, RelatedResource, Resource
 from prefect.runtime import flow_run
 
-from prefect_rlhf.flows.view.prefect_api import Away, PrefectApi, Refused, prompt_client
+from prefect_rlhf.flows.view.prefect_api import (
+    COMPLETE_S,
+    GIVE_UP_S,
+    Away,
+    PrefectApi,
+    Refused,
+    prompt_client,
+)
 from prefect_rlhf.planner.text import short_names
 from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Aborted,
@@ -52,8 +59,6 @@ logger = logging.getLogger(__name__)
 VIEW_LAG_S = 10.0  # iterations that have waited for longer are merged
 PACE_S = 1.0  # between two reports on an iteration in progress
 HELD_S = 10.0  # most time after the run's end for bars that began late, to become as long as they should
-COMPLETE_S = 60.0  # most time for the last subflows after the run's end
-GIVE_UP_S = 20.0  # most time to wait for a server that is away then: our own is restarted sooner
 RETIRE_S = 5.0  # most time for the open subflows when the run ends early
 KEPT = 1000  # subflows that no commit covers yet are remembered; older ones stay Completed, even if they are lost
 COMPLETE = StateType.COMPLETED, ""

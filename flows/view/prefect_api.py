@@ -29,6 +29,10 @@ ANSWER_S = 15.0  # time limit of one request; a server usually needs millisecond
 GREETING_S = 3.0
 PAUSE_S = 5.0  # after a failure nothing is sent for this long; twice as long after each further failure
 LONGEST_PAUSE_S = 60.0
+COMPLETE_S = 60.0  # most time for what is still to be shown after the run's end
+GIVE_UP_S = (
+    45.0  # most time of an outage that is waited for then: a busy machine's restart of our own takes 20 s
+)
 BUSY = {408, 429, 502, 503}  # the server asks to try again, e.g. because SQLite's lock is taken
 BUSY_PAUSE_S = 0.05  # before it is asked again; twice as long each time
 LONGEST_BUSY_PAUSE_S = 0.4

@@ -152,7 +152,8 @@ def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
     with opened_ui(folder, tmp_path / "ui.log") as (address, login):
         names = names_of_runs(f"{address}/api", login)
     repeated = {i + 1 for i, (attempt, _) in generations_of(folder).items() if attempt == 2}
-    assert repeated <= shown_iterations(names), "an iteration is a flow run, or a part of one"
+    log = (tmp_path / "again.log").read_text()
+    assert repeated <= shown_iterations(names), f"an iteration is a flow run, or a part of one\n{log}"
     assert len(names) - sum(name.startswith("it-") for name in names) == 2, "each attempt is one"
 
 

@@ -49,6 +49,34 @@ REOPEN = textwrap.dedent("""
 """)
 
 
+GARBAGE = textwrap.dedent("""
+    import gc, sqlite3, sys, threading
+    from prefect_rlhf.flows.cluster import server_process
+    server_process.COLLECT_EVERY_S = 3.0
+    server_process.collect_beside()
+    database, waits_s = sys.argv[1], float(sys.argv[2])
+    has_lock = sqlite3.connect(database, isolation_level=None)
+    has_lock.execute("BEGIN IMMEDIATE")
+    waits = sqlite3.connect(database, timeout=waits_s, isolation_level=None, check_same_thread=False)
+    garbage = [waits.execute("SELECT 1 UNION SELECT 2")]
+    garbage.append(garbage)
+    outcome = []
+    def write():
+        try:
+            waits.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            outcome.append(str(error))
+    writer = threading.Thread(target=write)
+    writer.start()
+    writer.join(1)
+    del garbage
+    objects = [[] for _ in range(10 * gc.get_threshold()[0])]
+    has_lock.execute("ROLLBACK")
+    writer.join()
+    print(outcome)
+""")
+
+
 @flow(name="recorded")
 def recorded() -> int:
     return 3
@@ -121,6 +149,13 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
 
 
 @pytest.mark.whole
+def test_a_cursor_that_becomes_garbage_does_not_stop_the_server_while_its_connection_waits(tmp_path):
+    """Whoever has the database's lock goes on, so the connection's statement gets it."""
+    arguments = [sys.executable, "-c", GARBAGE, str(tmp_path / "db"), "20"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_a_server_that_is_killed_comes_back_with_its_data_at_the_same_address(tmp_path, caplog, monkeypatch):
     """Links and clients have the address, so it wants its own port back, and waits for it where somebody has taken
     it meanwhile; a new server has another port."""
