@@ -22,6 +22,7 @@ from prefect_rlhf.flows.commands.options import (
     whole_seed,
     write_output,
 )
+from prefect_rlhf.flows.run.device_loss import parts_left, refuse_no_shrink, smaller_plan
 from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.planning import (
     Ranks,
@@ -147,14 +148,42 @@ def rehearse(
 
 @dataclass(frozen=True)
 class Rehearsable:
-    """A configuration with its plan and the plan's price."""
+    """A configuration with its plan and the plan's price. cores: of a host; profile: as `rehearsable` takes it"""
 
     config: TrainingConfig
+    hardware: Hardware
     problem: Problem
     plan: ExecutionPlan
     price: PlanPrice
     costs: Costs
+    cores: int
+    profile: Path | None
     warnings: tuple[str, ...]
+
+    @property
+    def spec(self) -> RunSpec:
+        """An attempt with the plan."""
+        config, plan, evaluation = self.config, self.plan, self.problem.model.workload.evaluation
+        return RunSpec(
+            run="rehearsal",
+            attempt=1,
+            ranks=tuple(f"rank-{rank}" for rank in range(plan.n_devices)),
+            plan=plan,
+            config=config.model_dump(mode="json"),
+            run_folder="",
+            iterations=config.total_iterations,
+            limits=config.limits,
+            predicted_s=self.price.longest_s,
+            users_s=users_seconds(config, plan, 0 if evaluation is None else evaluation.rows),
+        )
+
+    def smaller(self, there: Sequence[bool]) -> rehearsal.Smaller:
+        """What a run that may shrink does without some devices. Raises ConfigError."""
+        parts = parts_left(there, self.plan.devices_per_host)
+        part, plan, problem, _ = smaller_plan(self.config, parts, self.hardware, self.profile)
+        price = price_plan(plan, problem.model)
+        made = priced(self.config, part.of(self.hardware), problem, plan, price, self.cores, self.profile)
+        return rehearsal.Smaller(part.slots, made.spec, made.costs)
 
 
 def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | None = None) -> Rehearsable:
@@ -184,7 +213,9 @@ def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | 
         raise ConfigError(str(error)) from error
     assert isinstance(chosen.config, TrainingConfig), "the number of ranks is all that is chosen"
     cores = cores_here() if cluster is None else chosen.hardware.cluster.devices_per_host
-    return priced(chosen.config, chosen.hardware, chosen.problem, plan, price, cores)
+    if config.on_device_loss == "shrink" and cluster is None:
+        refuse_no_shrink(chosen.config)
+    return priced(chosen.config, chosen.hardware, chosen.problem, plan, price, cores, profile)
 
 
 def priced(
@@ -194,6 +225,7 @@ def priced(
     plan: ExecutionPlan,
     price: PlanPrice,
     cores: int,
+    profile: Path | None = None,
 ) -> Rehearsable:
     """The costs that a rehearsal needs, from the plan's price. cores: of a host."""
     model = problem.model
@@ -211,7 +243,7 @@ def priced(
         to_end_s={node: seconds * slower.get(node, 1.0) for node, seconds in price.to_end_s.items()},
     )
     warnings = (*hardware.warnings, *problem.warnings)
-    return Rehearsable(config, problem, plan, price, costs, warnings)
+    return Rehearsable(config, hardware, problem, plan, price, costs, cores, profile, warnings)
 
 
 def _slower_beside(plan: ExecutionPlan, price: PlanPrice, model: CostModel, cores: int) -> dict[str, float]:
@@ -243,22 +275,16 @@ def rehearsed(
     noise  standard deviation of the logarithm of what nodes take, against their price
     leaps  whether quiet times are counted and not rehearsed
     """
-    config, plan = run.config, run.plan
-    evaluation = run.problem.model.workload.evaluation
-    spec = RunSpec(
-        run="rehearsal",
-        attempt=1,
-        ranks=tuple(f"rank-{rank}" for rank in range(plan.n_devices)),
-        plan=plan,
-        config=config.model_dump(mode="json"),
-        run_folder="",
-        iterations=config.total_iterations,
-        limits=config.limits,
-        predicted_s=run.price.longest_s,
-        users_s=users_seconds(config, plan, 0 if evaluation is None else evaluation.rows),
-    )
     request = RehearsalRequest(
-        spec, run.costs, machines, Noise(seed, noise), config.keep_last, hours, faults, leaps
+        run.spec,
+        run.costs,
+        machines,
+        Noise(seed, noise),
+        run.config.keep_last,
+        hours,
+        faults,
+        leaps,
+        run.smaller if run.config.on_device_loss == "shrink" else None,
     )
     return rehearsal.rehearse(request)
 

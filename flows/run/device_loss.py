@@ -7,6 +7,7 @@ rank, the attempt ends at its next commit, and the next one begins with all rank
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from prefect_rlhf.flows.run.planning import hardware_of, made_plan, problem_of
@@ -70,18 +71,24 @@ class Smaller(NamedTuple):
     iteration_time_s: float
 
 
-def smaller_plan(config: RunConfig, parts: Sequence[Part]) -> Smaller:
+def smaller_plan(
+    config: RunConfig,
+    parts: Sequence[Part],
+    hardware: Hardware | None = None,
+    profile: Path | None = None,
+) -> Smaller:
     """The fastest plan for one of the parts, made as the run's own was, within SEARCH_S seconds in all.
 
+    hardware  of the whole cluster; default: as in the configuration; profile: as `problem_of` takes it
     Raises ConfigError where none fits: with a role and bytes where that is for memory.
     """
     limit_s = min(config.planning.time_limit_s, SEARCH_S) / max(len(parts), 1)
     planning = config.planning.model_copy(update={"time_limit_s": limit_s})
-    config, whole = config.model_copy(update={"planning": planning}), hardware_of(config)
+    config, whole = config.model_copy(update={"planning": planning}), hardware or hardware_of(config)
     plans, faults = list[Smaller](), list[ConfigError]()
     for part in parts:
         try:
-            problem = problem_of(config, part.of(whole))
+            problem = problem_of(config, part.of(whole), profile)
             plan = made_plan(config, problem)
             plans.append(Smaller(part, plan, problem, price_plan(plan, problem.model).iteration_time_s))
         except ConfigError as error:

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from prefect_rlhf.flows.run.prepare import Prepared
 from prefect_rlhf.flows.run.run_folder import exported_step
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import Commit, step_folder, steps_of
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import LINEAGE, decided_lines
 from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
@@ -31,6 +33,8 @@ from prefect_rlhf.rlhf_tasks.data.dataset import row_file, row_hash
 from prefect_rlhf.rlhf_tasks.data.hub import read_pins, snapshot_folder
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS, TokenFile
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import ORIGIN, base_of, missing_base
+from prefect_rlhf.rlhf_tasks.protocol.decisions import DECIDED
+from prefect_rlhf.rlhf_tasks.spec import ROWS as DECIDED_ROWS
 from prefect_rlhf.rlhf_tasks.system.durable import append_lines, replace_file
 from prefect_rlhf.rlhf_tasks.system.reading import module_file, read_json, reading
 
@@ -130,16 +134,42 @@ def lessons_of(folder: Path, samples: int | None = None) -> Iterator[Lesson]:
         raise ConfigError(
             f"{folder} has no commit with an origin: nothing can be said about the rows of its model."
         )
+    shares = _shares(folder, manifest)
     for number, line in enumerate(lines):
-        later = [other["sample"] for other in lines[number + 1 :]]
-        end = min([manifest.cursor if samples is None else samples, *later])
+        later = [(other["sample"], other["step"]) for other in lines[number + 1 :]]
+        cursor, step = min([(manifest.cursor, manifest.step), *later])
+        end = cursor if samples is None else min(cursor, samples)
         if end <= line["sample"]:
             continue
+        n_seqs = (cursor - line["sample"]) // (step - line["step"])
         path = folder / ROWS if line["rows"] == lines[-1]["rows"] else _rows_of(folder, line["rows"])
         rows = TokenFile.open(path)
-        order = line["order"]
-        first, last = line["sample"] // order["group_size"], -(-end // order["group_size"])
-        yield Lesson(line, end, rows, rows.times(first, last, order["seed"], order["weights"]))
+        yield Lesson(line, end, rows, _times(line, end, n_seqs, rows, shares))
+
+
+def _times(
+    line: Mapping[str, Any], end: int, n_seqs: int, rows: TokenFile, shares: Mapping[int, float]
+) -> NDArray[np.int64]:
+    """[rows] how often each row was learned from in the iterations of a stretch, which have `n_seqs` samples."""
+    order, begin, step = line["order"], line["sample"], line["step"]
+    times = np.zeros(len(rows), np.int64)
+    iterations = range(step, step - (begin - end) // n_seqs)
+    for share, alike in groupby(iterations, lambda iteration: shares.get(iteration, 1.0)):
+        first, *_, last = [*alike] * 2
+        samples = begin + (first - step) * n_seqs, min(end, begin + (last + 1 - step) * n_seqs)
+        groups = samples[0] // order["group_size"], -(-samples[1] // order["group_size"])
+        times += rows.first(share).times(*groups, order["seed"], order["weights"])
+    return times
+
+
+def _shares(folder: Path, manifest: Manifest) -> dict[int, float]:
+    """Iteration -> the share of the rows that it drew from, where that was decided: by the iteration before."""
+    shares, latest = dict[int, float](), None
+    for line in decided_lines(folder / LINEAGE, manifest.journals[LINEAGE].size_bytes):
+        if (made := line[DECIDED][DECIDED].get(DECIDED_ROWS)) is not None:
+            shares.setdefault(line["iteration"], made["before"] if latest is None else latest)
+            latest = made["value"]
+    return shares
 
 
 def models_of(run: Path, config: RunConfig) -> dict[str, tuple[str, Path]]:

@@ -63,9 +63,7 @@ class Journal:
 
     def decided(self) -> Iterator[dict[str, Any]]:
         """The committed lines that have decisions (`lineage_lines`)."""
-        for line in committed_lines(self.path, self._size_bytes) if self._size_bytes else ():
-            if b'"decided"' in line:
-                yield json.loads(line)
+        return decided_lines(self.path, self._size_bytes)
 
     def cut(self) -> None:
         """Truncate the file to its committed part: later lines belong to a commit that failed. Raises OSError."""
@@ -123,6 +121,13 @@ def committed_lines(path: Path, size_bytes: int) -> Iterator[bytes]:
         while left > 0 and (line := file.readline(left)):
             left -= len(line)
             yield line
+
+
+def decided_lines(path: Path, size_bytes: int) -> Iterator[dict[str, Any]]:
+    """The lines of the lineage's first `size_bytes` bytes that have decisions (`lineage_lines`)."""
+    for line in committed_lines(path, size_bytes) if size_bytes else ():
+        if b'"decided"' in line:
+            yield json.loads(line)
 
 
 def is_row(line: bytes) -> bool:

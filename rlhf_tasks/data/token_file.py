@@ -211,13 +211,13 @@ class TokenFile:
         """[rows] how often the samples `first` to `end` - 1 mean each row, by `row_of`."""
         times, offset = np.zeros(len(self), np.int64), 0
         begins, ends = _places_before(first, weights), _places_before(end, weights)
-        for source, (rows, begin, stop) in enumerate(zip(self.sources, begins, ends, strict=True)):
+        for source, (rows, begin, stop) in enumerate(zip(self._drawn, begins, ends, strict=True)):
             purpose = f"rows {source}" if source else "rows"
             for epoch in range(begin // rows, -(-stop // rows)):
                 order = permutation(rows, seed, purpose, epoch)
                 met = order[max(begin - epoch * rows, 0) : min(stop - epoch * rows, rows)]
                 times[offset + met] += 1
-            offset += rows
+            offset += self.sources[source]
         return times
 
     def identities(self) -> Iterator[tuple[str, str]]:

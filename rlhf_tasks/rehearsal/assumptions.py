@@ -99,6 +99,7 @@ class Machines:
     noticed_s           from the end of a process until the controller knows
     interrupt_s         from the abort of process groups until a blocked collective raises
     attempt_s           from the end of a controller until the flow has begun another attempt
+    replan_s            to search for a plan for the devices that are left (flows/run/device_loss.py)
     """
 
     disk_bytes_per_s: float = 2e9
@@ -109,6 +110,7 @@ class Machines:
     noticed_s: float = 1.0
     interrupt_s: float = 1.0
     attempt_s: float = 60.0
+    replan_s: float = 10.0
     sources: tuple[str, ...] = field(
         default=(
             "thread_bytes_per_s: SHA-256 by hashlib on one thread",

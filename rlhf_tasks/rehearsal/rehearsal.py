@@ -3,11 +3,12 @@
 import asyncio
 import gc
 import logging
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.controller import attempt as controller
 from prefect_rlhf.rlhf_tasks.controller.attempt import Attempt, Surroundings
@@ -19,6 +20,7 @@ from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Faulted,
     Finished,
     GaveUp,
+    Held,
     IterationRan,
     RunSpec,
 )
@@ -26,9 +28,11 @@ from prefect_rlhf.rlhf_tasks.protocol.progress import Pace
 from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (
     ControllerFault,
     Costs,
+    HostFault,
     InjectedFault,
     Machines,
     Noise,
+    RankFault,
     SlowFault,
 )
 from prefect_rlhf.rlhf_tasks.rehearsal.cluster import SimulatedCluster
@@ -36,9 +40,29 @@ from prefect_rlhf.rlhf_tasks.rehearsal.ranks import Process, SimulatedRankMissin
 from prefect_rlhf.rlhf_tasks.rehearsal.story import OWN, Story, WaitLog, Window
 from prefect_rlhf.rlhf_tasks.rehearsal.time_and_disk import CommitsOnDisk, SimulatedSnapshots, VirtualTime
 from prefect_rlhf.rlhf_tasks.spec import CallNode, ExecutionPlan
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
 FEWEST, MOST = 4, 40  # iterations of a window
+
+
+class Smaller(NamedTuple):
+    """What a run does with the devices that it has.
+
+    slots  their numbers in the whole cluster, in rank order
+    spec   with the plan for them
+    """
+
+    slots: tuple[int, ...]
+    spec: RunSpec
+    costs: Costs
+
+
+class HostBack(NamedTuple):
+    """A lost host has started its ranks again."""
+
+    at_s: float
+    host: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +73,8 @@ class RehearsalRequest:
     hours   the most that it may last
     faults  in the order in which they strike
     leaps   whether quiet times are counted and not rehearsed
+    smaller  of a run that may shrink: which devices are there -> what it does with them. Raises ConfigError where no
+             plan fits
     """
 
     spec: RunSpec
@@ -59,6 +85,7 @@ class RehearsalRequest:
     hours: float
     faults: Sequence[InjectedFault] = ()
     leaps: bool = True
+    smaller: Callable[[Sequence[bool]], Smaller] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,10 +129,10 @@ def _closing(loop: VirtualTime) -> Generator[VirtualTime]:
     try:
         yield loop
     finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.close()
 
 
@@ -162,29 +189,39 @@ class Rehearsal:
         self._request = request
         self._make_attempt = attempt
         self._story, self._watch = Story(), WaitLog()
-        plan, limits = request.spec.plan, request.spec.limits
-        self.cluster = SimulatedCluster(
-            loop,
-            plan,
-            request.costs,
-            request.machines,
-            request.noise,
-            self._watch,
-            Pace(limits.io_floor_s, limits.io_least_bytes_per_s),
-            lambda idle: self._story.idle(idle, loop.time()),
-            self._hit,
-            process,
-        )
+        self._make_process = process
+        self._whole = Smaller(tuple(range(request.spec.plan.n_devices)), request.spec, request.costs)
+        self._uses, self.cluster = self._whole, self._cluster_of(self._whole)
+        self._back_s: dict[int, float] = {}  # host -> when it is back, of the run's seconds
+        self._is_returning = False  # the attempt is to end at its next commit: a host is back
+        self._kept_bytes = Counter[int]()  # of the clusters before this one
         self._commits = commits or CommitsOnDisk()
         self.attempt: Attempt | None = None
         self._starting: asyncio.Task[None] | None = None  # what starts the attempt
         self._snapshots: SimulatedSnapshots | None = None
         self._rebuilds = request.spec.rebuilds
         self._over: asyncio.Future[tuple[str, bool]] = loop.create_future()
-        self._faults = list(request.faults)
+        self._faults: list[InjectedFault | HostBack] = list(request.faults)
         self._timer: asyncio.TimerHandle | None = None
         self._rehearsed = 0
         self._quiet = QuietTimes(self._story, window_of(request), request.costs.cycle)
+
+    def _cluster_of(self, uses: Smaller) -> SimulatedCluster:
+        """A cluster of the devices that a run uses."""
+        request, limits = self._request, self._request.spec.limits
+        cluster = SimulatedCluster(
+            self.loop,
+            uses.spec.plan,
+            uses.costs,
+            request.machines,
+            request.noise,
+            self._watch,
+            Pace(limits.io_floor_s, limits.io_least_bytes_per_s),
+            lambda idle: self._story.idle(idle, self.loop.time()) if cluster is self.cluster else None,
+            self._hit,
+            self._make_process,
+        )
+        return cluster
 
     @property
     def _now_s(self) -> float:
@@ -200,8 +237,8 @@ class Rehearsal:
         story.at(self.loop.time())
         if snapshots is not None and snapshots.writing_since_s is not None:
             self._commit_took(self.loop.time() - snapshots.writing_since_s)
-        copies = self.cluster.most_kept_bytes
-        return Rehearsed(story, self._watch, self._now_s, ended, finished, self._rehearsed, copies)
+        self._keep_bytes()
+        return Rehearsed(story, self._watch, self._now_s, ended, finished, self._rehearsed, self._kept_bytes)
 
     # --- the flow -----------------------------------------------------------------------------------------
 
@@ -216,10 +253,10 @@ class Rehearsal:
         try:
             await attempt.start()
         except SimulatedRankMissing as error:
-            self._end(f"the run gave up: {error}", False)
+            self._give_up(str(error), True)
 
     def _make_snapshots(self, spec: RunSpec) -> SimulatedSnapshots:
-        request, costs = self._request, self._request.costs
+        request, costs = self._request, self._uses.costs
         self._snapshots = SimulatedSnapshots(
             self.loop,
             self._commits,
@@ -261,14 +298,82 @@ class Rehearsal:
                 story.aborted(iteration)
             case Finished():
                 self._end(f"finished: iteration {story.committed} is committed", True)
-            case GaveUp(reason=reason):
-                self._end(f"the run gave up: {reason}", False)
+            case Held() if self._is_returning:
+                story.renews(now)
+                self.cluster.start(self._renew())
+            case GaveUp(reason=reason, missing=missing):
+                self._give_up(reason, bool(missing))
             case _:
                 pass  # what only a view of a run shows
 
     def _end(self, how: str, finished: bool) -> None:
         if not self._over.done():
             self._over.set_result((how, finished))
+
+    # --- fewer devices ------------------------------------------------------------------------------------
+
+    def _give_up(self, reason: str, are_missing: bool) -> None:
+        """An attempt has given up. Where ranks are missing, a run that may shrink begins the next one."""
+        if are_missing and self._request.smaller is not None and not all(self._there()):
+            self.cluster.start(self._renew())
+        else:
+            self._end(f"the run gave up: {reason}", False)
+
+    def _there(self) -> list[bool]:
+        """Of each device of the whole cluster: whether its host is there."""
+        per_host = self._whole.spec.plan.devices_per_host
+        return [self._back_s.get(slot // per_host, 0.0) <= self._now_s for slot in self._whole.slots]
+
+    async def _renew(self) -> None:
+        """The next attempt, with the devices that are there. Those of its ranks that had no process have one at once,
+        and hosts that were slow are not any more."""
+        old, self.attempt, self._is_returning = self.attempt, None, False
+        self._quiet.disturbed()
+        if old is None:
+            return
+        await old.close()
+        uses, smaller = self._whole, self._request.smaller
+        if not all(self._there()):
+            await asyncio.sleep(self._request.machines.replan_s)
+        if not all(there := self._there()) and smaller is not None:
+            try:
+                uses = smaller(there)
+            except ConfigError as error:
+                self._end(f"the run gave up: there is no plan for the devices that are left: {error}", False)
+                return
+        self._keep_bytes()
+        self.cluster.close()
+        self._uses = uses
+        self.cluster = self._cluster_of(uses)
+        self._story.idle(True, self.loop.time())
+        gone = {host: at_s for host, at_s in self._back_s.items() if at_s > self._now_s}
+        self._faults = [one for one in self._faults if not isinstance(one, HostBack)]
+        for host, at_s in gone.items():
+            insort(
+                self._faults,
+                HostBack(at_s + self._request.machines.start_s, host),
+                key=lambda one: one.at_s,
+            )
+        self._set_timer()
+        self._begin_again(old, uses.spec)
+
+    def _keep_bytes(self) -> None:
+        """The most bytes of copies on each host, by its number in the whole cluster."""
+        for host, kept_bytes in self.cluster.most_kept_bytes.items():
+            number = self._hosts[host]
+            self._kept_bytes[number] = max(self._kept_bytes[number], kept_bytes)
+
+    @property
+    def _hosts(self) -> list[int]:
+        """Of each host that the run uses, its number in the whole cluster."""
+        of_whole, per_host = self._whole.spec.plan.devices_per_host, self._uses.spec.plan.devices_per_host
+        return [slot // of_whole for slot in self._uses.slots[::per_host]]
+
+    def _take_back(self, back: HostBack) -> None:
+        """A host is back: the attempt ends at its next commit, and the next one has its devices."""
+        if self._back_s[back.host] <= self._now_s and self.attempt is not None:
+            self._is_returning = True
+            self.attempt.pause()
 
     # --- faults and hours ---------------------------------------------------------------------------------
 
@@ -284,7 +389,11 @@ class Rehearsal:
         if not self._faults or self._faults[0].at_s >= 3600 * self._request.hours:
             self._end(f"{self._request.hours:g} hours are over", True)
             return
-        self.strike(self._faults.pop(0))
+        due = self._faults.pop(0)
+        if isinstance(due, HostBack):
+            self._take_back(due)
+        else:
+            self.strike(due)
         self._set_timer()
 
     def strike(self, fault: InjectedFault) -> None:
@@ -295,12 +404,25 @@ class Rehearsal:
             self._hit(fault.kind)
             self._story.faulted("the controller's process is gone", self.loop.time())
             self.cluster.start(self._next_attempt())
-        elif isinstance(fault, SlowFault):
-            self._story.slows(fault.kind)
-            self.cluster.strike(fault)
-            self.loop.call_later(fault.for_s, self._calm, fault.kind)
-        else:
-            self.cluster.strike(fault)
+            return
+        if isinstance(fault, HostFault):
+            back_s = self._now_s + fault.for_s
+            self._back_s[fault.host] = max(back_s, self._back_s.get(fault.host, 0.0))
+        here = self._here(fault)
+        if here is None:
+            return
+        if isinstance(here, SlowFault):
+            self._story.slows(here.kind)
+            self.loop.call_later(here.for_s, self._calm, here.kind)
+        self.cluster.strike(here)
+
+    def _here(self, fault: RankFault | HostFault | SlowFault) -> RankFault | HostFault | SlowFault | None:
+        """A fault by the numbers of what the run uses; None of what it does without."""
+        if isinstance(fault, RankFault):
+            slots = self._uses.slots
+            return fault.model_copy(update={"rank": slots.index(fault.rank)}) if fault.rank in slots else None
+        hosts = self._hosts
+        return fault.model_copy(update={"host": hosts.index(fault.host)}) if fault.host in hosts else None
 
     def _hit(self, kind: str) -> None:
         """A fault hits something, when it strikes or later."""
@@ -329,12 +451,16 @@ class Rehearsal:
             self._end(f"the run gave up: its controller was lost, after {self._rebuilds - 1} restarts", False)
             return
         await asyncio.sleep(self._request.machines.attempt_s)
+        self._begin_again(old, self._uses.spec)
+
+    def _begin_again(self, old: Attempt, spec: RunSpec) -> None:
+        """Begin the attempt after another one, with the iterations that are left to rehearse."""
         update = {
             "attempt": old.spec.attempt + 1,
             "rebuilds": self._rebuilds,
             "iterations": self._request.spec.iterations - self._story.leapt_iterations,
         }
-        self.begin(old.spec.model_copy(update=update))
+        self.begin(spec.model_copy(update=update))
 
     # --- quiet times --------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from prefect_rlhf.rlhf_tasks.spec import IN_FLIGHT
 
 RUNNING, WAITING = "running", "waiting for commits"
 STARTING = "starting"
+RETURNING = "taking devices back"
 OWN = "a limit of the run itself"
 """The cause of a fault without any injected one: the run has ended a generation by itself."""
 
@@ -43,8 +44,8 @@ class FaultSeen:
 class Story:
     """Follows a rehearsal. Every second belongs to one state, so the seconds of all states add up to the time so far.
 
-    seconds     state -> seconds: STARTING, RUNNING (some node runs), WAITING (none does, though the ranks are
-                there), and `noticing`, `repeating` and `rebuilding` by cause
+    seconds     state -> seconds: STARTING, RETURNING, RUNNING (some node runs), WAITING (none does, though the ranks
+                are there), and `noticing`, `repeating` and `rebuilding` by cause
     committed   iterations that are committed
     leapt_s, leapt_iterations  of quiet times that were counted and not rehearsed. `now_s` of all methods leaves them
                 out, and so does the number of an iteration
@@ -94,6 +95,10 @@ class Story:
             going_on = WAITING if self._idle else RUNNING
             self._become(f"noticing: {self._pending}" if self._pending else going_on, now_s)
             self._mark(self._ran[-1].iteration)
+
+    def renews(self, now_s: float) -> None:
+        """The attempt has ended at a commit, for devices are back."""
+        self._become(RETURNING, now_s)
 
     def hits(self, kind: str, now_s: float) -> None:
         """A fault hits something: it will end the generation."""

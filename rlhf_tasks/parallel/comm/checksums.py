@@ -1,9 +1,10 @@
 """Checksums by which both ends of a movement know that the bits are the same, computed where the tensors are.
 
-Integers that stand for the bits are summed in rows, and each row's sum is weighted by an odd number of its place, all
-modulo 2**64. So one flipped bit always changes the checksum, and rows that change places do; numbers that
-change places within a row of 4,096 do not. On the CPU it reads
-about as fast as memory is copied, on a GPU faster than anything arrives (docs/adr/0037-digests.md).
+What is summed are words of 64 bits, in rows; each row's sum is weighted by an odd number of its place, all modulo
+2**64. So whatever changes within one word changes the checksum, and rows that change places do; words that change
+places within a row of 2,048 do not. A CPU reads words several times faster than it copies memory, and narrower
+integers, which it has to widen first, twenty times slower; a GPU reads faster than anything arrives
+(docs/adr/0037-digests.md).
 """
 
 from collections.abc import Iterable
@@ -13,34 +14,88 @@ from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 
+WORD_BYTES = 8
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Item size in bytes -> the integer dtype that its bits are read as."""
 
-_ROW = 4096
-_BLOCK = 1 << 18
-"""Integers that a CPU widens at a time: they stay in its cache. torch's own sum of narrower integers is 20 times
-slower."""
-
-
-def row_sums(bits: Tensor) -> Tensor:
-    """The sums of integers [rows, columns]: [rows] int64."""
-    if bits.device.type != "cpu":
-        return bits.sum(1, dtype=torch.int64)
-    if bits.numel() <= _BLOCK:
-        return bits.to(torch.int64).sum(1)
-    n_rows = max(1, _BLOCK // max(1, bits.shape[1]))
-    return torch.cat([part.to(torch.int64).sum(1) for part in bits.split(n_rows)])
+_ROW = 2048
+"""Words of a row."""
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Of a tensor of any shape and dtype: one int64 scalar on its device."""
-    bits = values.detach().contiguous().view(-1).view(BITS[values.dtype.itemsize])
-    n_rows = len(bits) // _ROW
+    """Of a tensor of any shape and dtype: one int64 scalar on its device. Bytes after the last whole word are summed
+    by themselves."""
+    flat = values.detach().contiguous().view(-1)
+    if n_rest := flat.nbytes % WORD_BYTES:
+        flat = flat.view(torch.uint8)
+        rest = flat[len(flat) - n_rest :].sum(dtype=torch.int64)
+        return rest if n_rest == len(flat) else checksum(flat[: len(flat) - n_rest]) + rest
+    words = _words(flat)
+    n_rows = len(words) // _ROW
     if not n_rows:
-        return bits.sum(dtype=torch.int64)
-    whole, rest = bits[: n_rows * _ROW].view(n_rows, _ROW), bits[n_rows * _ROW :]
-    sums = torch.cat([row_sums(whole), rest.to(torch.int64).sum()[None]])
-    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
+        return words.sum()
+    sums = words[: n_rows * _ROW].view(n_rows, _ROW).sum(1)
+    return _weighted(sums, 0) + words[n_rows * _ROW :].sum() * (2 * n_rows + 1)
+
+
+def checksum_of_columns(values: Tensor, left: int, inner: int) -> Tensor:
+    """The summand of some columns in the checksum of a matrix, which is the sum of those of all its parts, however it
+    is cut: one int64 scalar on the tensor's device.
+
+    values  [rows, columns] of any dtype, its columns next to each other in memory
+    left    number of the first column in the matrix
+    inner   columns that share a weight, such as those of a row of the parameter; of fewer than fill words, a word's
+
+    A word has k columns of which the first has a number divisible by k. A column that lies here without the others of
+    its word adds its bits at its place in the word.
+    """
+    size, (n_rows, n_columns) = values.element_size(), values.shape
+    k = WORD_BYTES // size
+    width = inner if inner % k == 0 else k
+    begin = min(-left % k, n_columns)
+    stop = begin + (n_columns - begin) // k * k
+    totals = list[Tensor]()
+    for first, last in ((0, begin), (stop, n_columns)):
+        if first < last:
+            numbers = torch.arange(left + first, left + last, device=values.device)
+            bits = values[:, first:last].view(BITS[size]).to(torch.int64) & ((1 << 8 * size) - 1)
+            places = (2 * (numbers // width) + 1) << (numbers % k * 8 * size)
+            totals.append((bits.sum(0) * places).sum())
+    if begin < stop:
+        words = _words(values[:, begin:stop])
+        words = words.sum(0) if n_rows > 1 else words[0]
+        totals.append(_sum_of_rows(words, (left + begin) // k, width // k))
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
+
+
+def _sum_of_rows(words: Tensor, left: int, width: int) -> Tensor:
+    """The sum of words, each times 2 n + 1 for the number n of its row of `width` words. left: number of the first"""
+    if width == 1:
+        return _weighted(words, left)
+    # The end of a row, whole rows, and the beginning of one.
+    head, first = min(-left % width, len(words)), -(-left // width)
+    n_rows = (len(words) - head) // width
+    tail = head + n_rows * width
+    total = _weighted(words[head:tail].view(n_rows, width).sum(1), first)
+    if head:
+        total = total + words[:head].sum() * (2 * first - 1)
+    if tail < len(words):
+        total = total + words[tail:].sum() * (2 * (first + n_rows) + 1)
+    return total
+
+
+def _weighted(sums: Tensor, first: int) -> Tensor:
+    """The sum of the sums of rows, each times 2 n + 1 for its row's number n. first: number of the first row"""
+    weights = torch.arange(2 * first + 1, 2 * (first + len(sums)) + 1, 2, device=sums.device)
+    return (sums * weights).sum()
+
+
+def _words(values: Tensor) -> Tensor:
+    """The words of a tensor whose last dim fills words. They are copied if they do not begin at words of memory."""
+    k = WORD_BYTES // values.element_size()
+    if any(step % k for step in (values.storage_offset(), *values.stride()[:-1])):
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(torch.int64)
 
 
 def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

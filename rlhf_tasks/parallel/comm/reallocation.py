@@ -5,14 +5,14 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import BITS, row_sums
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import checksum_of_columns
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
     Blank,
     ProcessGroups,
@@ -192,10 +192,10 @@ def _verify(ours: _WeightsHere, fresh: _WeightsHere, groups: ProcessGroups) -> s
     sums = torch.zeros(1 + destination.strategy.copies, len(names), dtype=torch.int64, device=groups.device)
     copies = destination.strategy.copies // fresh.layout.weight_shares
     if ours.slices and (_copy(source, ours.rank) == 0 or ours.layout.weight_shares > 1):
-        sums[0] = digests(ours.slices, ours.extents, ours.rank, names, groups.device)
+        sums[0] = digests(ours.slices, counted(ours.layout, ours.rank), names, groups.device)
     if fresh.slices:
         place = 1 + _copy(destination, fresh.rank) % copies
-        sums[place] = digests(fresh.slices, fresh.extents, fresh.rank, names, groups.device)
+        sums[place] = digests(fresh.slices, counted(fresh.layout, fresh.rank), names, groups.device)
     all_reduce(sums, groups[union_set(source, destination)])
     wrong = (sums[1 : 1 + copies] != sums[0]).nonzero().tolist()
     if wrong:
@@ -226,59 +226,63 @@ def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:
     A digest is a checksum of a model's parameters that does not depend on their layout: the sum of `digests`.
     """
     names = list(layout.specs)
-    return digests(slices, HeldLayout(layout), device, names, torch.device("cpu")).sum()
+    return digests(slices, counted(layout, device), names, torch.device("cpu")).sum()
+
+
+class Counted(NamedTuple):
+    """A rectangle of a parameter's matrix that a device counts in digests.
+
+    first   element of what the device has of the flattened slice at which it begins; stride: elements from row to row
+    shape   rows and columns; left: number of its first column in the matrix
+    inner   columns that a row of the parameter has
+    """
+
+    name: str
+    first: int
+    stride: int
+    shape: tuple[int, int]
+    left: int
+    inner: int
+
+
+@lru_cache(maxsize=256)
+def counted(layout: Layout, device: int, state: bool = False) -> tuple[Counted, ...]:
+    """What a device counts of the weights that it holds, or of the state that it keeps. Each row counts on one device
+    only (`Layout.primary`), so that sums over the devices do not depend on the layout."""
+    extents, pieces = (StateLayout if state else HeldLayout)(layout), list[Counted]()
+    for name, rows in layout.primary(device).items():
+        spec, start = layout.specs[name], extents.range(name, device).start
+        columns, of_rows = extents.columns(name, device), rows_of(spec, rows)
+        inner = math.prod(spec.shape[spec.dim + 1 :])
+        for rectangle in extents.rectangles(name, device):
+            if (part := rectangle.intersect(of_rows)) is not None:
+                first = columns.span(part)[0] - start
+                pieces.append(Counted(name, first, columns.width, part.shape, part.left, inner))
+    return tuple(pieces)
 
 
 def digests(
-    slices: Mapping[str, Tensor], extents: StateLayout, device: int, names: Sequence[str], on: torch.device
+    slices: Mapping[str, Tensor], pieces: Sequence[Counted], names: Sequence[str], on: torch.device
 ) -> Tensor:
-    """This device's summand of the digest of each parameter: [n] int64, 0 of what it does not have.
+    """A device's summand of the digest of each parameter: [n] int64, 0 of what it does not have.
 
-    slices   parameter name -> what this device has of the flattened slice, from the first element of its range on
-    extents  which range that is
-    on       where the result is to be
+    slices  parameter name -> what the device has of the flattened slice, from the first element of its range on
+    pieces  of it, that count
+    on      where the result is to be
 
-    The sum over the devices that have a parameter between them does not depend on the layout: each row counts on one
-    device only (`Layout.primary`). The bit patterns of a row are summed, then weighted by the row's number and the
-    parameter's name, so that swapped rows or parameters change the sum. Sums wrap around at 2**64.
+    The words of a row are summed, then weighted by the row's number and the parameter's name, so that swapped rows or
+    parameters change the sum. Sums wrap around at 2**64.
     """
-    layout, summands = extents.layout, dict[str, Tensor]()
-    for name, rows in layout.primary(device).items():
-        if not rows.size or name not in slices:
-            continue
-        spec, flat, columns = (
-            layout.specs[name],
-            slices[name].detach().view(-1),
-            extents.columns(name, device),
-        )
-        inner, counted = math.prod(spec.shape[spec.dim + 1 :]), rows_of(spec, rows)
-        start, factor = extents.range(name, device).start, 2 * zlib.crc32(name.encode()) + 1
-        for rectangle in extents.rectangles(name, device):
-            if (part := rectangle.intersect(counted)) is not None:
-                bits = columns.view(flat, start, part).view(BITS[flat.dtype.itemsize])
-                summand = _sum_of_rows(bits, part.left, inner) * factor
-                summands[name] = summands[name] + summand if name in summands else summand
-    if not summands:
-        return torch.zeros(len(names), dtype=torch.int64, device=on)
-    none = torch.zeros_like(next(iter(summands.values())))
-    return torch.stack([summands.get(name, none) for name in names]).to(on)
-
-
-def _sum_of_rows(bits: Tensor, left: int, inner: int) -> Tensor:
-    """The sum of integers [rows of a matrix, columns], each times 2 n + 1 for its row's number n in the parameter.
-
-    left   number of the first column in the parameter's matrix
-    inner  columns of a row of the parameter
-    """
-    sums = bits.sum(0, dtype=torch.int64) if len(bits) > 1 else bits[0]
-    # The end of a row, whole rows, and the beginning of one: whole rows are summed without a wider copy.
-    head = min(-left % inner, len(sums))
-    n_rows = (len(sums) - head) // inner
-    pieces = sums[:head], sums[head : head + n_rows * inner], sums[head + n_rows * inner :]
-    first = (left + head) // inner
-    numbers = torch.arange(2 * first + 1, 2 * (first + n_rows) + 1, 2, device=sums.device)
-    total = (row_sums(pieces[1].view(n_rows, inner)) * numbers).sum()
-    for piece, number in ((pieces[0], first - 1), (pieces[2], first + n_rows)):
-        if len(piece):
-            total += piece.sum(dtype=torch.int64) * (2 * number + 1)
+    sums, places, numbers = list[Tensor](), list[int](), {name: n for n, name in enumerate(names)}
+    for name, first, stride, shape, left, inner in pieces:
+        if name in slices:
+            flat = slices[name].detach().view(-1)
+            part = flat.as_strided(shape, (stride, 1), flat.storage_offset() + first)
+            sums.append(checksum_of_columns(part, left, inner))
+            places.append(numbers[name])
+    total = torch.zeros(len(names), dtype=torch.int64, device=on)
+    if sums:
+        factors = [2 * zlib.crc32(names[place].encode()) + 1 for place in places]
+        weighted = torch.stack(sums).to(on) * torch.tensor(factors, device=on)
+        total.index_add_(0, torch.tensor(places, device=on), weighted)
     return total

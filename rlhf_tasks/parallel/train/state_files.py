@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import digests
+from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import counted, digests
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.state_layout import StateLayout, StateTransfer
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import StateKind, StateShard
@@ -86,7 +86,7 @@ def write_shards(
         }
         starts[key] = shard.start
         offset += size_bytes
-    metadata = {"device": str(device), "starts": json.dumps(starts), "sums": json.dumps(sums)}
+    metadata = {"device": str(device), "starts": json.dumps(starts), "word_sums": json.dumps(sums)}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
     return write_checked(path, _chunks(header, shards), moved, given_up)
@@ -194,8 +194,8 @@ def state_sums(layout: Layout, device: int, shards: Iterable[StateShard]) -> Ten
     of_kind: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for shard in shards:
         of_kind[shard.kind][shard.name], on = shard.tensor, shard.tensor.device
-    extents, names = StateLayout(layout), list(layout.specs)
-    return torch.stack([digests(of_kind[kind], extents, device, names, on) for kind in KINDS])
+    pieces, names = counted(layout, device, state=True), list(layout.specs)
+    return torch.stack([digests(of_kind[kind], pieces, names, on) for kind in KINDS])
 
 
 def sum_keys(layout: Layout) -> list[str]:
@@ -209,7 +209,7 @@ def read_sums(files: Iterable[Path]) -> Counter[str] | None:
     total = Counter[str]()
     for path in files:
         with safe_open(path, framework="pt") as file:
-            sums = json.loads(file.metadata().get("sums", "null"))
+            sums = json.loads(file.metadata().get("word_sums", "null"))
         if sums is None:
             return None
         total.update(sums)

@@ -245,6 +245,31 @@ def test_what_was_replaced_is_remembered_with_what_it_taught(run, call, tmp_path
     assert (status, "has not learned from it" in out) == (0, True), "another row stands there now"
 
 
+@pytest.mark.parametrize("each_part", [False, True])
+def test_rows_that_a_decision_has_left_out_have_taught_nothing(run, document, tmp_path, each_part):
+    """Of five rows the first iteration draws from two, the next from three; then it is not decided any more."""
+    prepared = prepare(make_config({**document, "name": "curriculum"}))
+    folder = new_run_folder(prepared.config)
+    keep_identity(folder, prepared)
+    prepared.keep_rows(folder)
+    snapshots = snapshots_of(folder, prepared)
+    snapshots.latest()
+    commit(snapshots, prepared, folder, 0)
+    for step, (before, value) in enumerate([(0.4, 0.6), (0.4 if each_part else 0.6, 0.2)], 1):
+        made = {"before": before, "constants": {}, "ran": True, "value": value}
+        details = {"decided": {"metrics": {"loss": 1.0}, "decided": {"rows": made}}}
+        commit(snapshots, prepared, folder, step, details=details)
+    commit(snapshots, prepared, folder, 3)
+    (lesson,) = lessons_of(folder)
+    taught = Counter()
+    for iteration, share in enumerate((0.4, 0.6, 1.0)):
+        rows, samples = prepared.rows.first(share), range(8 * iteration, 8 * iteration + 8)
+        taught += Counter(prepared.config.row_of(rows, sample) for sample in samples)
+    assert dict(enumerate(lesson.times)) == taught
+    (of_the_first,) = lessons_of(folder, 8)
+    assert list(of_the_first.times > 0) == [True, True, False, False, False]
+
+
 def test_it_ends_with_the_commit_of_the_exported_model(run):
     (run / "summary.json").write_text(json.dumps({"model_step": 1}))  # as `evaluation.keep_best` exports
     (lesson,) = lessons_of(run)

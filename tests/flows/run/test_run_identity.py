@@ -64,8 +64,8 @@ def snapshots_of(folder, prepared, attempt=1):
     return RunSnapshots(spec)
 
 
-def commit(snapshots, prepared, folder, step, in_flight=b""):
-    """in_flight: a file of samples, of a run that draws ahead"""
+def commit(snapshots, prepared, folder, step, in_flight=b"", details=None):
+    """in_flight: a file of samples, of a run that draws ahead; details: of the result of the step's last call"""
     unfinished = unfinished_folder(folder, step, 1)
     unfinished.mkdir()
     (unfinished / "actor.safetensors").touch()
@@ -87,7 +87,9 @@ def commit(snapshots, prepared, folder, step, in_flight=b""):
     results = {}
     if step:
         key = NodeKey("mine", 1, 0, step - 1, "actor_train")
-        done = NodeResult(key=key, rank=0, started_s=1.0, ended_s=2.0, metrics={"loss": float(step)})
+        done = NodeResult(
+            key=key, rank=0, started_s=1.0, ended_s=2.0, metrics={"loss": float(step)}, details=details or {}
+        )
         results = {step - 1: {"actor_train": {0: done}}}
     order = WriteCommit(step, tuple(results), saves, 8 * step, {"actor": step}, prepared.plan)
     snapshots.commit(order, results)

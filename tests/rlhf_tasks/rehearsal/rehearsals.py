@@ -53,6 +53,7 @@ def request(
     keep_last=2,
     leaps=False,
     machines=None,
+    smaller=None,
     **spec,
 ):
     """What is to be rehearsed of a plan; default: of the small one."""
@@ -76,6 +77,7 @@ def request(
         hours,
         faults,
         leaps,
+        smaller,
     )
 
 

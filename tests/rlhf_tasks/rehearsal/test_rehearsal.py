@@ -15,9 +15,12 @@ from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (
     RankFault,
     SlowFault,
 )
-from prefect_rlhf.rlhf_tasks.rehearsal.story import OWN, RUNNING, STARTING, WAITING
+from prefect_rlhf.rlhf_tasks.rehearsal.rehearsal import Smaller
+from prefect_rlhf.rlhf_tasks.rehearsal.story import OWN, RETURNING, RUNNING, STARTING, WAITING
+from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
+from tests.rlhf_tasks.protocol.ledgers import pair_plan
 from tests.rlhf_tasks.protocol.plans import ahead_plan, random_plan, small_plan
-from tests.rlhf_tasks.rehearsal.rehearsals import ITERATION_S, SECONDS, rehearsed
+from tests.rlhf_tasks.rehearsal.rehearsals import ITERATION_S, SECONDS, costs_of, quick, rehearsed
 
 KILLED = RankFault(kind="kill", at_s=100, rank=1)
 
@@ -172,6 +175,68 @@ def test_a_host_that_stays_away_makes_the_run_give_up():
     assert not found.finished
     assert "did not come back within 310 s" in found.ended
     assert "3 rebuilds" in found.ended
+
+
+HOSTS = small_plan().model_copy(update={"devices_per_host": 1})
+"""The small plan on three hosts of one device."""
+HOSTS_OF_TWO = pair_plan().model_copy(update={"devices_per_host": 1})
+
+
+def on_two(there):
+    """What is done without one of three devices: all train together, in 20 s."""
+    assert there.count(False) == 1, "the plan is for two"
+    made = quick(pair_plan(), 20)
+    costs = costs_of(made.spec.plan, {"train": 19.0, "save": 1.0}, iteration_s=20.0)
+    limits = made.spec.limits.model_copy(update={"awaits_lost": False})
+    spec = made.spec.model_copy(update={"plan": HOSTS_OF_TWO, "limits": limits})
+    return Smaller(tuple(slot for slot in range(3) if there[slot]), spec, costs)
+
+
+@pytest.mark.parametrize(("host", "n", "leaps"), [(2, 100, False), (1, 1000, True)])
+def test_a_run_that_may_shrink_goes_on_without_a_host_and_takes_it_back_at_a_commit(host, n, leaps):
+    gone = HostFault(kind="host", at_s=100, host=host, for_s=1100)
+    meant_for_it = RankFault(kind="kill", at_s=700, rank=host)
+    options = {"plan": HOSTS, "faults": [gone, meant_for_it], "iterations": n, "leaps": leaps}
+    found = rehearsed(**options, smaller=on_two, awaits_lost=False)
+    assert found.finished
+    assert found.story.committed == n
+    assert (found.rehearsed < n) == leaps
+    assert [seen.cause for seen in found.story.faults] == ["host"]
+    assert found.story.seconds["rebuilding: host"] == pytest.approx(310 + 10 + 10, abs=10)
+    # From 430 to 1225 s an iteration takes 20 s, before and after that 16.
+    assert found.elapsed_s == pytest.approx(n * ITERATION_S + 330 + 800 * (1 - 16 / 20) + 20, abs=40)
+    assert 0 < found.story.seconds[RETURNING] < 30
+    waited = rehearsed(**options, awaits_lost=True, max_restarts=10)
+    assert waited.finished
+    assert waited.elapsed_s > found.elapsed_s + 300
+
+
+def test_a_run_that_may_shrink_and_has_no_plan_for_what_is_left_ends_with_that_sentence():
+    def none(there):
+        raise ConfigError("device 0 lacks 5 bytes")
+
+    gone = HostFault(kind="host", at_s=100, host=1, for_s=86_400)
+    found = rehearsed(HOSTS, faults=[gone], smaller=none, awaits_lost=False)
+    assert (found.finished, found.story.committed > 0) == (False, True)
+    assert "there is no plan for the devices that are left: device 0 lacks 5 bytes" in found.ended
+
+
+def test_a_host_that_is_lost_after_another_one_leaves_what_the_plan_for_fewer_says():
+    asked = []
+
+    def for_what_is_left(there):
+        asked.append(there)
+        if there.count(False) == 1:
+            return on_two(there)
+        raise ConfigError("nothing fits")
+
+    faults = [
+        HostFault(kind="host", at_s=at_s, host=host, for_s=86_400) for at_s, host in ((100, 0), (900, 2))
+    ]
+    found = rehearsed(HOSTS, faults=faults, smaller=for_what_is_left, awaits_lost=False, iterations=200)
+    assert asked == [[False, True, True], [False, True, False]]
+    assert not found.finished
+    assert found.story.struck == {"host": 2}
 
 
 def test_a_rank_that_dies_without_end_makes_the_run_give_up():

@@ -19,7 +19,12 @@ from prefect_rlhf.rlhf_tasks.parallel.batch import redistribution
 from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import redistribute, share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleStore
 from prefect_rlhf.rlhf_tasks.parallel.comm import reallocation
-from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import checksum, checksums, require_same, row_sums
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import (
+    checksum,
+    checksum_of_columns,
+    checksums,
+    require_same,
+)
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import HostCopy, ThreadCopier
 from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import reallocate
@@ -51,16 +56,46 @@ def test_any_flipped_bit_changes_a_checksum_and_rows_that_change_places_do(dtype
         flipped = values.clone()
         flip(flipped, place_of_byte)
         assert checksum(flipped) != known
+    row = 2048 * 8 // values.element_size()
     if elements == 300_000 and dtype not in (torch.bool, torch.uint8):
-        assert checksum(torch.cat([values[4096:8192], values[:4096], values[8192:]])) != known
+        assert checksum(torch.cat([values[row : 2 * row], values[:row], values[2 * row :]])) != known
     assert checksum(values.clone()) == known
 
 
-def test_sums_of_rows_wrap_around_and_are_those_of_wide_integers():
-    bits = torch.randint(-(2**31), 2**31 - 1, (5, 300_001), dtype=torch.int32)
-    assert torch.equal(row_sums(bits), bits.to(torch.int64).sum(1))
-    assert row_sums(torch.zeros(0, 7, dtype=torch.int8)).tolist() == []
-    assert int(checksum(torch.full((4096,), 2**62))) == (4096 * 2**62 + 2**63) % 2**64 - 2**63
+def test_a_checksum_is_that_of_words_modulo_two_to_the_64th_and_of_no_address():
+    assert int(checksum(torch.full((2048,), 2**62))) == (2048 * 2**62 + 2**63) % 2**64 - 2**63
+    assert int(checksum(torch.tensor([1, 1, 3], dtype=torch.int32))) == 1 + 2**32 + 3
+    values = torch.arange(10_000, dtype=torch.int16)
+    assert checksum(torch.cat([values[:1], values])[1:]) == checksum(values), "which begins within a word"
+    assert int(checksum(torch.zeros(0))) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("inner", [1, 3, 4, 8, 40])
+def test_the_parts_of_a_matrix_add_up_to_its_checksum_wherever_it_is_cut(dtype, inner):
+    torch.manual_seed(0)
+    matrix = (100 * torch.randn(3, 5 * inner + 2)).to(dtype)
+    whole, size = checksum_of_columns(matrix, 0, inner), matrix.element_size()
+    k = 8 // size
+    width, total = inner if inner % k == 0 else k, 0
+    for row in matrix:
+        for number, bits in enumerate(row.view(torch.uint8).view(-1, size).tolist()):
+            in_word = int.from_bytes(bytes(bits), "little") << 8 * size * (number % k)
+            total += in_word * (2 * (number // width) + 1)
+    assert int(whole) % 2**64 == total % 2**64
+    for first in range(1, matrix.shape[1] - 1):
+        left, middle, right = matrix[:, :first], matrix[:, first : first + 1], matrix[:, first + 1 :].clone()
+        sums = [checksum_of_columns(left, 0, inner), checksum_of_columns(middle, first, inner)]
+        assert sum(sums) + checksum_of_columns(right, first + 1, inner) == whole
+    assert sum(checksum_of_columns(row[None], 0, inner) for row in matrix) == whole
+    flip(matrix)
+    assert checksum_of_columns(matrix, 0, inner) != whole
+
+
+def test_rows_of_a_parameter_that_change_places_change_its_checksum():
+    matrix = torch.arange(80.0)[None]
+    swapped = torch.cat([matrix[:, 40:], matrix[:, :40]], 1)
+    assert checksum_of_columns(matrix, 0, 40) != checksum_of_columns(swapped, 0, 40)
 
 
 def test_the_first_tensor_that_differs_is_named():
