@@ -6,6 +6,7 @@ The event loop's clock jumps to the next timer whenever nothing else is left to 
 import asyncio
 import heapq
 import itertools
+import math
 import selectors
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
@@ -170,7 +171,8 @@ class Disk:
 
     def _moved(self) -> None:
         self._catch_up()
-        reached = self._each * (1 + 1e-12)  # all that end together, whatever was rounded
+        # All that end together, whatever was rounded; and what is left moves in less time than the clock can tell.
+        reached = self._each * (1 + 1e-12) + self.rate * math.ulp(self._loop.time())
         while self._moving and self._moving[0].until <= reached:
             done = heapq.heappop(self._moving).done
             if not done.done():

@@ -9,15 +9,16 @@ import pytest
 from prefect_rlhf import deployments
 from prefect_rlhf.flows.cli import run_command
 from prefect_rlhf.flows.commands.rehearsals import ITERATION_CPU_S, NODE_CPU_S, Rehearsable, priced, rehearsed
+from prefect_rlhf.flows.commands.rehearsals import rehearsable as prepared_by_command
 from prefect_rlhf.flows.run.planning import figures_of, hardware_of, problem_of
 from prefect_rlhf.flows.run.prepare import make_plan
 from prefect_rlhf.planner.pricing.figures import RanCall, keep_figures
 from prefect_rlhf.planner.pricing.plans import price_plan
-from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
-from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import Machines
+from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import HostFault, Machines
 from prefect_rlhf.rlhf_tasks.spec import CallNode
-from tests.flows.plan_documents import ppo
+from tests.flows.plan_documents import DISJOINT, ppo
 
 EXAMPLE = Path(deployments.__file__).with_name("examples") / "plan-ppo-7b-7b.yaml"
 
@@ -153,7 +154,7 @@ CORES = 2
 
 
 def rehearsable(**changes: Any) -> Rehearsable:
-    config = make_config(ppo(total_iterations=40, **changes))
+    config = make_config(ppo(**{"total_iterations": 40, **changes}))
     assert isinstance(config, TrainingConfig)
     hardware = hardware_of(config)
     problem = problem_of(config, hardware)
@@ -176,6 +177,20 @@ def test_on_cpus_the_runs_own_processes_take_their_seconds_from_the_ranks_cores(
 def test_on_gpus_they_have_cores_of_their_own():
     run = rehearsable(planning={"device": "h100-sxm", "prompt_tokens": 16})
     assert iteration_s(run) == pytest.approx(run.price.iteration_time_s, rel=1e-3)
+
+
+def test_a_run_that_may_shrink_goes_on_without_a_host_by_the_plan_for_the_devices_that_are_left():
+    changes = {"cluster": {"n_hosts": 2, "devices_per_host": 1}, "plan": "heuristic", "total_iterations": 200}
+    run = rehearsable(**changes, on_device_loss="shrink")
+    smaller = run.smaller([True, False])
+    assert (smaller.slots, smaller.spec.plan.n_devices) == ((0,), 1)
+    assert run.smaller([False, True]).slots == (1,)
+    hours = 200 * run.costs.iteration_s / 3600 + 1
+    gone = HostFault(kind="host", at_s=20 * run.costs.iteration_s, host=1, for_s=86_400)
+    found = rehearsed(run, hours=hours, machines=Machines.of_cpus(1e9), noise=0.0, seed=0, faults=[gone])
+    assert (found.finished, found.story.committed) == (True, 200)
+    with pytest.raises(ConfigError, match="on_device_loss=shrink needs a plan that can be made anew"):
+        prepared_by_command(make_config(ppo(plan=DISJOINT, on_device_loss="shrink")))
 
 
 def test_calls_that_figures_of_runs_correct_have_that_time_in_their_price(tmp_path: Path):
