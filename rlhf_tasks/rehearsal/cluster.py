@@ -96,7 +96,7 @@ class SimulatedCluster:
         self._links: list[SimulatedLink] = []
         self._work: set[asyncio.Task[None]] = set()
         self.processes: list[Process | None] = [process(self, rank) for rank in range(plan.n_devices)]
-        self._ticks = self._loop.call_later(TICK_S, self._tick)
+        self._loop.call_later(TICK_S, self._tick)
 
     # --- time and messages ------------------------------------------------------------------------------
 
@@ -131,12 +131,8 @@ class SimulatedCluster:
         for act, facts in mail:
             act(*facts)
 
-    def close(self) -> None:
-        """Nobody needs it any more."""
-        self._ticks.cancel()
-
     def _tick(self) -> None:
-        self._ticks = self._loop.call_later(TICK_S, self._tick)
+        self._loop.call_later(TICK_S, self._tick)
         for disk in self.disks:
             for owner, moved_bytes in disk.in_progress():
                 if isinstance(owner, Process):

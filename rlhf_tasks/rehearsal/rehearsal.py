@@ -342,7 +342,6 @@ class Rehearsal:
                 self._end(f"the run gave up: there is no plan for the devices that are left: {error}", False)
                 return
         self._keep_bytes()
-        self.cluster.close()
         self._uses = uses
         self.cluster = self._cluster_of(uses)
         self._story.idle(True, self.loop.time())
