@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 345,
-    "hundreds of lines": 749,
+    "hundreds of lines": 752,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 148,
