@@ -9,6 +9,7 @@ import ast
 import asyncio
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.examples import first_example
 from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, is_pickled
-from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig, ToolConfig
+from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig, EnvironmentConfig, RewardConfig, ToolConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.rows import prompt_example
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
@@ -103,6 +104,18 @@ def check_environment(environment: EnvironmentConfig, is_here: bool) -> list[str
         _refuse_unset(f"environment {environment.factory}", environment.kwargs)
     _refuse_unfit(environment)
     return list(_literals("environment.kwargs", environment.kwargs))
+
+
+def check_agent(agent: AgentConfig) -> None:
+    """Raises ConfigError for an agent whose program, or a Python file that its command names, is not there."""
+    program = agent.words[0]
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"agent.command: there is no program {program!r} here. Install it, or give its path."
+        )
+    for word in agent.words:
+        if word.endswith(".py") and not Path(word).is_file():
+            raise ConfigError(f"agent.command: there is no file {word}. Correct the path.")
 
 
 def check_tools(tools: Sequence[ToolConfig], is_here: bool) -> list[str]:

@@ -104,14 +104,16 @@ def keep_origin(
 
 
 def code_hashes(config: RunConfig) -> dict[str, str]:
-    """Where a reward or an environment is -> SHA-256 of the file with its code; without those that have none."""
+    """Where a reward, environment or agent is -> SHA-256 of the file with its code; without those that have none."""
     rewards = config.rewards if isinstance(config, Judges) else ()
     places = [reward.function for reward in rewards if reward.function is not None]
     if isinstance(config, Scores) and config.environment is not None:
         places += [config.environment.factory, *(tool.function for tool in config.tools)]
+    if isinstance(config, Scores) and config.agent is not None:
+        places += [word for word in config.agent.words if word.endswith(".py")]
     hashes = {}
     for place in places:
-        module = place.rpartition(":")[0]
+        module = place.rpartition(":")[0] or place
         with suppress(OSError, ImportError, ValueError):
             path = Path(module) if module.endswith(".py") else module_file(module)
             if path is not None:

@@ -73,6 +73,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.profiling.measurements import Grid
 from prefect_rlhf.rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.user_code.agents.process import longest_agents_s
 from prefect_rlhf.rlhf_tasks.user_code.environments import longest_play_s
 from prefect_rlhf.rlhf_tasks.user_code.rewards import longest_s
 
@@ -633,7 +634,7 @@ def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) ->
     """
     answers = evaluation_of(config)
     seconds: dict[str, float] = {}
-    play_s = longest_play_s(config) if isinstance(config, Scores) else 0.0
+    play_s = longest_play_s(config) + longest_agents_s(config) if isinstance(config, Scores) else 0.0
     other_s = longest_wait_s(config) if isinstance(config, Samples) else 0.0
     for node in plan.nodes:
         match node:

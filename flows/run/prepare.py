@@ -7,7 +7,13 @@ from pathlib import Path
 from prefect_rlhf.flows.cluster.engines_beside import check_generation, check_layout
 from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
 from prefect_rlhf.flows.pushes import check_push
-from prefect_rlhf.flows.rewards import check_environment, check_rewards, check_tools, literal_secrets
+from prefect_rlhf.flows.rewards import (
+    check_agent,
+    check_environment,
+    check_rewards,
+    check_tools,
+    literal_secrets,
+)
 from prefect_rlhf.flows.run.device_loss import refuse_no_shrink
 from prefect_rlhf.flows.run.downloads import fetched
 from prefect_rlhf.flows.run.examination import refuse_unexamined
@@ -243,8 +249,10 @@ def _check_scores(config: RunConfig, columns: Sequence[str], folder: Path | None
     """Warnings about a run's rewards and environment. Raises ConfigError for those that such rows cannot have."""
     is_here, warnings = config.cluster.address is None, list[str]()
     if isinstance(config, Scores):
-        if config.rewarding_environment is not None:
-            warnings += check_environment(config.rewarding_environment, is_here)
+        if config.environment is not None and not config.tools:
+            warnings += check_environment(config.environment, is_here)
+        if config.agent is not None and is_here:
+            check_agent(config.agent)
         warnings += check_tools(config.tools, is_here)
         columns = [*columns, *(CALL_COLUMNS if config.tools else ())]
         check_rewards(config.scoring_rewards, _beside_prompt(columns), is_here, folder)

@@ -199,6 +199,7 @@ _SAMPLE_BYTES = {
     "truncated": 1,
     "environment_rewards": 8,
     "tool_calls": 24,
+    "agent_counts": 24,
     "environment_fault": 1,  # a text, but of few samples
     "number": 8,
     "greedy_scores": 4,

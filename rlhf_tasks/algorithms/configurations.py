@@ -9,6 +9,7 @@ earlier stage as `stage:NAME`.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -184,6 +185,11 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
         location, _, name = (holder.get(key) or "").rpartition(":")
         if location.endswith(".py"):
             holder[key] = f"{absolute(location, f'{place}.{key}')}:{name}"
+    if (agent := document.get("agent")) is not None:
+        words = shlex.split(agent["command"])
+        agent["command"] = shlex.join(
+            absolute(word, "agent.command") if word.endswith(".py") else word for word in words
+        )
     return type(config).model_validate(document)
 
 

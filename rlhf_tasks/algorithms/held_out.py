@@ -52,9 +52,9 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
     if not isinstance(config, TrainingConfig) or config.evaluation is None:
         return None
     section, rewards = config.evaluation, config.rewards_of_evaluation
-    environment = config.environment if isinstance(config, Scores) else None
+    environment, agent = (config.environment, config.agent) if isinstance(config, Scores) else (None, None)
     tools, named = (config.tools, config.tool_format) if isinstance(config, Scores) else ((), None)
-    if not (rewards or (environment and not tools)):
+    if not (rewards or agent or (environment and not tools)):
         return None
     tokens, stops, generation = section.max_completion_length, {}, GenerationConfig()
     if isinstance(config, Samples):
@@ -73,6 +73,7 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         dtype=config.dtype,
         rewards=tuple(reward.model_copy(update={"used_in": "both"}) for reward in rewards),
         environment=environment,
+        agent=agent,
         tools=tools,
         tool_format=named,
         sampling=AnsweringConfig(max_completion_length=tokens, temperature=section.temperature, **stops),

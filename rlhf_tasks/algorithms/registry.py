@@ -17,7 +17,13 @@ from pydantic import create_model
 
 from prefect_rlhf.rlhf_tasks import algorithms
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
-from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import STAYS, from_older_versions, with_environment
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
+    AGENT_COUNTS,
+    STAYS,
+    TOOL_CALLS,
+    from_older_versions,
+    with_environment,
+)
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
@@ -101,8 +107,9 @@ class Algorithm:
         environment that does not answer all that is drawn.
         """
         calls = self.graph(config)
-        if isinstance(config, Scores) and config.environment is not None:
-            calls = with_environment(calls, config.on_reward_error == "skip", bool(config.tools))
+        if isinstance(config, Scores) and config.played is not None:
+            counts = [TOOL_CALLS] if config.tools else [AGENT_COUNTS] if config.agent else []
+            calls = with_environment(calls, config.on_reward_error == "skip", counts)
         if isinstance(config, PolicyConfig):
             calls = from_older_versions(calls, config)
         calls = in_parts(calls, config.chunks if isinstance(config, Scores) else 1)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -16,9 +17,16 @@ from pydantic import (
 
 from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, located
 from prefect_rlhf.rlhf_tasks.config.row_objects import rows_or
-from prefect_rlhf.rlhf_tasks.config.settings import MOST_ITERATIONS, MOST_SEQS, MOST_TOKENS, Settings
+from prefect_rlhf.rlhf_tasks.config.settings import (
+    MOST_ITERATIONS,
+    MOST_SECONDS,
+    MOST_SEQS,
+    MOST_TOKENS,
+    Settings,
+)
 from prefect_rlhf.rlhf_tasks.system.reading import shown
 
+MOST_REQUESTS = 4096  # of an agent
 MOST_STOPS = 32  # strings, and ids, that end a response
 MOST_STOP_BYTES = 256  # of all stop strings: the table that finds them has a row for each
 
@@ -349,6 +357,52 @@ class EnvironmentConfig(Settings):
         turn has no bound, `max_turns`."""
         fill = tokens if self.max_turn_tokens is None else tokens / self.max_turn_tokens
         return min(self.max_turns, max(1, math.ceil(fill)))
+
+
+class AgentConfig(Settings):
+    """A program of the user's that plays an episode for each response: it asks the policy by OpenAI's API."""
+
+    command: str = Field(
+        min_length=1,
+        description="The program with its arguments. It reads the row as JSON on standard input, asks "
+        'OPENAI_BASE_URL with OPENAI_API_KEY, and may end its output with {"reward": NUMBER}.',
+    )
+    at_once: int = Field(default=16, gt=0, le=1024, description="Agents that a rank runs at the same time.")
+    max_requests: int = Field(
+        default=64, gt=0, le=MOST_REQUESTS, description="Answers that an agent may ask for; one more fails."
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds of an episode, from the agent's start to its exit, drawing included.",
+    )
+
+    @field_validator("command")
+    @classmethod
+    def _has_words(cls, value: str) -> str:
+        try:
+            words = shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"{value} is no command: {error}") from None
+        if not words:
+            raise ValueError("the command is empty")
+        return value
+
+    @property
+    def words(self) -> list[str]:
+        """The program and its arguments."""
+        return shlex.split(self.command)
+
+    @property
+    def name(self) -> str:
+        """Its name in metrics: `rewards/agent/mean`."""
+        return "agent"
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """It is given none: it inherits the environment."""
+        return {}
 
 
 class ToolConfig(Settings):

@@ -16,6 +16,7 @@ from prefect_rlhf.rlhf_tasks.config.models import (
     RolloutModels,
 )
 from prefect_rlhf.rlhf_tasks.config.responses import (
+    AgentConfig,
     EnvironmentConfig,
     RewardModelScore,
     SamplingConfig,
@@ -90,7 +91,7 @@ class Scores(Samples, Judges):
     """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
 
     groups: ClassVar[Groups] = {
-        "": ("rewards", "environment"),
+        "": ("rewards", "environment", "agent"),
         "Tools": ("tools", "tool_format"),
         "Batch": ("chunks",),
         "Score": ("reward_model", "missing_eos_penalty"),
@@ -100,6 +101,16 @@ class Scores(Samples, Judges):
             "sampling.segment_tokens",
             "environment.factory",
             "{first} cuts responses of one turn, but {second} has several. Leave out one of the two.",
+        ),
+        Pair(
+            "sampling.segment_tokens",
+            "agent.command",
+            "{first} cuts responses of one turn, but those of {second} have several. Leave out one of the two.",
+        ),
+        Pair(
+            "environment.factory",
+            "agent.command",
+            "{first} and {second}: both would answer the model. Leave out one of the two, tools too.",
         ),
         Pair(
             "sampling.min_new_tokens",
@@ -116,6 +127,10 @@ class Scores(Samples, Judges):
     environment: EnvironmentConfig | None = Field(
         default=None,
         description="What answers the model turn by turn, and rewards it; default: a response is one turn.",
+    )
+    agent: AgentConfig | None = Field(
+        default=None,
+        description="A program that asks the model by OpenAI's API, and may reward it, in place of an environment.",
     )
     tools: tuple[ToolConfig, ...] = Field(
         default=(),
@@ -158,9 +173,14 @@ class Scores(Samples, Judges):
         return [*(reward.name for reward in self.scoring_rewards), *own]
 
     @property
-    def rewarding_environment(self) -> EnvironmentConfig | None:
-        """The environment, where it gives rewards: that of tools gives none."""
-        return None if self.tools else self.environment
+    def played(self) -> EnvironmentConfig | AgentConfig | None:
+        """What the policy plays with, turn by turn; None where a response is one turn."""
+        return self.environment or self.agent
+
+    @property
+    def rewarding_environment(self) -> EnvironmentConfig | AgentConfig | None:
+        """The same, where it gives rewards: the environment of tools gives none."""
+        return None if self.tools else self.played
 
     @model_validator(mode="before")
     @classmethod
@@ -185,8 +205,10 @@ class Scores(Samples, Judges):
                 if self.tools
                 else f"environment.factory={TOOLS}: name the tools in tools."
             )
-        if self.tool_format is not None and not self.tools:
-            raise ValueError(f"tool_format={self.tool_format} has no meaning without tools. Leave it out.")
+        if self.tool_format is not None and not (self.tools or self.agent):
+            raise ValueError(
+                f"tool_format={self.tool_format} has no meaning without tools or an agent. Leave it out."
+            )
         return self
 
     @model_validator(mode="after")

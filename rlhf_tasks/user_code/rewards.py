@@ -171,7 +171,7 @@ def _terms(config: Scores, begin: Mapping[str, Any], folder: Path | None) -> Ter
             **begin,
             "rewards": [_stated(reward, config, folder) for reward in config.scoring_rewards],
             "skips": config.on_reward_error == "skip",
-            "alone": config.scoring_role != "reward" and config.environment is None,
+            "alone": config.scoring_role != "reward" and config.played is None,
         },
         timeout_s=config.reward_timeout_s,
         timeout_key=TIMEOUT_KEY,

@@ -18,14 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import COUNTS, play_agents
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
+    AGENT_COUNTS,
     DRAWN_BY,
     ENVIRONMENT_FAULT,
     ENVIRONMENT_REWARDS,
     TOOL_CALLS,
 )
+from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
@@ -49,7 +52,8 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout and micro-batches.
     Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
     truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second); with tools
-    tools/calls, tools/malformed and tools/failed, per response.
+    tools/calls, tools/malformed and tools/failed, with an agent agent/requests, agent/refused and agent/left_out, per
+    response.
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"
@@ -73,27 +77,36 @@ def respond(
     started = time.perf_counter()
     answered = draw(engine, batch, context, sampling, record_kept)
     elapsed_s = time.perf_counter() - started
-    has_tools = isinstance(context.config, Scores) and bool(context.config.tools)
-    mine = torch.zeros(5 + len(OUTCOMES) * has_tools, dtype=torch.float64)
+    key, names = _counted(context.config)
+    mine = torch.zeros(5 + len(names), dtype=torch.float64)
     if answered is not None:
         mine[0] = len(answered)
         mine[1] = answered["response_mask"].values.sum()
         mine[2] = answered["truncated"].values.sum()
         mine[3] = elapsed_s
         mine[4] = 1
-        if has_tools:
-            mine[5:] = answered[TOOL_CALLS].values.view(-1, len(OUTCOMES)).sum(0)
-    return CallOutput(answered, generation_metrics(context.all_parts(engine.sum_over_dp(mine))))
+        if names:
+            mine[5:] = answered[key].values.view(-1, len(names)).sum(0)
+    return CallOutput(answered, generation_metrics(context.all_parts(engine.sum_over_dp(mine)), names))
 
 
-def generation_metrics(parts: Sequence[Tensor] | None) -> dict[str, float]:
+def _counted(config: RunConfig) -> tuple[str, Sequence[str]]:
+    """(the key of what else is counted of a response, the names of its metrics)"""
+    if isinstance(config, Scores) and config.tools:
+        return TOOL_CALLS, [f"tools/{name}" for name in OUTCOMES]
+    if isinstance(config, Scores) and config.agent:
+        return AGENT_COUNTS, [f"agent/{name}" for name in COUNTS]
+    return "", ()
+
+
+def generation_metrics(parts: Sequence[Tensor] | None, names: Sequence[str] = ()) -> dict[str, float]:
     """The metrics of generation, from sums over the dp ranks of each part: [5] float64 responses, their tokens, those
-    truncated, seconds, dp ranks; with tools also [3] calls, by OUTCOMES. None where further parts follow: there are
-    none yet, as there are none where no part has run."""
+    truncated, seconds, dp ranks; then what else is counted, by the names of its metrics. None where further parts
+    follow: there are none yet, as there are none where no part has run."""
     if parts is None:
         return {}
     figures = torch.stack(list(parts))
-    responses, tokens, clipped, _, _, *calls = figures.sum(0).tolist()
+    responses, tokens, clipped, _, _, *counts = figures.sum(0).tolist()
     if not responses:
         return {}
     seconds = (figures[:, 3] / figures[:, 4].clamp(min=1)).sum().item()
@@ -101,7 +114,7 @@ def generation_metrics(parts: Sequence[Tensor] | None) -> dict[str, float]:
         "completions/mean_length": tokens / responses,
         "completions/clipped_ratio": clipped / responses,
         "throughput/tokens_per_s": tokens / seconds,
-        **{f"tools/{name}": count / responses for name, count in zip(OUTCOMES, calls, strict=False)},
+        **{name: count / responses for name, count in zip(names, counts, strict=True)},
     }
 
 
@@ -118,7 +131,9 @@ def sampling_params(settings: SamplingConfig, tokenizer: Tokenizer) -> SamplingP
     )
 
 
-@lru_cache(maxsize=2)  # a run's and its evaluation's: a table takes a second for a vocabulary of 150,000
+@lru_cache(
+    maxsize=8
+)  # a run's, its evaluation's, agents': a table takes a second for a vocabulary of 150,000
 def _stop_strings(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
     return StopStrings(strings, tokenizer.texts())
 
@@ -131,7 +146,8 @@ def draw(
     record_kept: bool = False,
     purpose: str = "rollout",
 ) -> SampleBatch | None:
-    """Responses to `prompt_ids`, as the generator returns them; of several turns where the run has an environment.
+    """Responses to `prompt_ids`, as the generator returns them; of several turns where the run has an environment, or
+    an agent (agents.py).
 
     Then `max_new_tokens` counts all that is after the prompt, observations too. `response_mask` is False on
     observations, and `old_logprobs` are 0 there. `truncated` says that the environment had not ended the episode. A
@@ -148,6 +164,8 @@ def draw(
         sampling, config.seed, context.iteration, purpose, strings, record_kept, context.micro_batches
     )
     context.generator.take(engine)
+    if isinstance(config, Scores) and config.agent is not None:
+        return play_agents(engine, batch, context, order, _stop_strings)
     if not isinstance(config, Scores) or config.environment is None:
         return context.generator.draw(batch, order)
     environment = config.environment

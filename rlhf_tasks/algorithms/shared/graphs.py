@@ -486,15 +486,19 @@ TOOL_CALLS = "tool_calls"
 """The key of a sample's numbers of calls of tools: all, malformed ones, those whose tool failed."""
 
 
+AGENT_COUNTS = "agent_counts"
+"""The key of an episode's numbers of requests, of refused ones, and of drawn tokens that are not in the sample."""
+
+
 def with_environment(
-    calls: Sequence[ModelFunctionCall], skips: bool, has_tools: bool = False
+    calls: Sequence[ModelFunctionCall], skips: bool, counts: Sequence[str] = ()
 ) -> list[ModelFunctionCall]:
-    """The calls of a graph whose `actor_generate` an environment answers.
+    """The calls of a graph whose `actor_generate` an environment answers, or an agent asks.
 
     It also reads `columns`, the rows, and gives ENVIRONMENT_REWARDS, which the call that gives `scores` reads.
     skips  whether samples on which the environment fails are skipped: then it also gives ENVIRONMENT_FAULT, which the
            same call reads
-    has_tools  whether the environment is that of tools: then it also gives TOOL_CALLS, which the same call reads
+    counts further keys that it gives and the same call reads: TOOL_CALLS or AGENT_COUNTS
 
     Raises ConfigError where the graph draws responses in another call too, or has no scores.
     """
@@ -510,7 +514,7 @@ def with_environment(
     keys = (
         ENVIRONMENT_REWARDS,
         *([ENVIRONMENT_FAULT] if skips else []),
-        *([TOOL_CALLS] if has_tools else []),
+        *counts,
     )
     result = []
     for call in calls:

@@ -147,9 +147,9 @@ def _faults(batch: SampleBatch, judged: Judged, config: Scores, all_judged: bool
     faults = dict(judged.faults)
     if all_judged and config.on_reward_error == "skip" and _only_rewards_judge(config):
         faults = _unjudged(judged.values, len(batch)) | faults
-    if config.environment is not None and ENVIRONMENT_FAULT in batch.data:
+    if config.played is not None and ENVIRONMENT_FAULT in batch.data:
         reasons = enumerate(batch[ENVIRONMENT_FAULT].texts())
-        faults |= {place: Fault(config.environment.name, reason) for place, reason in reasons if reason}
+        faults |= {place: Fault(config.played.name, reason) for place, reason in reasons if reason}
     return faults
 
 
@@ -389,9 +389,10 @@ def refuse_all_skipped(faults: Mapping[int, Fault], skipped: int, judged: int, c
     """
     if skipped == judged and faults:
         first, config = faults[min(faults)], context.config
-        played = isinstance(config, Scores) and config.environment is not None
+        played = config.played if isinstance(config, Scores) else None
+        other = "" if played is None else f" or the {'environment' if config.environment else 'agent'}"
         raise RewardError(
-            f"a reward{' or the environment' if played else ''} failed on every sample of iteration "
+            f"a reward{other} failed on every sample of iteration "
             f"{context.iteration}, so none is left. Of sample {min(faults)}: {first.reason} "
             f"{SKIPPED_SAMPLES} in the run folder has the others."
         )

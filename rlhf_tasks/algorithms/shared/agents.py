@@ -1,0 +1,404 @@
+"""Responses of agents, the user's own programs, which ask the policy through an endpoint (docs/adr/0043).
+
+What an agent asks and is answered is recorded as tokens. A request whose text begins with a recorded text continues
+its tokens: they are read as they were drawn, never tokenised again. Any other request begins a new *chain*. The
+sample of an episode is its chain with the most drawn tokens, the last of several; the others leave.
+
+Only the head knows requests. It draws those together that wait at the same time; a broadcast tells the other ranks of
+its replica what to draw from. Random numbers belong to the sample and to the number of its request, so an agent that
+asks one thing after the other draws the same whatever the layout; when requests come together is up to the agents.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
+    AGENT_COUNTS,
+    ENVIRONMENT_FAULT,
+    ENVIRONMENT_REWARDS,
+)
+from prefect_rlhf.rlhf_tasks.config.responses import MOST_REQUESTS
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
+from prefect_rlhf.rlhf_tasks.data.chat_template import TokenizerError
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
+from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
+from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked, Choice, Drawing
+from prefect_rlhf.rlhf_tasks.user_code.agents.process import AgentProcess, Ended
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+
+COUNTS = ("requests", "refused", "left_out")
+"""What is counted of an episode: answers it has asked for, requests that were refused, drawn tokens that are in a
+chain that is not the sample."""
+
+
+def play_agents(
+    engine: Engine,
+    batch: SampleBatch,
+    context: CallContext,
+    order: Order,
+    stop_table: Callable[[Tokenizer, tuple[str, ...]], StopStrings],
+) -> SampleBatch | None:
+    """The samples of agents, by the keys of `generation.draw` and AGENT_COUNTS, on the head; None elsewhere.
+
+    order       how all answers are drawn; a request may have fewer tokens, and further stop strings
+    stop_table  makes what finds stop strings
+    Collective over the replica. Raises RewardError, naming the sample, where an agent fails; with `on_reward_error:
+    skip` its sample says so under ENVIRONMENT_FAULT, and has an end token where nothing was drawn.
+    """
+    dp = engine.coordinate.dp
+    head, replica = engine.placement.heads[dp], engine.groups[engine.placement.replica(dp)]
+    episodes = _Episodes(engine, batch, context, order) if engine.is_head else None
+    try:
+        while True:
+            leave_if_ended()
+            stated = broadcast_json(episodes and episodes.next(), head, replica, engine.device)
+            if stated is None:
+                break
+            if not stated:  # no request has come: the other ranks need not think that their head is lost
+                continue
+            most, strings = stated["most"], tuple(stated["stop"])
+            params = replace(
+                order.params,
+                max_new_tokens=most,
+                min_new_tokens=min(order.params.min_new_tokens, most),
+                stop_strings=stop_table(context.tokenizer, strings) if strings else None,
+            )
+            asked = share_batch(episodes and episodes.waiting(), engine.placement, engine.groups)
+            drawn = context.generator.draw(asked, order._replace(params=params, stop_strings=strings))
+            if episodes is not None:
+                assert drawn is not None, "this rank is a head"
+                episodes.take(drawn)
+        return None if episodes is None else episodes.samples()
+    finally:
+        if episodes is not None:
+            episodes.close()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What an agent was answered, with all that it had read before.
+
+    text   as the agent knows it: its request's, and that of the answer
+    tail   text of the tokens that ended the answer, which it may write again or not
+    data   key of `generate` -> its tensor, of all tokens
+    drawn  number of tokens that were drawn
+    cut    whether the last answer ended by length
+    """
+
+    text: str
+    tail: str
+    data: Mapping[str, Tensor]
+    drawn: int
+    cut: bool
+
+    def rest(self, text: str) -> str | None:
+        """What a request's text says after this one; None where it is not continued."""
+        if not text.startswith(self.text) or len(text) == len(self.text):
+            return None
+        return text[len(self.text) :].removeprefix(self.tail)
+
+
+class _Draw(NamedTuple):
+    """An answer that is to be drawn.
+
+    number   of the request
+    text     of the request
+    context  what is drawn from, as `Chain.data`
+    before   tokens of it that were drawn
+    most     tokens
+    stop     strings
+    """
+
+    number: int
+    text: str
+    context: Mapping[str, Tensor]
+    before: int
+    most: int
+    stop: tuple[str, ...]
+
+
+@dataclass
+class _Episode:
+    """A sample on its head.
+
+    prompt  of its row; refused, drawn: numbers of requests and of tokens, of all chains; ended: None while it runs
+    draws   that were begun: the next one's number
+    """
+
+    prompt: Tensor
+    chains: list[Chain] = field(default_factory=list)
+    refused: int = 0
+    drawn: int = 0
+    draws: int = 0
+    ended: Ended | None = None
+
+    def sample(self) -> Chain | None:
+        """The chain that is the sample; None where nothing was drawn."""
+        return max(reversed(self.chains), key=lambda chain: chain.drawn, default=None)
+
+
+class _Episodes:
+    """The episodes of a head."""
+
+    def __init__(self, engine: Engine, batch: SampleBatch, context: CallContext, order: Order) -> None:
+        config = context.config
+        assert isinstance(config, Scores), "the configuration has agents"
+        assert config.agent is not None, "the configuration has agents"
+        self._engine, self._context, self._config, self._order = engine, context, config, order
+        prompts = batch["prompt_ids"].to(torch.device("cpu")).split()
+        self._of = {sample: _Episode(prompt) for sample, prompt in zip(batch.ids, prompts, strict=True)}
+        ids = torch.tensor(batch.ids, dtype=torch.int64)
+        seeds = counter_bits(
+            config.seed, f"agent/{order.purpose}", context.iteration, ids, torch.zeros(1, dtype=torch.int64)
+        )
+        self._begin = list(zip(batch.ids, batch["columns"].texts(), seeds.tolist(), strict=True))
+        self._answers: list[tuple[int, dict[str, Any]]] = []
+        self._choices: dict[int, list[Choice]] = {}  # of requests for several answers
+        self._asked: dict[int, Asked] = {}
+        self._draws: dict[int, _Draw] = {}  # by the ids that they are drawn by
+        self._now: dict[int, _Draw] = {}
+        self._process = AgentProcess(
+            config, config.agent, Drawing(order.params.temperature, order.params.top_p)
+        )
+
+    def next(self) -> dict[str, Any] | None:
+        """The `most` tokens and the `stop` strings of the draws that come next, {} where there are none yet; None
+        where all episodes have ended."""
+        if all(episode.ended for episode in self._of.values()):
+            return None
+        asked, ended = self._turn()
+        for request in asked:
+            self._receive(request)
+        for each in ended:
+            self._end(each)
+        if not self._draws:
+            return {}
+        stop = next(iter(self._draws.values())).stop
+        self._now = {number: draw for number, draw in self._draws.items() if draw.stop == stop}
+        self._draws = {number: draw for number, draw in self._draws.items() if draw.stop != stop}
+        return {"most": max(draw.most for draw in self._now.values()), "stop": stop}
+
+    def _turn(self) -> tuple[list[Asked], list[Ended]]:
+        begin, answers = self._begin, self._answers
+        self._begin, self._answers = [], []
+        try:
+            return self._process.turn(begin, answers, waits=not self._draws)
+        except RewardError as error:
+            if self._config.on_reward_error != "skip":
+                raise
+            running = [sample for sample, episode in self._of.items() if episode.ended is None]
+            return [], [Ended(sample, None, f"was lost: {error}", 0) for sample in running]
+
+    def _end(self, ended: Ended) -> None:
+        """An agent has ended: what it still waits for is not drawn."""
+        episode = self._of[ended.sample]
+        is_scored = bool(self._config.scoring_rewards) or self._config.scoring_role == "reward"
+        fault = ended.fault
+        if not fault and not episode.chains:
+            fault = "asked the policy for nothing"
+        if not fault and ended.reward is None and not is_scored:
+            fault = 'gave no reward: the last line of its output is no {"reward": NUMBER}, and the run has no rewards'
+        if fault and self._config.on_reward_error != "skip":
+            where = self._context.where(ended.sample)
+            raise RewardError(f"{self._named(fault)} It was at sample {ended.sample} ({where}).")
+        episode.ended = ended._replace(fault=fault and self._named(fault))
+        self._draws = {
+            number: draw for number, draw in self._draws.items() if number // MOST_REQUESTS != ended.sample
+        }
+
+    def _named(self, fault: str) -> str:
+        assert self._config.agent is not None, "the configuration has agents"
+        return f"agent {self._config.agent.command}: it {fault}."
+
+    def _receive(self, request: Asked) -> None:
+        """Make a request's draws, or refuse it."""
+        episode = self._of[request.sample]
+        try:
+            text, base, ids = self._read(request, episode)
+        except TokenizerError as error:
+            self._refuse(request, str(error), "invalid_value")
+            return
+        length = len(ids) + (0 if base is None else len(base.data["input_ids"]))
+        room = len(episode.prompt) + self._order.params.max_new_tokens - length
+        most = room if request.most is None else request.most
+        if not length or most > room or room < 1:
+            asks = "no token" if not length else f"{length} tokens, and asks for {max(most, 1)} more"
+            self._refuse(
+                request,
+                f"the request has {asks}; a sample has at most {length + room}: those of the row's prompt, and "
+                f"sampling.max_completion_length={self._order.params.max_new_tokens}",
+                "context_length_exceeded",
+            )
+            return
+        strings = tuple(dict.fromkeys((*self._order.stop_strings, *request.stop)))
+        before = {} if base is None else base.data
+        drawn = 0 if base is None else base.drawn
+        draw = _Draw(request.number, text, _followed(before, ids, self._engine), drawn, most, strings)
+        self._asked[request.number], self._choices[request.number] = request, []
+        for _ in range(request.n):
+            self._draws[request.sample * MOST_REQUESTS + episode.draws] = draw
+            episode.draws += 1
+
+    def _read(self, request: Asked, episode: _Episode) -> tuple[str, Chain | None, list[int]]:
+        """(the text of a request, the chain that it continues, the tokens that it adds). Raises TokenizerError."""
+        tokenizer = self._context.tokenizer
+        if request.messages is None:
+            text = request.text
+        else:
+            tools = [request.tools] if request.tools else []
+            plain = [_plain(each, tokenizer) for each in request.messages]
+            (text,) = tokenizer.render([(plain, True, *tools)])
+        known = [
+            (len(chain.text), place)
+            for place, chain in enumerate(episode.chains)
+            if chain.rest(text) is not None
+        ]
+        if not known:
+            return text, None, tokenizer.encode(text, special_tokens=request.messages is None)
+        base = episode.chains[max(known)[1]]
+        return text, base, tokenizer.encode(base.rest(text) or "")
+
+    def _refuse(self, request: Asked, sentence: str, code: str) -> None:
+        self._of[request.sample].refused += 1
+        self._answers.append((request.number, {"refused": sentence, "code": code}))
+
+    def waiting(self) -> SampleBatch:
+        """What is drawn from now, by ids of the draws."""
+        contexts = [draw.context["input_ids"] for draw in self._now.values()]
+        packed = Packed(torch.cat(contexts).to(self._engine.device), tuple(map(len, contexts)))
+        return SampleBatch(tuple(self._now), {"prompt_ids": packed})
+
+    def take(self, drawn: SampleBatch) -> None:
+        """Record what was drawn, and answer the requests that have all their answers."""
+        data = {key: packed.split() for key, packed in drawn.to(torch.device("cpu")).data.items()}
+        for place, number in enumerate(drawn.ids):
+            draw, episode = self._now[number], self._of[number // MOST_REQUESTS]
+            whole = {key: parts[place] for key, parts in data.items() if key != "truncated"}
+            start = len(draw.context["input_ids"])
+            stop = min(len(whole["input_ids"]), start + draw.most)
+            new = {key: whole[key][start:stop] for key in ("input_ids", "response_mask", "old_logprobs")}
+            if "kept_counts" in whole:
+                new["kept_counts"] = whole["kept_counts"][start:stop]
+                new["kept_tokens"] = whole["kept_tokens"][: int(new["kept_counts"].sum())]
+            cut = bool(data["truncated"][place]) or stop < len(whole["input_ids"])
+            choice, tail = self._choice(draw, new, cut)
+            joined = {key: torch.cat([draw.context[key], new[key]]) for key in new}
+            episode.drawn += stop - start
+            chain = Chain(draw.text + choice.raw, tail, joined, draw.before + stop - start, cut)
+            episode.chains.append(chain)
+            self._answer(draw, choice)
+        self._now = {}
+
+    def _choice(self, draw: _Draw, new: Mapping[str, Tensor], cut: bool) -> tuple[Choice, str]:
+        """(what was drawn, as an agent is told; the text of what has ended it)"""
+        tokenizer, ids = self._context.tokenizer, new["input_ids"].tolist()
+        said = ids[:-1] if ids[-1] in self._order.params.stop_ids else ids
+        raw = _after(tokenizer, draw.context["input_ids"].tolist(), said, special_tokens=True)
+        tail = "" if said == ids else tokenizer.decode(ids[-1:], special_tokens=True)
+        text = _after(tokenizer, draw.context["input_ids"].tolist(), said, special_tokens=False)
+        if said == ids and not cut:
+            whole, raw, text = raw, _until(raw, draw.stop), _until(text, draw.stop)
+            tail = whole[len(raw) :]
+        tokens = [tokenizer.decode([token], special_tokens=True) for token in ids]
+        return Choice(text, raw, "length" if cut else "stop", tokens, new["old_logprobs"].tolist()), tail
+
+    def _answer(self, draw: _Draw, choice: Choice) -> None:
+        choices = self._choices[draw.number]
+        choices.append(choice)
+        if len(choices) == self._asked[draw.number].n:
+            del self._choices[draw.number], self._asked[draw.number]
+            self._answers.append(
+                (draw.number, {"choices": choices, "prompt_tokens": len(draw.context["input_ids"])})
+            )
+
+    def samples(self) -> SampleBatch:
+        """The samples of all episodes, by the keys of `draw`."""
+        episodes, device = list(self._of.values()), self._engine.device
+        chains = [episode.sample() or self._nothing(episode) for episode in episodes]
+        data = {}
+        for key in _keys(self._order.record_kept):
+            parts = [chain.data[key] for chain in chains]
+            nothing = _followed({}, [], self._engine)[key]
+            data[key] = Packed(torch.cat([nothing, *parts]).to(device), tuple(map(len, parts)))
+        one = (1,) * len(chains)
+        ends = [episode.ended for episode in episodes if episode.ended is not None]
+        truncated = torch.tensor([chain.cut for chain in chains], dtype=torch.bool, device=device)
+        rewards = torch.tensor([end.reward or 0.0 for end in ends], dtype=torch.float64, device=device)
+        data |= {"truncated": Packed(truncated, one), ENVIRONMENT_REWARDS: Packed(rewards, one)}
+        counts = [
+            count
+            for episode, chain, end in zip(episodes, chains, ends, strict=True)
+            for count in (end.requests, episode.refused, max(episode.drawn - chain.drawn, 0))
+        ]
+        numbers = torch.tensor(counts, dtype=torch.int64, device=device)
+        data[AGENT_COUNTS] = Packed(numbers, (len(COUNTS),) * len(chains))
+        if self._config.on_reward_error == "skip":
+            faults = [end.fault.encode(errors="backslashreplace") for end in ends]
+            text = torch.tensor(list(b"".join(faults)), dtype=torch.uint8, device=device)
+            data[ENVIRONMENT_FAULT] = Packed(text, tuple(map(len, faults)))
+        return SampleBatch(tuple(self._of), data)
+
+    def _nothing(self, episode: _Episode) -> Chain:
+        """In place of a sample that failed before anything was drawn: the row's prompt and an end token. It leaves
+        the batch, or counts as 0 in an evaluation."""
+        end = self._context.tokenizer.eos_id
+        data = dict(_followed({}, [*episode.prompt.tolist(), end], self._engine))
+        data["response_mask"] = torch.arange(len(episode.prompt) + 1) == len(episode.prompt)
+        return Chain("", "", data, 1, True)
+
+    def close(self) -> None:
+        """Close the endpoint, and end all agents."""
+        self._process.close()
+
+
+def _keys(record_kept: bool) -> tuple[str, ...]:
+    kept = ("kept_counts", "kept_tokens") if record_kept else ()
+    return ("input_ids", "response_mask", "old_logprobs", *kept)
+
+
+def _followed(before: Mapping[str, Tensor], ids: Sequence[int], engine: Engine) -> dict[str, Tensor]:
+    """The data of some tokens, and of others after them that the policy has only read."""
+    none = torch.zeros(len(ids), dtype=engine.dtype_of_rows)
+    read = {
+        "input_ids": torch.tensor(ids, dtype=torch.int64),
+        "response_mask": none.bool(),
+        "old_logprobs": none,
+        "kept_counts": none.int(),
+        "kept_tokens": none[:0].int(),
+    }
+    return {key: torch.cat([before[key], part]) if key in before else part for key, part in read.items()}
+
+
+def _plain(message: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
+    """A message; what a tool has answered cannot begin another role."""
+    if message["role"] != "tool":
+        return message
+    return {**message, "content": tokenizer.without_special(message["content"])}
+
+
+def _until(text: str, strings: Sequence[str]) -> str:
+    """A text up to the first of some strings."""
+    return text[: min((text.find(string) for string in strings if string in text), default=len(text))]
+
+
+def _after(tokenizer: Tokenizer, before: list[int], ids: list[int], special_tokens: bool) -> str:
+    """The text that tokens add to those before them: some tokenizers leave out a space where a text begins."""
+    begun = tokenizer.decode(before, special_tokens=special_tokens)
+    whole = tokenizer.decode([*before, *ids], special_tokens=special_tokens)
+    return (
+        whole[len(begun) :]
+        if whole.startswith(begun)
+        else tokenizer.decode(ids, special_tokens=special_tokens)
+    )

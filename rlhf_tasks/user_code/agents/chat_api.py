@@ -1,0 +1,337 @@
+"""OpenAI's completions API as an agent sees it: requests that are read, answers that are written. Pure functions.
+
+What a run cannot do as it was asked is refused with a sentence, in the form of OpenAI's errors: nothing is ignored
+that would change what is drawn. Imports the standard library only.
+"""
+
+import json
+import math
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from prefect_rlhf.rlhf_tasks.system.reading import shown
+from prefect_rlhf.rlhf_tasks.user_code.tool_formats import Call, calls_of
+
+MODEL = "policy"
+TURN_S = 1.0
+"""At most, that a message of the rank to the process of agents waits for its answer."""
+MOST_STOPS, MOST_STOP_BYTES = 32, 256  # of a request: the table that finds them has a row for each byte
+_ONLY: Mapping[str, Sequence[Any]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Fields that change what is drawn -> the values that change nothing."""
+
+
+class Refused(Exception):
+    """A request that is not answered.
+
+    status  of HTTP
+    code    as OpenAI's clients know it
+    """
+
+    def __init__(self, status: int, sentence: str, code: str = "invalid_value") -> None:
+        super().__init__(sentence)
+        self.status, self.code = status, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's clients read it."""
+        return {
+            "error": {"message": str(self), "type": "invalid_request_error", "code": self.code, "param": None}
+        }
+
+
+class Asked(NamedTuple):
+    """A request of an agent.
+
+    number    of it, among all of its process
+    sample    the episode's
+    messages  of a conversation, as a chat template takes them; None where `text` is to be continued
+    tools     that the conversation offers, as JSON schemas
+    n         answers
+    most      tokens of an answer; None: as many as there is room for
+    stop      further strings that end an answer
+    """
+
+    number: int
+    sample: int
+    messages: list[dict[str, Any]] | None
+    text: str
+    tools: list[dict[str, Any]]
+    n: int
+    most: int | None
+    stop: list[str]
+
+
+class Choice(NamedTuple):
+    """One answer to a request.
+
+    text      what was drawn, without special tokens and without the stop string that ended it
+    raw       with special tokens, but without the one that ended it
+    finish    stop or length
+    tokens    texts of all drawn tokens
+    logprobs  their log-probabilities
+    """
+
+    text: str
+    raw: str
+    finish: str
+    tokens: list[str]
+    logprobs: list[float]
+
+
+class Drawing(NamedTuple):
+    """How a run draws: what a request may name, but not change."""
+
+    temperature: float
+    top_p: float
+
+
+class Limits(NamedTuple):
+    """What agents may take.
+
+    at_once       agents that run at the same time
+    timeout_s     seconds of an episode
+    max_requests  answers that an agent may ask for
+    most_bytes    of memory, of an agent with all that it starts
+    """
+
+    at_once: int
+    timeout_s: float
+    max_requests: int
+    most_bytes: int
+
+
+def asked(document: Any, is_chat: bool, drawing: Drawing, raws: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `Asked` that a request's JSON states.
+
+    raws  id of a call of a tool -> the text of the turn in which the policy has made it. That turn is read again as
+          it was drawn, not as a template would write its calls
+    Raises Refused.
+    """
+    if not isinstance(document, dict):
+        raise Refused(400, "the request is no JSON object")
+    _refuse_other_drawing(document, drawing)
+    n = _whole(document, "n", 1, 128) or 1
+    most = _whole(document, "max_completion_tokens", 1) or _whole(document, "max_tokens", 1)
+    fields = {"n": n, "most": most, "stop": _stop(document.get("stop")), "tools": []}
+    if not is_chat:
+        text = document.get("prompt")
+        if not isinstance(text, str) or not text:
+            raise Refused(400, f"prompt={shown(text)}: give one text that is not empty")
+        return fields | {"messages": None, "text": text}
+    tools = document.get("tools") or []
+    if not isinstance(tools, list) or not all(_is_tool(each) for each in tools):
+        raise Refused(400, "tools: each is {type: function, function: {name, parameters}}")
+    if document.get("tool_choice") != "none":
+        fields["tools"] = tools
+    messages = document.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, f"messages={shown(messages)}: give a list of messages")
+    return fields | {"messages": [_message(each, raws) for each in messages], "text": ""}
+
+
+def _refuse_other_drawing(document: Mapping[str, Any], drawing: Drawing) -> None:
+    for name, value in drawing._asdict().items():
+        stated = document.get(name)
+        if stated is not None and stated != value:
+            raise Refused(
+                400,
+                f"{name}={shown(stated)}: this run draws with {name}={value:g}, so that it can learn from it",
+            )
+    for name, values in _ONLY.items():
+        stated = document.get(name)
+        if stated is not None and stated not in values:
+            raise Refused(400, f"{name}={shown(stated)} is not supported here")
+
+
+def _whole(document: Mapping[str, Any], name: str, least: int, most: int = 2**31) -> int | None:
+    value = document.get(name)
+    if value is not None and (type(value) is not int or not least <= value <= most):
+        raise Refused(400, f"{name}={shown(value)}: give a whole number from {least} to {most}")
+    return value
+
+
+def _stop(stated: Any) -> list[str]:
+    strings = [] if stated is None else [stated] if isinstance(stated, str) else stated
+    if not isinstance(strings, list) or not all(isinstance(each, str) and each for each in strings):
+        raise Refused(400, f"stop={shown(stated)}: give strings that are not empty")
+    if (
+        len(strings) > MOST_STOPS
+        or sum(len(each.encode(errors="replace")) for each in strings) > MOST_STOP_BYTES
+    ):
+        raise Refused(400, f"stop: give at most {MOST_STOPS} strings of {MOST_STOP_BYTES} bytes together")
+    return sorted(set(strings))
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _message(message: Any, raws: Mapping[str, str]) -> dict[str, Any]:
+    """A message as chat templates take it: its content as text, the arguments of calls as objects."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str):
+        raise Refused(400, f"{shown(message)} is no message: it has no role")
+    made: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": _text(message.get("content")),
+    }
+    made |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(_is_tool(each) for each in calls):
+        raise Refused(400, "tool_calls: each is {id, type: function, function: {name, arguments}}")
+    if not calls:
+        return made
+    if (raw := raws.get(str(calls[0].get("id")))) is not None:
+        return made | {"content": raw}
+    return made | {"tool_calls": [_with_object(each) for each in calls]}
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    with suppress(TypeError, ValueError, RecursionError):  # a template may write it as it stands
+        function["arguments"] = json.loads(function.get("arguments") or "{}")
+    return {**call, "function": function}
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Refused(400, f"content {shown(part)}: only text is read here")
+    return "".join(part["text"] for part in parts)
+
+
+def answer(
+    request: Mapping[str, Any],
+    is_chat: bool,
+    choices: Sequence[Choice],
+    prompt_tokens: int,
+    number: int,
+    tool_format: str | None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(the answer to a request as JSON, id of each call of a tool in it -> the raw text of its turn)."""
+    raws: dict[str, str] = {}
+    made = []
+    for index, choice in enumerate(choices):
+        of_both = {"index": index, "finish_reason": choice.finish}
+        if not is_chat:
+            made.append({**of_both, "text": choice.text, "logprobs": _flat(request, choice)})
+            continue
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        calls = _calls(request, choice, tool_format)
+        if calls:
+            message |= {"content": None, "tool_calls": calls}
+            of_both["finish_reason"] = "tool_calls"
+            raws |= {call["id"]: choice.raw for call in calls}
+        made.append({**of_both, "message": message, "logprobs": _listed(request, choice)})
+    drawn = sum(len(choice.tokens) for choice in choices)
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": drawn,
+        "total_tokens": prompt_tokens + drawn,
+    }
+    kind = "chat.completion" if is_chat else "text_completion"
+    return {
+        "id": f"{kind}-{number}",
+        "object": kind,
+        "created": 0,
+        "model": MODEL,
+        "choices": made,
+        "usage": usage,
+    }, raws
+
+
+def _calls(request: Mapping[str, Any], choice: Choice, tool_format: str | None) -> list[dict[str, Any]]:
+    """The calls of tools in an answer; none where a part of it looks like a call and is none: the agent reads it."""
+    offered = request.get("tools") or []
+    if not offered or request.get("tool_choice") == "none" or tool_format is None:
+        return []
+    schemas = {each["function"]["name"]: each["function"].get("parameters") or {} for each in offered}
+    read = calls_of(choice.raw, tool_format, schemas)
+    calls = [each for each in read if isinstance(each, Call)]
+    return [
+        {
+            "id": secrets.token_hex(5)[:9],  # nine letters and digits: Mistral's template takes no other
+            "type": "function",
+            "function": {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)},
+        }
+        for each in (calls if len(calls) == len(read) else [])
+    ]
+
+
+def _listed(request: Mapping[str, Any], choice: Choice) -> dict[str, Any] | None:
+    if not request.get("logprobs"):
+        return None
+    tokens = zip(choice.tokens, choice.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def _flat(request: Mapping[str, Any], choice: Choice) -> dict[str, Any] | None:
+    if request.get("logprobs") is None:
+        return None
+    offsets = [0]
+    for text in choice.tokens:
+        offsets.append(offsets[-1] + len(text))
+    return {
+        "tokens": choice.tokens,
+        "token_logprobs": choice.logprobs,
+        "top_logprobs": None,
+        "text_offset": offsets[:-1],
+    }
+
+
+def streamed(request: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
+    """An answer as server-sent events. It was drawn as a whole: a choice is one event, and its end another."""
+    is_chat = whole["object"] == "chat.completion"
+    head = {key: whole[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk" if is_chat else whole["object"]
+    for choice in whole["choices"]:
+        piece = {"index": choice["index"], "logprobs": choice["logprobs"]}
+        if is_chat:
+            delta = dict(choice["message"])
+            if "tool_calls" in delta:
+                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+            piece["delta"] = delta
+            end: dict[str, Any] = {"index": choice["index"], "delta": {}, "logprobs": None}
+        else:
+            piece["text"] = choice["text"]
+            end = {"index": choice["index"], "text": "", "logprobs": None}
+        yield _event({**head, "choices": [{**piece, "finish_reason": None}]})
+        yield _event({**head, "choices": [{**end, "finish_reason": choice["finish_reason"]}]})
+    if (request.get("stream_options") or {}).get("include_usage"):
+        yield _event({**head, "choices": [], "usage": whole["usage"]})
+    yield "data: [DONE]\n\n"
+
+
+def _event(document: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(document)}\n\n"
+
+
+def reward_of(document: Any) -> float:
+    """The reward in `{"reward": NUMBER}`. Raises Refused where it has none that is finite."""
+    value = document.get("reward") if isinstance(document, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise Refused(400, f"the reward {shown(value)} is no finite number")
+    return float(value)

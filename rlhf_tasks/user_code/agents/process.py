@@ -1,0 +1,85 @@
+"""The process beside a head that runs a user's agents, as the head sees it (server.py)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
+from prefect_rlhf.rlhf_tasks.data.tokenizer import template_of
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import TURN_S, Asked, Drawing, Limits
+from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, Terms, UserProcess
+from prefect_rlhf.rlhf_tasks.user_code.tool_formats import format_of
+
+STARTING_S = 120.0
+"""In which the process must start, and answer each message: it never waits longer than TURN_S itself."""
+OWN_BYTES = 1 << 30  # of the process itself, besides what agents may take
+assert STARTING_S > TURN_S
+
+
+class Ended(NamedTuple):
+    """An episode that is over.
+
+    reward    as its agent has said; None where it has not
+    fault     why it has failed, as the rest of a sentence about the agent; "" where it has not
+    requests  answers that it has asked for
+    """
+
+    sample: int
+    reward: float | None
+    fault: str
+    requests: int
+
+
+def longest_agents_s(config: Scores) -> float:
+    """Seconds that the agents of a rank's batch may take, whatever they do; 0 without agents."""
+    agent = config.agent
+    if agent is None:
+        return 0.0
+    return -(-config.batch_size // agent.at_once) * (agent.timeout_s + ENDING_S) + STARTING_S
+
+
+class AgentProcess:
+    """The agents of one generate call on a head, and their server, which is open from the first message on."""
+
+    def __init__(self, config: Scores, agent: AgentConfig, drawing: Drawing) -> None:
+        most_bytes = config.reward_memory_bytes
+        limits = Limits(agent.at_once, agent.timeout_s, agent.max_requests, most_bytes)
+        tool_format = config.tool_format or format_of(template_of(config.models.tokenizer))
+        self._process = UserProcess(
+            Terms(
+                kind="prefect_rlhf.rlhf_tasks.user_code.agents.server:Agents",
+                what="agents",
+                who=lambda called: called,
+                begin={
+                    "command": agent.words,
+                    "limits": limits,
+                    "drawing": drawing,
+                    "tool_format": tool_format,
+                    "blocks": {},
+                },
+                timeout_s=STARTING_S,
+                timeout_key="agent.timeout_s",
+                most_bytes=agent.at_once * most_bytes + OWN_BYTES,
+            )
+        )
+
+    def turn(
+        self,
+        episodes: Sequence[tuple[int, str, int]] = (),
+        answers: Sequence[tuple[int, dict[str, Any]]] = (),
+        waits: bool = True,
+    ) -> tuple[list[Asked], list[Ended]]:
+        """(requests that have come, episodes that have ended) since the last turn.
+
+        episodes  sample, row as JSON and seed of those to be played, in this order
+        answers   number of a request -> its answer: `choices` and `prompt_tokens`, or `refused` and `code`
+        waits     whether to wait, TURN_S at most, until something has happened
+        Raises RewardError where the process is lost.
+        """
+        reply = self._process.ask({"episodes": episodes, "answers": answers, "waits": waits})
+        return [Asked(*each) for each in reply["asked"]], [Ended(**each) for each in reply["ended"]]
+
+    def close(self) -> None:
+        """Close the endpoint, and end all that agents have started."""
+        self._process.close()
+        self._process.end()

@@ -1,0 +1,383 @@
+"""The process beside a head that runs agents, the user's own programs, and answers them as OpenAI's API does.
+
+It listens on loopback only. An agent has a key that is valid while its process runs. It reads the row as JSON on
+standard input, asks, and says its reward in the last line of standard output, or by POST to /v1/reward. Requests
+wait here until the rank takes them; what was drawn for them comes with the rank's next message.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from prefect_rlhf.rlhf_tasks.system.child_processes import direct_to_loopback, users_environment
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
+    MODEL,
+    TURN_S,
+    Asked,
+    Choice,
+    Drawing,
+    Limits,
+    Refused,
+    answer,
+    asked,
+    reward_of,
+    streamed,
+)
+from prefect_rlhf.rlhf_tasks.user_code.child import Caller
+from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, shortened
+
+LOOPBACK = "127.0.0.1"
+MOST_BODY_BYTES = 8 << 20
+MOST_LINE_BYTES = 1 << 16  # of an agent's output this much is remembered, from its end
+GATHER_S = 0.05  # that a request waits for others, which are then drawn together with it
+LOOK_EVERY_S = 0.5
+LEAVE_S = 2.0  # that the output of an agent that has ended may take
+
+
+class Agents:
+    """The agents of one generate call, and their server.
+
+    begin  `command`: words; `limits`; `drawing`; `tool_format`: of the model's calls of tools, or None
+    """
+
+    def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
+        self._command: list[str] = begin["command"]
+        self._limits, self._drawing = Limits(*begin["limits"]), Drawing(*begin["drawing"])
+        self._tool_format: str | None = begin["tool_format"]
+        self._queue: deque[_Episode] = deque()
+        self._running: dict[str, _Episode] = {}  # by key
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._new: list[Asked] = []
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._ended: list[dict[str, Any]] = []
+        self._number = 0
+        _allow_many_files()
+        self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
+        self._url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True).start()
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What has happened since the last message: `asked`, requests, and `ended`, episodes.
+
+        request  `episodes`: to be played; `answers`: to requests; `waits`: whether to wait, at most TURN_S
+        """
+        return asyncio.run_coroutine_threadsafe(self._turn(request), self._loop).result()
+
+    async def _serve(self) -> None:
+        methods = ["POST"]
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=methods),
+            Route("/v1/completions", self._complete, methods=methods),
+            Route("/v1/reward", self._reward, methods=methods),
+            Route("/v1/models", self._models),
+        ]
+        app = Starlette(routes=routes, exception_handlers={Refused: _refusal})
+        config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", ws="none")
+        await uvicorn.Server(config).serve(sockets=[self._socket])
+
+    async def _turn(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        for number, reply in request["answers"]:
+            if (future := self._waiting.pop(number, None)) is not None and not future.done():
+                future.set_result(reply)
+        self._queue.extend(_Episode(*each) for each in request["episodes"])
+        self._start()
+        if request["waits"]:
+            await self._something()
+        new, self._new = self._new, []
+        ended, self._ended = self._ended, []
+        return {"asked": new, "ended": ended}
+
+    async def _something(self) -> None:
+        """Wait until all agents that run wait for the policy, or the first of them has for GATHER_S; or none is left;
+        at most TURN_S."""
+        until_s = time.monotonic() + TURN_S
+        while (left_s := until_s - time.monotonic()) > 0 and self._running:
+            if self._new:
+                if all(each.waiting for each in self._running.values()):
+                    return
+                until_s = min(until_s, time.monotonic() + GATHER_S)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left_s, until_s - time.monotonic()))
+
+    def _start(self) -> None:
+        while self._queue and len(self._running) < self._limits.at_once:
+            episode = self._queue.popleft()
+            self._running[episode.key] = episode
+            task = self._loop.create_task(self._play(episode))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, episode: "_Episode") -> None:
+        try:
+            reward, fault = await self._outcome(episode)
+        except Exception as error:  # noqa: BLE001  whatever it is, the rank must learn that the episode is over
+            reward, fault = None, f"could not be run: {type(error).__name__}: {error}"
+        del self._running[episode.key]
+        for number in episode.waiting:
+            self._waiting.pop(number).cancel()
+        self._new = [each for each in self._new if each.sample != episode.sample]
+        self._ended.append(
+            {"sample": episode.sample, "reward": reward, "fault": fault, "requests": episode.requests}
+        )
+        self._start()
+        self._changed.set()
+
+    async def _outcome(self, episode: "_Episode") -> tuple[float | None, str]:
+        """(the reward of an episode, or None; why it has failed, or "")"""
+        try:
+            agent = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**users_environment(), **direct_to_loopback(os.environ), **self._told(episode)},
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            return None, f"could not be started: {error}"
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stderr is not None
+        ends = [
+            asyncio.ensure_future(_end_of(agent.stdout, None)),
+            asyncio.ensure_future(_end_of(agent.stderr, sys.stderr)),
+        ]
+        writes = asyncio.ensure_future(_write(agent.stdin, episode.row))
+        try:
+            fault = await self._watched(agent, episode)
+        finally:
+            _kill(agent)
+            await agent.wait()
+            writes.cancel()
+            await asyncio.wait(ends, timeout=LEAVE_S)
+            said, complained = (end.result() if end.done() else "" for end in ends)
+            for end in ends:
+                end.cancel()
+        if fault:
+            return None, fault
+        if agent.returncode:
+            status, last = agent.returncode, complained.strip().rpartition("\n")[2]
+            how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
+            return None, f"{how}{f': {shortened(last, MOST_MESSAGE)}' if last else ''}"
+        try:
+            stated = _stated_reward(said)
+        except Refused as error:
+            return None, f"gave no reward: {error}"
+        return (episode.reward if stated is None else stated), ""
+
+    def _told(self, episode: "_Episode") -> dict[str, str]:
+        """The variables that an agent finds, by the names that OpenAI's clients read."""
+        return {
+            "OPENAI_BASE_URL": self._url,
+            "OPENAI_API_KEY": episode.key,
+            "OPENAI_MODEL": MODEL,
+            "AGENT_SEED": str(episode.seed),
+        }
+
+    async def _watched(self, agent: asyncio.subprocess.Process, episode: "_Episode") -> str:
+        """Wait until an agent has ended, or must be: then why."""
+        until_s, exits = time.monotonic() + self._limits.timeout_s, asyncio.ensure_future(agent.wait())
+        over = asyncio.ensure_future(episode.over.wait())
+        try:
+            while (left_s := until_s - time.monotonic()) > 0:
+                await asyncio.wait(
+                    (exits, over), timeout=min(left_s, LOOK_EVERY_S), return_when="FIRST_COMPLETED"
+                )
+                if episode.fault or exits.done():
+                    return episode.fault
+                used_bytes = _memory(agent.pid)
+                if used_bytes > self._limits.most_bytes:
+                    return (
+                        f"takes {used_bytes / 1e9:.1f} GB of memory; reward_memory_bytes allows "
+                        f"{self._limits.most_bytes / 1e9:.1f} GB"
+                    )
+            return f"did not end in {self._limits.timeout_s:g} s, which agent.timeout_s sets"
+        finally:
+            exits.cancel()
+            over.cancel()
+
+    def _of(self, request: Request) -> "_Episode":
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        episode = self._running.get(key)
+        if episode is None:
+            raise Refused(401, "no episode that runs has this key", "invalid_api_key")
+        return episode
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answered(request, is_chat=True)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answered(request, is_chat=False)
+
+    async def _answered(self, request: Request, is_chat: bool) -> Response:
+        episode = self._of(request)
+        document = await _body(request)
+        fields = asked(document, is_chat, self._drawing, episode.raws)
+        episode.requests += fields["n"]
+        if episode.requests > self._limits.max_requests:
+            episode.fail(
+                f"asked for more than {self._limits.max_requests} answers, which agent.max_requests allows"
+            )
+        if episode.fault:
+            raise Refused(429, f"the agent {episode.fault}", "rate_limit_exceeded")
+        number, self._number = self._number, self._number + 1
+        future = self._waiting[number] = self._loop.create_future()
+        episode.waiting.add(number)
+        self._new.append(Asked(number=number, sample=episode.sample, **fields))
+        self._changed.set()
+        try:
+            reply = await future
+        finally:
+            self._waiting.pop(number, None)
+            episode.waiting.discard(number)
+        if "refused" in reply:
+            raise Refused(400, reply["refused"], reply["code"])
+        choices = [Choice(*each) for each in reply["choices"]]
+        whole, raws = answer(document, is_chat, choices, reply["prompt_tokens"], number, self._tool_format)
+        episode.raws |= raws
+        if document.get("stream"):
+            return StreamingResponse(_pieces(streamed(document, whole)), media_type="text/event-stream")
+        return JSONResponse(whole)
+
+    async def _reward(self, request: Request) -> Response:
+        episode = self._of(request)
+        episode.reward = reward_of(await _body(request))
+        return JSONResponse({})
+
+    async def _models(self, request: Request) -> Response:
+        self._of(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "the run"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+
+class _Episode:
+    """An episode of an agent.
+
+    key       for its requests
+    requests  answers that it has asked for
+    waiting   numbers of its requests that wait for the policy
+    reward    that it has sent
+    raws      as in `chat_api.asked`
+    fault     why it must end; "" while it need not
+    """
+
+    def __init__(self, sample: int, row: str, seed: int) -> None:
+        self.sample, self.row, self.seed = sample, row, seed
+        self.key = secrets.token_urlsafe(24)
+        self.requests, self.fault = 0, ""
+        self.waiting: set[int] = set()
+        self.reward: float | None = None
+        self.raws: dict[str, str] = {}
+        self.over = asyncio.Event()
+
+    def fail(self, fault: str) -> None:
+        """Have the agent ended. The first reason counts."""
+        self.fault = self.fault or fault
+        self.over.set()
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    # OpenAI's client tries 429 again, against this header: an episode that is over is not worth it
+    return JSONResponse(error.body, error.status, {"x-should-retry": "false"})
+
+
+async def _body(request: Request) -> Any:
+    """A request's JSON. Raises Refused."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MOST_BODY_BYTES:
+            raise Refused(413, f"a request has at most {MOST_BODY_BYTES:,} bytes")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise Refused(400, "the request is no JSON") from None
+
+
+async def _pieces(pieces: Iterator[str]) -> Any:
+    for piece in pieces:
+        yield piece
+
+
+async def _write(stdin: asyncio.StreamWriter, row: str) -> None:
+    with contextlib.suppress(ConnectionError):  # it need not read its row
+        stdin.write(row.encode() + b"\n")
+        await stdin.drain()
+    stdin.close()
+
+
+async def _end_of(output: asyncio.StreamReader, copy: Any) -> str:
+    """The end of an output, once that is closed; all of it goes to `copy`."""
+    end = b""
+    try:
+        while piece := await output.read(MOST_LINE_BYTES):
+            end = (end + piece)[-MOST_LINE_BYTES:]
+            if copy is not None:
+                copy.write(piece.decode(errors="backslashreplace"))
+                copy.flush()
+    except asyncio.CancelledError:  # something that it has started holds its output open
+        pass
+    return end.decode(errors="backslashreplace")
+
+
+def _stated_reward(said: str) -> float | None:
+    """The reward in the last line of an output; None where that is no JSON object with one. Raises Refused."""
+    try:
+        document = json.loads(said.strip().rpartition("\n")[2])
+    except (ValueError, RecursionError):
+        return None
+    return reward_of(document) if isinstance(document, dict) and "reward" in document else None
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def _memory(pid: int) -> int:
+    """Bytes that a process and those that it has started use."""
+    used = 0
+    for process in _tree(pid):
+        with contextlib.suppress(psutil.Error):  # it is ending
+            used += process.memory_info().rss
+    return used
+
+
+def _kill(agent: asyncio.subprocess.Process) -> None:
+    """Kill an agent and all that it has started. What has left its group after it ended ends with this process."""
+    below: Sequence[psutil.Process] = _tree(agent.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(agent.pid, signal.SIGKILL)
+    for process in below:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _allow_many_files() -> None:
+    """A connection is a file, and an agent may open many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,90 @@
+"""The agents of tests' runs: `python tiny_agent.py NAME [SECONDS]`. Standard library only, so they start at once."""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+SEED = int(os.environ["AGENT_SEED"])
+
+
+def post(path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+    """(HTTP status, JSON) of a request to the endpoint."""
+    request = Request(
+        os.environ["OPENAI_BASE_URL"] + path,
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}"},
+    )
+    try:
+        with urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def complete(text: str, **fields: Any) -> str:
+    """What the policy says after a text."""
+    status, answer = post("/completions", {"prompt": text, "max_tokens": 8, **fields})
+    assert status == 200, answer
+    return answer["choices"][0]["text"]
+
+
+def echo(row: dict[str, Any], wait_s: float) -> None:
+    """Answers with how long each turn was, for as many turns as the seed says, as tiny_environment.py does."""
+    text, reward, turns = row["prompt"], 0.0, 1 + SEED % 3
+    for left in reversed(range(turns)):
+        said = complete(text)
+        time.sleep(wait_s * left)
+        reward += len(said) / 16 - (row["answer"] in said)
+        text += f"{said}<{len(said)}>"
+    print(json.dumps({"reward": reward}))
+
+
+def branches(row: dict[str, Any], wait_s: float) -> None:
+    """Asks two things of the prompt, and goes on with the first."""
+    first = complete(row["prompt"])
+    complete(row["prompt"] + "!", max_tokens=3)
+    complete(f"{row['prompt']}{first}?", max_tokens=4)
+    print(json.dumps({"reward": 1}))
+
+
+def moody(row: dict[str, Any], wait_s: float) -> None:
+    """Echo, but most episodes fail, in as many ways as there are."""
+    moods = [fails, silent, words, greedy, many, slow, echo, echo]
+    moods[SEED // 3 % len(moods)](row, wait_s)
+
+
+def fails(row: dict[str, Any], wait_s: float) -> None:
+    complete(row["prompt"])
+    sys.exit("no such door")
+
+
+def silent(row: dict[str, Any], wait_s: float) -> None:
+    complete(row["prompt"])
+
+
+def words(row: dict[str, Any], wait_s: float) -> None:
+    complete(row["prompt"])
+    print('{"reward": "much"}')
+
+
+def greedy(row: dict[str, Any], wait_s: float) -> None:
+    status, answer = post("/completions", {"prompt": row["prompt"], "max_tokens": 10_000})
+    sys.exit(f"{status} {answer['error']['code']}")
+
+
+def many(row: dict[str, Any], wait_s: float) -> None:
+    for _ in range(1000):
+        complete(row["prompt"], max_tokens=1)
+
+
+def slow(row: dict[str, Any], wait_s: float) -> None:
+    complete(row["prompt"])
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](json.loads(sys.stdin.readline()), float(([*sys.argv, 0][2:] or [0])[0]))
