@@ -1,0 +1,199 @@
+"""Agents as rollouts: what is recorded are the tokens that were drawn; any plan gives the same losses from them."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
+from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import Chain
+from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
+from tests.rlhf_tasks.test_environments import (
+    KEYS,
+    SAMPLING,
+    drawn,
+    grpo_config,
+    lines,
+    refuse_other_gradient,
+    responses,
+)
+from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
+from tests.rlhf_tasks.test_tools import config_of
+from tests.tiny_runs import ppo_config
+
+pytestmark = pytest.mark.dist
+
+FILE = Path(__file__).parents[1] / "tiny_agent.py"
+
+
+def agent(name, **settings):
+    return {"environment": None, "agent": {"command": f"{sys.executable} {FILE} {name}", **settings}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model and prompts."""
+    folder = tmp_path_factory.mktemp("agents")
+    grpo_config(folder)
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    """Begin a run of GRPO on this process, by an agent's name."""
+    torch.set_num_threads(1)
+    begun = []
+    with world_of_one():
+
+        def begin(name, make: Any = grpo_config, limits: Any = (), **changes):
+            config = make(folder, **{**agent(name, **dict(limits)), **changes})
+            begun.append(OneRank(config, tmp_path))
+            return begun[-1]
+
+        yield begin
+        for each in begun:
+            each.close()
+
+
+def counts(batch):
+    """(requests, refused, left out) of each sample."""
+    return [tuple(each.tolist()) for each in batch["agent_counts"].split()]
+
+
+@other_plans(PLANS)
+@pytest.mark.whole
+def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, names):
+    config: Any = partial(ppo_config, sampling=SAMPLING, **agent("echo"))
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+    assert len({seen["actor_train/loss/policy"] for seen in reference}) == 3
+    assert all(seen["actor_generate/agent/requests"] > 1 for seen in reference)
+    assert all(seen["actor_train/policy/mismatch"] < 1e-5 for seen in reference)
+    for name in names:
+        assert not differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config)), name
+
+
+def test_what_an_agent_adds_is_context_and_a_turn_is_never_tokenised_again(run):
+    begun = run("echo")
+    batch = drawn(begun)
+    found = responses(begun, batch)
+    assert {"x" * 8, "x" * 8 + "..." + "x" * 8} <= {marks for _, marks in found}
+    assert [marks.count(".") // 3 + 1 for _, marks in found] == [each for each, _, _ in counts(batch)]
+    first = [ids[:8] for ids, marks in found if "." in marks]
+    again = [begun.tokenizer.encode(begun.tokenizer.decode(ids)) for ids in first]
+    assert first != again, "the model draws tokens that its texts would not have"
+    assert torch.all(batch["old_logprobs"].values[~batch["response_mask"].values] == 0)
+    assert set(batch["environment_rewards"].values.tolist()) > {0.5, 1.0}
+
+
+def test_the_gradient_is_that_of_the_drawn_tokens_alone(run, folder):
+    refuse_other_gradient(run("echo", sampling=SAMPLING, beta=0.0), folder)
+
+
+def test_an_agent_that_asks_one_thing_after_the_other_draws_the_same_whatever_its_timing(run):
+    whole = drawn(run("echo"))
+    later = drawn(run("echo 0.1", limits={"at_once": 3}))
+    for key in KEYS:
+        assert torch.equal(whole[key].values, later[key].values), key
+    some = drawn(run("echo"), range(5, 12))
+    assert responses(run("echo"), some) == responses(run("echo"), whole)[5:12]
+
+
+def test_the_sample_is_the_chain_with_the_most_drawn_tokens_and_the_others_are_counted(run):
+    begun = run("branches")
+    batch = drawn(begun)
+    for (_, marks), (requests, refused, left_out) in zip(responses(begun, batch), counts(batch), strict=True):
+        assert marks[:9] == "xxxxxxxx."
+        assert set(marks[9:]) == {"x"}
+        assert (requests, refused) == (3, 0)
+        assert 1 <= left_out <= 3
+    assert begun.iterate(1)[0]["agent/left_out"] == pytest.approx(3, abs=0.5)
+
+
+def test_each_failure_costs_one_sample(run, tmp_path):
+    begun = run("moody", limits={"max_requests": 8, "timeout_s": 5}, on_reward_error="skip")
+    metrics, store = begun.iterate(0)
+    batch = store.get(range(16), ["stays", "scores", "input_ids", "response_mask"])
+    stays = batch["stays"].values
+    assert metrics["skipped_samples"] == 16 - stays.sum() > 8
+    assert all(mask.any() for mask in batch["response_mask"].split()), "a sample has something drawn"
+    listed = lines(tmp_path / "skipped-samples/00000000-0000.jsonl")
+    assert {line["reward"] for line in listed} == {"agent"}
+    who = f"agent {sys.executable} {FILE} moody: it "
+    assert {line["reason"].removeprefix(who) for line in listed} == {
+        "exited with status 1: no such door.",
+        'gave no reward: the last line of its output is no {"reward": NUMBER}, and the run has no rewards.',
+        "gave no reward: the reward 'much' is no finite number.",
+        "exited with status 1: 400 context_length_exceeded.",
+        "asked for more than 8 answers, which agent.max_requests allows.",
+        "did not end in 5 s, which agent.timeout_s sets.",
+    }
+
+
+def test_a_failure_stops_the_run_where_none_is_skipped(run):
+    with pytest.raises(RewardError) as caught:
+        drawn(run("fails"))
+    assert str(caught.value).startswith(
+        f"agent {sys.executable} {FILE} fails: it exited with status 1: no such door. It was at sample "
+    )
+
+
+def test_rewards_judge_what_an_agent_has_drawn(run):
+    reward = {"function": f"{FILE.with_name('tiny_reward.py')}:length_reward"}
+    metrics, store = run("silent", rewards=[reward]).iterate(0)
+    samples = store.get(range(16), ["scores", "environment_rewards"])
+    assert not samples["environment_rewards"].values.any()
+    assert metrics["rewards/length_reward/mean"] == pytest.approx(samples["scores"].values.mean().item())
+
+
+def test_an_evaluation_plays_with_the_agent_too(folder):
+    config = grpo_config(folder, **agent("echo"), evaluation={"data": str(folder / "prompts.jsonl")})
+    evaluation = evaluation_of(config)
+    assert evaluation is not None
+    assert (evaluation.agent, evaluation.score_names) == (config.agent, ["agent"])
+
+
+def test_a_conversation_goes_on_with_the_calls_as_they_were_drawn(run, tmp_path_factory):
+    tools = tmp_path_factory.mktemp("tools")
+    changes = {"tools": [], "rewards": [], "sampling": {"max_completion_length": 160}}
+    begun = run("chats", make=lambda _, **more: config_of(tools, **changes | more))
+    batch = drawn(begun)
+    calls = 0
+    for (ids, marks), (_, _, left_out) in zip(responses(begun, batch), counts(batch), strict=True):
+        assert left_out == 0, "each request continues the one before it"
+        said = begun.tokenizer.decode(ids, special_tokens=True)
+        calls += "<r>" in said
+        assert marks.startswith("x")
+    assert calls > 2
+
+
+def test_a_text_continues_a_chain_as_the_agent_knows_it():
+    chain = Chain("Ask: yes", "<eos>", {}, 1, False)
+    assert chain.rest("Ask: yes<eos>Next: ") == "Next: "
+    assert chain.rest("Ask: yes, and: ") == ", and: "
+    assert chain.rest("Ask: yes") is None, "the same once more is another answer"
+    assert chain.rest("Ask: no") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"agent": {"command": "a"}}, "both would answer the model"),
+        ({**agent("echo"), "sampling": {**SAMPLING, "segment_tokens": 8}}, "cuts responses of one turn"),
+        (agent("echo 'open"), "is no command: No closing quotation"),
+        (agent("echo", max_requests=0), "max_requests"),
+        ({**agent("echo"), "type": "remax"}, "no environment answers"),
+    ],
+)
+def test_what_agents_cannot_do_is_refused(folder, changes, sentence):
+    def calls():
+        config = grpo_config(folder, **changes)
+        return algorithm(config.type).calls(config)
+
+    with pytest.raises(ConfigError, match=sentence):
+        calls()
