@@ -28,10 +28,10 @@ def play(text: str, number: int) -> float:
     """1 where the policy finds the number, which is from 1 to NUMBERS, with GUESSES guesses; else 0."""
     for _ in range(GUESSES):
         said = complete(text)
-        found = re.search("[0-9]+", said)
-        if found and int(found[0]) == number:
+        guess = re.search("[0-9]+", said)
+        if guess and int(guess[0]) == number:
             return 1.0
-        hint = "number" if found is None else "higher" if int(found[0]) < number else "lower"
+        hint = "number" if guess is None else "higher" if int(guess[0]) < number else "lower"
         text += f"{said} {hint} "
     return 0.0
 

@@ -521,7 +521,7 @@ def _without_places(stated: RunConfig) -> dict[str, Any]:
         document.pop(key, None)
     if isinstance(plan := document.get("plan"), str):
         document["plan"] = _file_name(plan)
-    for section in ("data", "models", "evaluation", "planning", "environment", "tools", "rewards"):
+    for section in ("data", "models", "evaluation", "planning", "environment", "agent", "tools", "rewards"):
         document |= {section: _file_names(document[section])} if section in document else {}
     return document
 

@@ -75,8 +75,8 @@ def play_agents(
                 min_new_tokens=min(order.params.min_new_tokens, most),
                 stop_strings=stop_table(context.tokenizer, strings) if strings else None,
             )
-            asked = share_batch(episodes and episodes.waiting(), engine.placement, engine.groups)
-            drawn = context.generator.draw(asked, order._replace(params=params, stop_strings=strings))
+            contexts = share_batch(episodes and episodes.waiting(), engine.placement, engine.groups)
+            drawn = context.generator.draw(contexts, order._replace(params=params, stop_strings=strings))
             if episodes is not None:
                 assert drawn is not None, "this rank is a head"
                 episodes.take(drawn)
@@ -166,7 +166,7 @@ class _Episodes:
         self._begin = list(zip(batch.ids, batch["columns"].texts(), seeds.tolist(), strict=True))
         self._answers: list[tuple[int, dict[str, Any]]] = []
         self._choices: dict[int, list[Choice]] = {}  # of requests for several answers
-        self._asked: dict[int, Asked] = {}
+        self._requests: dict[int, Asked] = {}
         self._draws: dict[int, _Draw] = {}  # by the ids that they are drawn by
         self._now: dict[int, _Draw] = {}
         self._process = AgentProcess(
@@ -178,8 +178,8 @@ class _Episodes:
         where all episodes have ended."""
         if all(episode.ended for episode in self._of.values()):
             return None
-        asked, ended = self._turn()
-        for request in asked:
+        requests, ended = self._turn()
+        for request in requests:
             self._receive(request)
         for each in ended:
             self._end(each)
@@ -246,7 +246,7 @@ class _Episodes:
         before = {} if base is None else base.data
         drawn = 0 if base is None else base.drawn
         draw = _Draw(request.number, text, _followed(before, ids, self._engine), drawn, most, strings)
-        self._asked[request.number], self._choices[request.number] = request, []
+        self._requests[request.number], self._choices[request.number] = request, []
         for _ in range(request.n):
             self._draws[request.sample * MOST_REQUESTS + episode.draws] = draw
             episode.draws += 1
@@ -317,8 +317,8 @@ class _Episodes:
     def _answer(self, draw: _Draw, choice: Choice) -> None:
         choices = self._choices[draw.number]
         choices.append(choice)
-        if len(choices) == self._asked[draw.number].n:
-            del self._choices[draw.number], self._asked[draw.number]
+        if len(choices) == self._requests[draw.number].n:
+            del self._choices[draw.number], self._requests[draw.number]
             self._answers.append(
                 (draw.number, {"choices": choices, "prompt_tokens": len(draw.context["input_ids"])})
             )

@@ -113,7 +113,7 @@ class Limits(NamedTuple):
     most_bytes: int
 
 
-def asked(document: Any, is_chat: bool, drawing: Drawing, raws: Mapping[str, str]) -> dict[str, Any]:
+def read_request(document: Any, is_chat: bool, drawing: Drawing, raws: Mapping[str, str]) -> dict[str, Any]:
     """The fields of `Asked` that a request's JSON states.
 
     raws  id of a call of a tool -> the text of the turn in which the policy has made it. That turn is read again as

@@ -37,7 +37,7 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
     Limits,
     Refused,
     answer,
-    asked,
+    read_request,
     reward_of,
     streamed,
 )
@@ -151,7 +151,7 @@ class Agents:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={**users_environment(), **direct_to_loopback(os.environ), **self._told(episode)},
+                env={**users_environment(), **direct_to_loopback(os.environ), **self._variables(episode)},
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -186,7 +186,7 @@ class Agents:
             return None, f"gave no reward: {error}"
         return (episode.reward if stated is None else stated), ""
 
-    def _told(self, episode: "_Episode") -> dict[str, str]:
+    def _variables(self, episode: "_Episode") -> dict[str, str]:
         """The variables that an agent finds, by the names that OpenAI's clients read."""
         return {
             "OPENAI_BASE_URL": self._url,
@@ -233,7 +233,7 @@ class Agents:
     async def _answered(self, request: Request, is_chat: bool) -> Response:
         episode = self._of(request)
         document = await _body(request)
-        fields = asked(document, is_chat, self._drawing, episode.raws)
+        fields = read_request(document, is_chat, self._drawing, episode.raws)
         episode.requests += fields["n"]
         if episode.requests > self._limits.max_requests:
             episode.fail(
@@ -278,7 +278,7 @@ class _Episode:
     requests  answers that it has asked for
     waiting   numbers of its requests that wait for the policy
     reward    that it has sent
-    raws      as in `chat_api.asked`
+    raws      as in `read_request`
     fault     why it must end; "" while it need not
     """
 

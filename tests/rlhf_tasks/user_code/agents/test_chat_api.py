@@ -9,7 +9,7 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
     Drawing,
     Refused,
     answer,
-    asked,
+    read_request,
     reward_of,
     streamed,
 )
@@ -24,7 +24,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 def chat(**fields):
-    return asked({"messages": HI, **fields}, is_chat=True, drawing=DRAWING, raws={})
+    return read_request({"messages": HI, **fields}, is_chat=True, drawing=DRAWING, raws={})
 
 
 def said(text, raw=None, finish="stop"):
@@ -42,7 +42,7 @@ def test_a_request_states_what_is_drawn():
     }
     assert chat(max_completion_tokens=7, max_tokens=5, stop=["b", "a", "b"])["stop"] == ["a", "b"]
     assert chat(max_completion_tokens=7, max_tokens=5)["most"] == 7
-    text = asked({"prompt": "once", "logprobs": 1}, is_chat=False, drawing=DRAWING, raws={})
+    text = read_request({"prompt": "once", "logprobs": 1}, is_chat=False, drawing=DRAWING, raws={})
     assert (text["text"], text["messages"], text["most"]) == ("once", None, None)
     same = {
         "temperature": 1,
@@ -73,7 +73,7 @@ def test_messages_become_what_a_template_takes():
     assert assistant["content"] == ""
     assert assistant["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert tool == {"role": "tool", "tool_call_id": "x", "content": "1"}
-    drawn = asked({"messages": history}, True, DRAWING, {"x": f"thus{CALL}"})["messages"][1]
+    drawn = read_request({"messages": history}, True, DRAWING, {"x": f"thus{CALL}"})["messages"][1]
     assert drawn == {"role": "assistant", "content": f"thus{CALL}"}, "a turn of calls is read as it was drawn"
 
 
@@ -111,7 +111,7 @@ def test_what_would_change_what_is_drawn_is_refused(fields, sentence):
 @pytest.mark.parametrize("document", [[], {"prompt": ["a", "b"]}, {"prompt": [1, 2]}, {"prompt": ""}])
 def test_a_text_is_one_that_is_not_empty(document):
     with pytest.raises(Refused):
-        asked(document, is_chat=False, drawing=DRAWING, raws={})
+        read_request(document, is_chat=False, drawing=DRAWING, raws={})
 
 
 def test_an_answer_has_the_texts_the_log_probabilities_and_the_number_of_tokens():
