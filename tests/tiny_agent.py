@@ -72,6 +72,7 @@ def words(row: dict[str, Any], wait_s: float) -> None:
 
 
 def greedy(row: dict[str, Any], wait_s: float) -> None:
+    post("/completions", {"prompt": row["prompt"], "temperature": 0.2})
     status, answer = post("/completions", {"prompt": row["prompt"], "max_tokens": 10_000})
     sys.exit(f"{status} {answer['error']['code']}")
 

@@ -121,6 +121,7 @@ def test_each_failure_costs_one_sample(run, tmp_path):
     batch = store.get(range(16), ["stays", "scores", "input_ids", "response_mask"])
     stays = batch["stays"].values
     assert metrics["skipped_samples"] == 16 - stays.sum() > 8
+    assert metrics["agent/refused"] > 2 / 16, "each that is greedy asks twice in vain"
     assert all(mask.any() for mask in batch["response_mask"].split()), "a sample has something drawn"
     listed = lines(tmp_path / "skipped-samples/00000000-0000.jsonl")
     assert {line["reward"] for line in listed} == {"agent"}

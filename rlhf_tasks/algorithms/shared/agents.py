@@ -133,13 +133,14 @@ class _Draw(NamedTuple):
 class _Episode:
     """A sample on its head.
 
-    prompt  of its row; refused, drawn: numbers of requests and of tokens, of all chains; ended: None while it runs
+    prompt  of its row
+    drawn   tokens, of all chains
     draws   that were begun: the next one's number
+    ended   how; None while it runs
     """
 
     prompt: Tensor
     chains: list[Chain] = field(default_factory=list)
-    refused: int = 0
     drawn: int = 0
     draws: int = 0
     ended: Ended | None = None
@@ -199,7 +200,7 @@ class _Episodes:
             if self._config.on_reward_error != "skip":
                 raise
             running = [sample for sample, episode in self._of.items() if episode.ended is None]
-            return [], [Ended(sample, None, f"was lost: {error}", 0) for sample in running]
+            return [], [Ended(sample, None, f"was lost: {error}", 0, 0) for sample in running]
 
     def _end(self, ended: Ended) -> None:
         """An agent has ended: what it still waits for is not drawn."""
@@ -220,7 +221,7 @@ class _Episodes:
 
     def _named(self, fault: str) -> str:
         assert self._config.agent is not None, "the configuration has agents"
-        return f"agent {self._config.agent.command}: it {fault}."
+        return f"agent {self._config.agent.command}: it {fault.rstrip('.')}."
 
     def _receive(self, request: Asked) -> None:
         """Make a request's draws, or refuse it."""
@@ -271,7 +272,6 @@ class _Episodes:
         return text, base, tokenizer.encode(base.rest(text) or "")
 
     def _refuse(self, request: Asked, sentence: str, code: str) -> None:
-        self._of[request.sample].refused += 1
         self._answers.append((request.number, {"refused": sentence, "code": code}))
 
     def waiting(self) -> SampleBatch:
@@ -340,7 +340,7 @@ class _Episodes:
         counts = [
             count
             for episode, chain, end in zip(episodes, chains, ends, strict=True)
-            for count in (end.requests, episode.refused, max(episode.drawn - chain.drawn, 0))
+            for count in (end.requests, end.refused, max(episode.drawn - chain.drawn, 0))
         ]
         numbers = torch.tensor(counts, dtype=torch.int64, device=device)
         data[AGENT_COUNTS] = Packed(numbers, (len(COUNTS),) * len(chains))

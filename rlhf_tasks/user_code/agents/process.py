@@ -22,12 +22,14 @@ class Ended(NamedTuple):
     reward    as its agent has said; None where it has not
     fault     why it has failed, as the rest of a sentence about the agent; "" where it has not
     requests  answers that it has asked for
+    refused   requests that were refused
     """
 
     sample: int
     reward: float | None
     fault: str
     requests: int
+    refused: int
 
 
 def longest_agents_s(config: Scores) -> float:

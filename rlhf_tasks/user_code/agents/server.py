@@ -138,7 +138,13 @@ class Agents:
             self._waiting.pop(number).cancel()
         self._new = [each for each in self._new if each.sample != episode.sample]
         self._ended.append(
-            {"sample": episode.sample, "reward": reward, "fault": fault, "requests": episode.requests}
+            {
+                "sample": episode.sample,
+                "reward": reward,
+                "fault": fault,
+                "requests": episode.requests,
+                "refused": episode.refused,
+            }
         )
         self._start()
         self._changed.set()
@@ -225,14 +231,21 @@ class Agents:
         return episode
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answered(request, is_chat=True)
+        return await self._counted(request, is_chat=True)
 
     async def _complete(self, request: Request) -> Response:
-        return await self._answered(request, is_chat=False)
+        return await self._counted(request, is_chat=False)
 
-    async def _answered(self, request: Request, is_chat: bool) -> Response:
+    async def _counted(self, request: Request, is_chat: bool) -> Response:
         episode = self._of(request)
-        document = await _body(request)
+        try:
+            return await self._answered(episode, await _body(request), is_chat)
+        except Refused:
+            episode.refused += 1
+            raise
+
+    async def _answered(self, episode: "_Episode", document: Any, is_chat: bool) -> Response:
+        """The answer to a request, once the policy has given it. Raises Refused."""
         fields = read_request(document, is_chat, self._drawing, episode.raws)
         episode.requests += fields["n"]
         if episode.requests > self._limits.max_requests:
@@ -276,6 +289,7 @@ class _Episode:
 
     key       for its requests
     requests  answers that it has asked for
+    refused   requests that were refused
     waiting   numbers of its requests that wait for the policy
     reward    that it has sent
     raws      as in `read_request`
@@ -285,7 +299,7 @@ class _Episode:
     def __init__(self, sample: int, row: str, seed: int) -> None:
         self.sample, self.row, self.seed = sample, row, seed
         self.key = secrets.token_urlsafe(24)
-        self.requests, self.fault = 0, ""
+        self.requests, self.refused, self.fault = 0, 0, ""
         self.waiting: set[int] = set()
         self.reward: float | None = None
         self.raws: dict[str, str] = {}
