@@ -1,5 +1,6 @@
 """Agents as rollouts: what is recorded are the tokens that were drawn; any plan gives the same losses from them."""
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,8 @@ from tests.tiny_runs import ppo_config
 pytestmark = pytest.mark.dist
 
 FILE = Path(__file__).parents[1] / "tiny_agent.py"
+SDK_PYTHON = os.environ.get("PREFECT_RLHF_TEST_AGENTS", "")
+"""The interpreter of an environment with openai-agents."""
 
 
 def agent(name, **settings):
@@ -171,6 +174,23 @@ def test_a_conversation_goes_on_with_the_calls_as_they_were_drawn(run, tmp_path_
         calls += "<r>" in said
         assert marks.startswith("x")
     assert calls > 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(SDK_PYTHON).is_file(), reason="no environment with openai-agents")
+def test_openais_agents_sdk_is_a_rollout_as_it_is(run, tmp_path_factory):
+    tools = tmp_path_factory.mktemp("tools")
+    command = f"{SDK_PYTHON} {FILE.with_name('framework_agent.py')}"
+    changes = {"tools": [], "rewards": [], "sampling": {"max_completion_length": 300}, **agent("")}
+    changes |= {"agent": {"command": command, "at_once": 2}, "on_reward_error": "skip"}
+    begun = run("", make=lambda _, **more: config_of(tools, **{**more, **changes}))
+    metrics, store = begun.iterate(0)
+    batch = store.get(range(16), ["stays", "input_ids", "response_mask", "environment_rewards"])
+    stays = batch["stays"].values
+    assert stays.sum() >= 12, metrics
+    assert batch["environment_rewards"].values.max() >= 3, "a call, its answer, and what was said of it"
+    assert metrics["agent/requests"] > 1
+    assert metrics["agent/left_out"] == 0, "each request continues the one before it"
 
 
 def test_a_text_continues_a_chain_as_the_agent_knows_it():
