@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -174,7 +174,9 @@ class Agents:
             fault = await self._watched(agent, episode)
         finally:
             _kill(agent)
-            await agent.wait()
+            async with asyncio.timeout(LEAVE_S):
+                while agent.returncode is None:  # `wait` would also wait for all that hold its output open
+                    await asyncio.sleep(0.005)
             writes.cancel()
             await asyncio.wait(ends, timeout=LEAVE_S)
             said, complained = (end.result() if end.done() else "" for end in ends)
@@ -203,14 +205,11 @@ class Agents:
 
     async def _watched(self, agent: asyncio.subprocess.Process, episode: "_Episode") -> str:
         """Wait until an agent has ended, or must be: then why."""
-        until_s, exits = time.monotonic() + self._limits.timeout_s, asyncio.ensure_future(agent.wait())
-        over = asyncio.ensure_future(episode.over.wait())
-        try:
+        until_s = time.monotonic() + self._limits.timeout_s
+        with _at_exit(self._loop, agent.pid, episode.over.set):
             while (left_s := until_s - time.monotonic()) > 0:
-                await asyncio.wait(
-                    (exits, over), timeout=min(left_s, LOOK_EVERY_S), return_when="FIRST_COMPLETED"
-                )
-                if episode.fault or exits.done():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(episode.over.wait(), min(left_s, LOOK_EVERY_S))
                     return episode.fault
                 used_bytes = _memory(agent.pid)
                 if used_bytes > self._limits.most_bytes:
@@ -218,10 +217,7 @@ class Agents:
                         f"takes {used_bytes / 1e9:.1f} GB of memory; reward_memory_bytes allows "
                         f"{self._limits.most_bytes / 1e9:.1f} GB"
                     )
-            return f"did not end in {self._limits.timeout_s:g} s, which agent.timeout_s sets"
-        finally:
-            exits.cancel()
-            over.cancel()
+        return f"did not end in {self._limits.timeout_s:g} s, which agent.timeout_s sets"
 
     def _of(self, request: Request) -> "_Episode":
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -294,6 +290,7 @@ class _Episode:
     reward    that it has sent
     raws      as in `read_request`
     fault     why it must end; "" while it need not
+    over      whether it must end, or has
     """
 
     def __init__(self, sample: int, row: str, seed: int) -> None:
@@ -363,6 +360,23 @@ def _stated_reward(said: str) -> float | None:
     except (ValueError, RecursionError):
         return None
     return reward_of(document) if isinstance(document, dict) and "reward" in document else None
+
+
+@contextlib.contextmanager
+def _at_exit(loop: asyncio.AbstractEventLoop, pid: int, call: Callable[[], None]) -> Iterator[None]:
+    """Call a function when a child has ended."""
+    try:
+        child = os.pidfd_open(pid)
+    except ProcessLookupError:  # already
+        call()
+        yield
+        return
+    loop.add_reader(child, call)
+    try:
+        yield
+    finally:
+        loop.remove_reader(child)
+        os.close(child)
 
 
 def _tree(pid: int) -> list[psutil.Process]:
