@@ -13,6 +13,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import Chain
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_environments import (
@@ -102,7 +103,7 @@ def test_an_agent_that_asks_one_thing_after_the_other_draws_the_same_whatever_it
     whole = drawn(run("echo"))
     later = drawn(run("echo 0.1", limits={"at_once": 3}))
     for key in KEYS:
-        assert torch.equal(whole[key].values, later[key].values), key
+        torch.testing.assert_close(whole[key].values, later[key].values)  # but for rounding
     some = drawn(run("echo"), range(5, 12))
     assert responses(run("echo"), some) == responses(run("echo"), whole)[5:12]
 
@@ -193,12 +194,60 @@ def test_openais_agents_sdk_is_a_rollout_as_it_is(run, tmp_path_factory):
     assert metrics["agent/left_out"] == 0, "each request continues the one before it"
 
 
-def test_a_text_continues_a_chain_as_the_agent_knows_it():
-    chain = Chain("Ask: yes", "<eos>", {}, 1, False)
-    assert chain.rest("Ask: yes<eos>Next: ") == "Next: "
-    assert chain.rest("Ask: yes, and: ") == ", and: "
-    assert chain.rest("Ask: yes") is None, "the same once more is another answer"
-    assert chain.rest("Ask: no") is None
+def chain(request, said="yes", tail="<eos>"):
+    return Chain(request, (said, said), tail, {}, 1, False)
+
+
+def asked_for(messages=None, text="", tools=()):
+    return Asked(0, 0, messages, text, list(tools), 1, None, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("Ask: yes<eos>Next: ", "Next: "),
+        ("Ask: yes, and: ", ", and: "),
+        ("Ask: yes", ""),
+        ("Ask: ", None),
+        ("Ask: no", None),
+    ],
+)
+def test_a_text_continues_a_chain(text, rest):
+    assert chain(asked_for(text="Ask: ")).rest(asked_for(text=text), str) == rest
+
+
+def test_the_same_text_once_more_asks_for_another_answer_though_the_first_was_empty():
+    assert chain(asked_for(text="Ask: "), said="").rest(asked_for(text="Ask: "), str) is None
+
+
+USER, MORE = {"role": "user", "content": "Ask"}, {"role": "user", "content": "Next"}
+YES = {"role": "assistant", "content": "yes"}
+
+
+def rendered(messages):
+    """As templates are whose history lacks what opens a turn."""
+    return "".join(each["content"] + "<eos>" * (each["role"] == "assistant") for each in messages) + "<think>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "rest"),
+    [
+        ([USER, YES, MORE], "Next<think>"),
+        ([USER, {**YES, "content": "yes</code>"}, MORE], "</code><eos>Next<think>"),
+        ([USER, {**YES, "content": "no"}, MORE], None),
+        ([MORE, YES, MORE], None),
+        ([USER, MORE], None),
+        ([USER], None),
+    ],
+)
+def test_a_conversation_continues_a_chain_by_its_messages(messages, rest):
+    assert chain(asked_for([USER])).rest(asked_for(messages), rendered) == rest
+
+
+def test_it_does_not_with_other_tools_nor_as_a_text():
+    assert chain(asked_for([USER])).rest(asked_for([USER, YES], tools=[{}]), rendered) is None
+    assert chain(asked_for([USER])).rest(asked_for(text="Askyes"), rendered) is None
+    assert chain(asked_for(text="Ask")).rest(asked_for([USER, YES]), rendered) is None
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Responses of agents, the user's own programs, which ask the policy through an endpoint (docs/adr/0043).
 
-What an agent asks and is answered is recorded as tokens. A request whose text begins with a recorded text continues
-its tokens: they are read as they were drawn, never tokenised again. Any other request begins a new *chain*. The
-sample of an episode is its chain with the most drawn tokens, the last of several; the others leave.
+What an agent asks and is answered is recorded as tokens. A request that begins with an earlier one and its answer
+continues their tokens: they are read as they were drawn, never tokenised again. Any other request begins a new
+*chain*. The sample of an episode is its chain with the most drawn tokens, the last of several; the others leave.
 
 Only the head knows requests. It draws those together that wait at the same time; a broadcast tells the other ranks of
 its replica what to draw from. Random numbers belong to the sample and to the number of its request, so an agent that
@@ -38,6 +38,7 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked, Choice, Dra
 from prefect_rlhf.rlhf_tasks.user_code.agents.process import AgentProcess, Ended
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 
+_TURN = "c2a7q9"  # stands for a turn, to see what the template writes after it
 COUNTS = ("requests", "refused", "left_out")
 """What is counted of an episode: answers it has asked for, requests that were refused, drawn tokens that are in a
 chain that is not the sample."""
@@ -90,39 +91,66 @@ def play_agents(
 class Chain:
     """What an agent was answered, with all that it had read before.
 
-    text   as the agent knows it: its request's, and that of the answer
-    tail   text of the tokens that ended the answer, which it may write again or not
-    data   key of `generate` -> its tensor, of all tokens
-    drawn  number of tokens that were drawn
-    cut    whether the last answer ended by length
+    request  that was answered
+    said     the answer, with special tokens and without: an agent may know either
+    tail     text of the tokens that ended it, which the agent may write again or not
+    data     key of `generate` -> its tensor, of all tokens
+    drawn    number of tokens that were drawn
+    cut      whether the answer ended by length
     """
 
-    text: str
+    request: Asked
+    said: tuple[str, str]
     tail: str
     data: Mapping[str, Tensor]
     drawn: int
     cut: bool
 
-    def rest(self, text: str) -> str | None:
-        """What a request's text says after this one; None where it is not continued."""
-        if not text.startswith(self.text) or len(text) == len(self.text):
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.data["input_ids"])
+
+    def rest(self, request: Asked, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str | None:
+        """The text that a request adds after the answer; None where it does not continue it.
+
+        render  messages -> text in which the assistant's turn is open
+        """
+        before = self.request.messages
+        if before is None or request.messages is None:
+            added = self._added(request.text, self.request.text)
+            return added if before is request.messages else None
+        place = len(before)
+        goes_on = request.messages[:place] == before and request.tools == self.request.tools
+        if not goes_on or [each["role"] for each in request.messages[place : place + 1]] != ["assistant"]:
             return None
-        return text[len(self.text) :].removeprefix(self.tail)
+        added = self._added(request.messages[place]["content"])
+        # The template may write a turn that is over otherwise than one that it opens: only what follows it counts.
+        turn = {"role": "assistant", "content": _TURN}
+        _, is_written, after = render([*before, turn, *request.messages[place + 1 :]]).partition(_TURN)
+        if added is None or not is_written:
+            return None
+        return added + (after if added else after.removeprefix(self.tail))
+
+    def _added(self, text: str, before: str = "") -> str | None:
+        """What a text says after another and the answer, which may be nothing in a turn of a conversation."""
+        for said in self.said:
+            if text.startswith(before + said) and (text != before or not before):
+                return text[len(before) + len(said) :].removeprefix(self.tail)
+        return None
 
 
 class _Draw(NamedTuple):
     """An answer that is to be drawn.
 
-    number   of the request
-    text     of the request
+    request  that it answers
     context  what is drawn from, as `Chain.data`
     before   tokens of it that were drawn
     most     tokens
     stop     strings
     """
 
-    number: int
-    text: str
+    request: Asked
     context: Mapping[str, Tensor]
     before: int
     most: int
@@ -166,8 +194,7 @@ class _Episodes:
         )
         self._begin = list(zip(batch.ids, batch["columns"].texts(), seeds.tolist(), strict=True))
         self._answers: list[tuple[int, dict[str, Any]]] = []
-        self._choices: dict[int, list[Choice]] = {}  # of requests for several answers
-        self._requests: dict[int, Asked] = {}
+        self._choices: dict[int, list[Choice]] = {}  # by the numbers of requests
         self._draws: dict[int, _Draw] = {}  # by the ids that they are drawn by
         self._now: dict[int, _Draw] = {}
         self._process = AgentProcess(
@@ -227,11 +254,11 @@ class _Episodes:
         """Make a request's draws, or refuse it."""
         episode = self._of[request.sample]
         try:
-            text, base, ids = self._read(request, episode)
+            base, ids = self._read(request, episode)
         except TokenizerError as error:
             self._refuse(request, str(error), "invalid_value")
             return
-        length = len(ids) + (0 if base is None else len(base.data["input_ids"]))
+        length = len(ids) + (0 if base is None else base.length)
         room = len(episode.prompt) + self._order.params.max_new_tokens - length
         most = room if request.most is None else request.most
         if not length or most > room or room < 1:
@@ -246,30 +273,27 @@ class _Episodes:
         strings = tuple(dict.fromkeys((*self._order.stop_strings, *request.stop)))
         before = {} if base is None else base.data
         drawn = 0 if base is None else base.drawn
-        draw = _Draw(request.number, text, _followed(before, ids, self._engine), drawn, most, strings)
-        self._requests[request.number], self._choices[request.number] = request, []
+        draw = _Draw(request, _followed(before, ids, self._engine), drawn, most, strings)
+        self._choices[request.number] = []
         for _ in range(request.n):
             self._draws[request.sample * MOST_REQUESTS + episode.draws] = draw
             episode.draws += 1
 
-    def _read(self, request: Asked, episode: _Episode) -> tuple[str, Chain | None, list[int]]:
-        """(the text of a request, the chain that it continues, the tokens that it adds). Raises TokenizerError."""
+    def _read(self, request: Asked, episode: _Episode) -> tuple[Chain | None, list[int]]:
+        """(the chain that a request continues, the tokens that it adds). Raises TokenizerError."""
         tokenizer = self._context.tokenizer
-        if request.messages is None:
-            text = request.text
-        else:
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
             tools = [request.tools] if request.tools else []
-            plain = [_plain(each, tokenizer) for each in request.messages]
-            (text,) = tokenizer.render([(plain, True, *tools)])
-        known = [
-            (len(chain.text), place)
-            for place, chain in enumerate(episode.chains)
-            if chain.rest(text) is not None
-        ]
-        if not known:
-            return text, None, tokenizer.encode(text, special_tokens=request.messages is None)
-        base = episode.chains[max(known)[1]]
-        return text, base, tokenizer.encode(base.rest(text) or "")
+            (text,) = tokenizer.render([([_plain(each, tokenizer) for each in messages], True, *tools)])
+            return text
+
+        for chain in sorted(episode.chains, key=lambda chain: chain.length, reverse=True):
+            if (rest := chain.rest(request, render)) is not None:
+                return chain, tokenizer.encode(rest)
+        if request.messages is None:
+            return None, tokenizer.encode(request.text, special_tokens=True)
+        return None, tokenizer.encode(render(request.messages))
 
     def _refuse(self, request: Asked, sentence: str, code: str) -> None:
         self._answers.append((request.number, {"refused": sentence, "code": code}))
@@ -296,8 +320,8 @@ class _Episodes:
             choice, tail = self._choice(draw, new, cut)
             joined = {key: torch.cat([draw.context[key], new[key]]) for key in new}
             episode.drawn += stop - start
-            chain = Chain(draw.text + choice.raw, tail, joined, draw.before + stop - start, cut)
-            episode.chains.append(chain)
+            said = (choice.raw, choice.text)
+            episode.chains.append(Chain(draw.request, said, tail, joined, draw.before + stop - start, cut))
             self._answer(draw, choice)
         self._now = {}
 
@@ -315,12 +339,12 @@ class _Episodes:
         return Choice(text, raw, "length" if cut else "stop", tokens, new["old_logprobs"].tolist()), tail
 
     def _answer(self, draw: _Draw, choice: Choice) -> None:
-        choices = self._choices[draw.number]
+        number, choices = draw.request.number, self._choices[draw.request.number]
         choices.append(choice)
-        if len(choices) == self._requests[draw.number].n:
-            del self._choices[draw.number], self._requests[draw.number]
+        if len(choices) == draw.request.n:
+            del self._choices[number]
             self._answers.append(
-                (draw.number, {"choices": choices, "prompt_tokens": len(draw.context["input_ids"])})
+                (number, {"choices": choices, "prompt_tokens": len(draw.context["input_ids"])})
             )
 
     def samples(self) -> SampleBatch:
@@ -356,7 +380,8 @@ class _Episodes:
         end = self._context.tokenizer.eos_id
         data = dict(_followed({}, [*episode.prompt.tolist(), end], self._engine))
         data["response_mask"] = torch.arange(len(episode.prompt) + 1) == len(episode.prompt)
-        return Chain("", "", data, 1, True)
+        nothing = Asked(0, 0, None, "", [], 1, None, [])
+        return Chain(nothing, ("", ""), "", data, 1, True)
 
     def close(self) -> None:
         """Close the endpoint, and end all agents."""
