@@ -21,12 +21,12 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 345,
-    "hundreds of lines": 752,
+    "files": 351,
+    "hundreds of lines": 766,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
-    "configuration paths of PPO": 148,
-    "configuration paths of GRPO": 143,
+    "configuration paths of PPO": 153,
+    "configuration paths of GRPO": 148,
     "hundreds of words in docs": 349,
     "files that name a kind of plan node": 16,
 }

@@ -15,7 +15,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import Chain
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
-from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
+from tests.rlhf_tasks.algorithms.one_rank import runs_of_one
 from tests.rlhf_tasks.test_environments import (
     KEYS,
     SAMPLING,
@@ -50,19 +50,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, tmp_path):
-    """Begin a run of GRPO on this process, by an agent's name."""
-    torch.set_num_threads(1)
-    begun = []
-    with world_of_one():
+    """Begin a run of GRPO on this process, by an agent's name; make: the configuration"""
 
-        def begin(name, make: Any = grpo_config, limits: Any = (), **changes):
-            config = make(folder, **{**agent(name, **dict(limits)), **changes})
-            begun.append(OneRank(config, tmp_path))
-            return begun[-1]
+    def config(folder, name="", make=grpo_config, limits=(), **changes):
+        return make(folder, **{**agent(name, **dict(limits)), **changes})
 
-        yield begin
-        for each in begun:
-            each.close()
+    with runs_of_one(config, folder, tmp_path) as begin:
+        yield lambda name, **changes: begin(name=name, **changes)
 
 
 def counts(batch):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.system.reading import shown
-from prefect_rlhf.rlhf_tasks.user_code.tool_formats import Call, calls_of
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Call, calls_of
 
 MODEL = "policy"
 TURN_S = 1.0

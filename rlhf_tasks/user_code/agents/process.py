@@ -8,7 +8,7 @@ from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import template_of
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import TURN_S, Asked, Drawing, Limits
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, Terms, UserProcess
-from prefect_rlhf.rlhf_tasks.user_code.tool_formats import format_of
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import format_of
 
 STARTING_S = 120.0
 """In which the process must start, and answer each message: it never waits longer than TURN_S itself."""

@@ -129,6 +129,7 @@ def test_ppo_stays_small():
         "planning.",
         "evaluation.",
         "environment.",
+        "agent",
         "tool",
         "correction.",
         "generation.",
