@@ -284,8 +284,9 @@ class _Episodes:
         tokenizer = self._context.tokenizer
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            tools = [request.tools] if request.tools else []
-            (text,) = tokenizer.render([([_plain(each, tokenizer) for each in messages], True, *tools)])
+            (text,) = tokenizer.render(
+                [([_plain(each, tokenizer) for each in messages], True, request.tools)]
+            )
             return text
 
         for chain in sorted(episode.chains, key=lambda chain: chain.length, reverse=True):

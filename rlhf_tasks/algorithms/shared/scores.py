@@ -390,7 +390,7 @@ def refuse_all_skipped(faults: Mapping[int, Fault], skipped: int, judged: int, c
     if skipped == judged and faults:
         first, config = faults[min(faults)], context.config
         played = config.played if isinstance(config, Scores) else None
-        other = "" if played is None else f" or the {'environment' if config.environment else 'agent'}"
+        other = "" if played is None else f" or the {'agent' if played.name == 'agent' else 'environment'}"
         raise RewardError(
             f"a reward{other} failed on every sample of iteration "
             f"{context.iteration}, so none is left. Of sample {min(faults)}: {first.reason} "

@@ -266,7 +266,7 @@ class Agents:
         whole, raws = answer(document, is_chat, choices, reply["prompt_tokens"], number, self._tool_format)
         episode.raws |= raws
         if document.get("stream"):
-            return StreamingResponse(_pieces(streamed(document, whole)), media_type="text/event-stream")
+            return StreamingResponse(streamed(document, whole), media_type="text/event-stream")
         return JSONResponse(whole)
 
     async def _reward(self, request: Request) -> Response:
@@ -325,11 +325,6 @@ async def _body(request: Request) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise Refused(400, "the request is no JSON") from None
-
-
-async def _pieces(pieces: Iterator[str]) -> Any:
-    for piece in pieces:
-        yield piece
 
 
 async def _write(stdin: asyncio.StreamWriter, row: str) -> None:
