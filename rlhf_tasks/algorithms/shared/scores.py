@@ -389,8 +389,9 @@ def refuse_all_skipped(faults: Mapping[int, Fault], skipped: int, judged: int, c
     """
     if skipped == judged and faults:
         first, config = faults[min(faults)], context.config
-        played = config.played if isinstance(config, Scores) else None
-        other = "" if played is None else f" or the {'agent' if played.name == 'agent' else 'environment'}"
+        other = ""
+        if isinstance(config, Scores) and config.played is not None:
+            other = f" or the {'environment' if config.agent is None else 'agent'}"
         raise RewardError(
             f"a reward{other} failed on every sample of iteration "
             f"{context.iteration}, so none is left. Of sample {min(faults)}: {first.reason} "
