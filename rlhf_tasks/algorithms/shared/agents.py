@@ -316,7 +316,7 @@ class _Episodes:
             new = {key: whole[key][start:stop] for key in ("input_ids", "response_mask", "old_logprobs")}
             if "kept_counts" in whole:
                 new["kept_counts"] = whole["kept_counts"][start:stop]
-                new["kept_tokens"] = whole["kept_tokens"][: int(new["kept_counts"].sum())]
+                new["kept_tokens"] = whole["kept_tokens"][: int(new["kept_counts"].abs().sum())]
             cut = bool(data["truncated"][place]) or stop < len(whole["input_ids"])
             choice, tail = self._choice(draw, new, cut)
             joined = {key: torch.cat([draw.context[key], new[key]]) for key in new}
