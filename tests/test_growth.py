@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 351,
-    "hundreds of lines": 766,
+    "hundreds of lines": 767,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 153,
