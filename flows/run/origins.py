@@ -210,7 +210,7 @@ def maker_of(model: Path, near: Path) -> Maker | None:
     """The run that has made a model; None where that is not known, and of one that is not there.
 
     near  the folder of a run that began with it: a model from a Hub has its maker's name alone, which is looked for
-          beside that folder
+          beside that folder. So is a run that was renamed or moved, by what has taught it
     Raises ConfigError for an origin.json that is damaged.
     """
     run, path = model.resolve().parent, model / ORIGIN
@@ -220,9 +220,21 @@ def maker_of(model: Path, near: Path) -> Maker | None:
     with reading(path, "not as an export wrote it", remedy="Remove it, or put it back."):
         origin = read_json(path)
         step, samples = int(origin["step"]), int(origin["samples"])
-        named = near.parent / origin["run"]
-        moved = lies_in_run and not named.exists()
-        return Maker(run if moved else named, step, samples, str(origin["digest"]))
+        named, digest = near.parent / origin["run"], str(origin["digest"])
+        if not named.exists():
+            named = run if lies_in_run else _moved(named, near, step, digest)
+        return Maker(named, step, samples, digest)
+
+
+def _moved(named: Path, near: Path, step: int, digest: str) -> Path:
+    """Where a run is now that is not where it is named: beside that place or beside `near`, if just one there was
+    taught the same; else the place that is named."""
+    found = set[Path]()
+    for folder in {path for beside in (named, near) for path in beside.parent.glob(f"*/{ORIGINS}")}:
+        with suppress(ConfigError, OSError):  # of another run, which does not matter here
+            if _taught_digest(folder.parent, step) == digest:
+                found.add(folder.parent.resolve())
+    return found.pop() if len(found) == 1 else named
 
 
 def refuse_another(maker: Maker) -> None:

@@ -132,6 +132,19 @@ def test_an_exported_model_names_the_run_that_made_it_wherever_it_lies(run, call
     assert "origin.json: not as an export wrote it" in call("lineage", str(folder))[1]
 
 
+def test_a_run_that_was_renamed_is_known_by_what_has_taught_it(run, call, document, tmp_path):
+    folder = began_with(exported(run, 1, tmp_path / "model", tmp_path / "exported"), document, tmp_path)
+    renamed = run.rename(run.with_name("renamed"))
+    (run.parent / "damaged").mkdir()
+    (run.parent / "damaged" / "origins.jsonl").write_text("no\n")
+    out = call("lineage", str(folder))[1]
+    assert f"{folder}: its actor began as the model of {renamed} after 1 iterations\n" in out
+    assert "samples 0 to 7 of" in out
+    shutil.copytree(renamed, run.with_name("copy"))
+    out = call("lineage", str(folder))[1]
+    assert f"what has taught it is not known: {run} is not a run folder" in out, "of two, neither is chosen"
+
+
 def test_two_models_of_one_run_are_told_of_each(run, call, document, tmp_path):
     models = {
         role: str(exported(run, step, tmp_path / "model", tmp_path / role))
