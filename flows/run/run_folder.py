@@ -32,6 +32,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           prefect/         database, login and log of the run's own Prefect server
           order            an order of `prefect-rlhf pause`, resume, stop or cancel; the run's process removes it
           restarts.json    count of restarts since the last commit
+          weights-of-server  where the server of `generation` was given its last weights
 """
 
 import errno

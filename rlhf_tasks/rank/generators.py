@@ -15,10 +15,11 @@ GENERATORS = {
 }
 
 
-def make_generator(config: RunConfig, tokens: int | None) -> Generator:
+def make_generator(config: RunConfig, tokens: int | None, run_folder: str | None = None) -> Generator:
     """The generator of a run on one rank, as its section `generation` says; that of our own where it has none.
 
-    tokens  of the tokenizer
+    tokens      of the tokenizer
+    run_folder  of the run; None: it has none
     """
     if not isinstance(config, Samples):
         return BuiltIn()
@@ -36,5 +37,6 @@ def make_generator(config: RunConfig, tokens: int | None) -> Generator:
             "python": section.python or default_python(),
             "key": section.key(),
         },
+        run_folder=run_folder,
     )
     return resolve_name(GENERATORS.get(section.engine, section.engine))(terms)

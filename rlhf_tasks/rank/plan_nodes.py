@@ -168,7 +168,7 @@ class RankRun:
         reach(Point.JOINED)
         self._rewards = self._reward_process(self._config, str(spec.rank))
         self._environment = EnvironmentProcess(self._config, spec.blocks)
-        self._generator = make_generator(self._config, self._rows.vocabulary)
+        self._generator = make_generator(self._config, self._rows.vocabulary, spec.run_folder)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         views = {name: self._view(f"call {name}", nodes) for name, nodes in spec.plan.calls.items()}

@@ -42,6 +42,7 @@ class Terms(NamedTuple):
     most_tokens  of a sequence
     patience     factor of all waits
     settings     the section `generation` of the run's configuration
+    run_folder   of the run; None: it has none
     """
 
     folder: str
@@ -51,6 +52,7 @@ class Terms(NamedTuple):
     most_tokens: int
     patience: float
     settings: Mapping[str, Any]
+    run_folder: str | None = None
 
 
 class Generator(Protocol):

@@ -26,8 +26,10 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of, beside_weights
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.system.durable import replace_file
 
 POLICY = "policy"  # begins the name of a folder in weights_dir
+WEIGHTS = "weights-of-server"  # in the run folder: the path of the folder that the server was given last
 AT_ONCE = 256  # requests of a replica
 SEEDS = 2**31  # servers take fewer bits than ours have
 
@@ -73,11 +75,13 @@ class OpenAI:
     def _hand_over(self) -> None:
         """Have the server load what is handed over, from a folder in place of the last one. No other run has the same
         folder: the server must not load another's weights under this one's name."""
-        before, base = self._folder, base_of(self._terms.folder)
+        before, base = self._folder or self._left(), base_of(self._terms.folder)
         self._folder = folder = Path(
             self._terms.settings["weights_dir"], f"{POLICY}-{self._name}-{uuid.uuid4().hex[:8]}"
         )
         try:
+            if self._terms.run_folder is not None:
+                replace_file(Path(self._terms.run_folder, WEIGHTS), str(folder))
             folder.mkdir(parents=True)
             for path in (base / "config.json", *beside_weights(base)):
                 shutil.copy2(path, folder / path.name)
@@ -85,6 +89,14 @@ class OpenAI:
             self._server.take(str(folder), self._name)
         finally:
             _remove(before)
+
+    def _left(self) -> Path | None:
+        """The folder that a process of this run wrote which was killed, so that it could not remove it."""
+        if self._terms.run_folder is None:
+            return None
+        record = Path(self._terms.run_folder, WEIGHTS)
+        folder = Path(record.read_text()) if record.exists() else None
+        return folder if folder is not None and folder.name.startswith(f"{POLICY}-") else None
 
     def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:
         """Ask for one response to each prompt. Collective over the replica: no rank is ahead of its head."""

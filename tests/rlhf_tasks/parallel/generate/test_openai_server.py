@@ -73,6 +73,34 @@ def test_one_replica_writes_the_weights_of_a_version_and_all_draw_with_them(rank
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
+def dies(rank, world, folder, url) -> None:
+    """A process of a run gives the server weights, and is killed; the next one gives it others."""
+    placement = place([0])
+    groups = ProcessGroups(device_sets(placement), 30.0, CPU)
+    engine, run = engine_on(placement, groups), folder / "run"
+    run.mkdir()
+    killed, other, following = (
+        OpenAI(terms(folder, url)._replace(run_folder=str(at))) for at in (run, folder / "base", run)
+    )
+    for generator in (killed, other, following):
+        before = set(folder.glob("policy-*"))
+        generator.take(engine)
+        left = before & set(folder.glob("policy-*"))
+        assert len(before - left) == (generator is following), "only that of the same run is removed"
+        (mine,) = set(folder.glob("policy-*")) - before
+        assert (mine / "model.safetensors").exists()
+    for generator in (killed, other, following):
+        generator.close()
+
+
+@pytest.mark.dist
+def test_the_weights_that_a_killed_process_has_left_are_removed_by_the_next_one_of_the_run(
+    ranks, tmp_path: Path
+):
+    with serving(VOCABULARY) as server:
+        ranks.run(1, dies, tmp_path, server.url)
+
+
 def test_what_waits_in_the_servers_queue_has_time_while_other_responses_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
