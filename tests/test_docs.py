@@ -102,9 +102,9 @@ def test_the_readme_is_short_and_its_pictures_are_small():
 
 
 def test_figures_have_a_digit_before_the_point():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (*PAGES, *(ROOT / "bench" / "results").glob("*.md")):
         prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        assert not re.findall(r"(?:^|[ (*~≤])\.\d+(?![\w/.])", prose), page
+        assert not re.findall(r"(?:^|[\s(*~≤+]|\s[-−])\.\d+(?![\w/]|\.\d)", prose, re.MULTILINE), page
 
 
 @pytest.mark.parametrize(
