@@ -122,7 +122,7 @@ def check_tools(tools: Sequence[ToolConfig], is_here: bool) -> list[str]:
     """Warnings about a run's tools. Raises ConfigError for a secret that is not set, and for builtin:python where its
     sandbox does not work. is_here: as in `check_rewards`"""
     for tool in tools if is_here else ():
-        _refuse_unset(f"tool {tool.function}", tool.kwargs)
+        _refuse_unset(f"tool {tool.where}", tool.kwargs)
         if tool.function == f"{BUILTIN}:python":
             try:
                 refuse_sandbox(tool.kwargs.get("sandbox", "bwrap"), f"tool {tool.function}")

@@ -21,13 +21,13 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 351,
-    "hundreds of lines": 767,
+    "files": 352,
+    "hundreds of lines": 771,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
-    "configuration paths of PPO": 153,
-    "configuration paths of GRPO": 148,
-    "hundreds of words in docs": 349,
+    "configuration paths of PPO": 156,
+    "configuration paths of GRPO": 151,
+    "hundreds of words in docs": 350,
     "files that name a kind of plan node": 16,
 }
 

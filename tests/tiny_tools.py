@@ -6,6 +6,7 @@ The model is random. Some of its tokens are whole calls of `add`, and it draws t
 import json
 import sys
 import time
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,34 @@ def never(a: int) -> int:
     """
     time.sleep(10_000 if a else 0)
     return a
+
+
+def count(a: int) -> int:
+    """Count without end, in compiled code.
+
+    Args:
+        a: Anything.
+    """
+    return sum(repeat(1)) if a else 0
+
+
+class Notes:
+    """What a response writes down."""
+
+    def __init__(self, first: str) -> None:
+        self._texts = [first]
+
+    def note(self, text: str) -> None:
+        """Write a note.
+
+        Args:
+            text: The note.
+        """
+        self._texts.append(text)
+
+    def read(self) -> str:
+        """Read all notes."""
+        return " ".join(self._texts)
 
 
 def long(a: int) -> str:

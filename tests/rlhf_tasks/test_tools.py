@@ -183,6 +183,7 @@ def test_prompts_offer_the_tools_and_an_evaluation_has_them_too(folder):
             "its kwargs give 'c', which is none of",
         ),
         ({"tools": [{"function": "nowhere.py:add"}]}, "nowhere.py of the tools: no such file"),
+        ({"tools": 2 * TOOLS["tools"]}, "tools: two are named 'add'. Rename one"),
         (
             {"tools": TOOLS["tools"], "data": {"max_prompt_tokens": 40}},
             r"tools: their schemas have \d+ tokens, but a prompt at most 40, by data.max_prompt_tokens",
@@ -219,7 +220,6 @@ def test_so_are_prompts_of_text_and_templates_without_calls(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"tools": 2 * TOOLS["tools"]}, "tools: two are named 'add'. Rename one"),
         (
             {"environment": {"factory": "builtin:GuessingGame"}},
             "tools answer the turns themselves. Leave out one",

@@ -10,15 +10,16 @@ import inspect
 import json
 import os
 import re
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from prefect_rlhf.rlhf_tasks.user_code.child import UNTIL_S, Caller
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Call, Malformed, Read, calls_of
-from prefect_rlhf.rlhf_tasks.user_code.tools.loaded import Tool, function_at
+from prefect_rlhf.rlhf_tasks.user_code.tools.loaded import Tool, loaded
 
 MOST_CHARACTERS = 4096  # of a tool's answer; the rest is cut
 MOST_CALLS = 32  # of a turn; the others are not run, and one answer says so
@@ -27,19 +28,21 @@ OUTCOMES = ("calls", "malformed", "failed")
 CALL_COLUMNS = ("tool_calls", "malformed_calls", "failed_calls")
 """The same, as rewards get them beside the columns of the rows."""
 _NO_TIME = "error: no time is left"
+_LONG_S = 1e9  # a timer takes no infinite time
 _ID = re.compile("[A-Za-z0-9]{9}")  # Mistral's template takes no other
 
 
 def tool_episodes(
-    tools: Sequence[Mapping[str, Any]], name: str, caller: Caller
+    entries: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], name: str, caller: Caller
 ) -> "Callable[[], ToolEpisode]":
     """What makes an episode for a response, with tools as `offered`, in a format of calls. Raises RewardError."""
-    loaded = {}
-    for each in tools:
-        kwargs = caller.secrets.resolved(f"tool {each['function']}", each["kwargs"])
-        described = each["schema"]["function"]
-        loaded[described["name"]] = Tool(function_at(each["function"]), kwargs, described["parameters"])
-    return partial(ToolEpisode, loaded, name, caller.secrets.scrubbed)
+    makers = [loaded(stated, schemas, caller) for stated, schemas in entries]
+
+    def made() -> ToolEpisode:
+        tools = {name: tool for make in makers for name, tool in make().items()}
+        return ToolEpisode(tools, name, caller.secrets.scrubbed)
+
+    return made
 
 
 class ToolEpisode:
@@ -81,6 +84,8 @@ class ToolEpisode:
                     content = _text(await self._called(read))
             except RewardError:  # of a tool of ours that cannot run here
                 raise
+            except _OutOfTime:
+                outcome, content = "failed", _NO_TIME
             except (Exception, SystemExit) as error:  # noqa: BLE001  a tool may raise anything; the model reads it
                 outcome, content = "failed", _NO_TIME if limit.expired() else self._said(error)
         return {
@@ -97,11 +102,37 @@ class ToolEpisode:
     async def _called(self, call: Call) -> Any:
         tool, process = self._tools[call.name], os.getpid()
         try:
-            returned = tool.function(**call.arguments, **tool.kwargs)
+            with _bounded(
+                (UNTIL_S.get() - time.monotonic()) / 2
+            ):  # the other half is for calls that it delays
+                returned = tool.function(**call.arguments, **tool.kwargs)
             return await returned if inspect.isawaitable(returned) else returned
         finally:
             if os.getpid() != process:  # it has forked, and its child returns here too
                 os._exit(0)
+
+
+class _OutOfTime(BaseException):
+    """Raised in a plain function. Tools catch Exception; they do not catch this."""
+
+
+@contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """Raises _OutOfTime in what this thread runs after some seconds, as soon as it runs Python's code or waits.
+
+    What stays longer in code that is compiled is ended with its process, as anything that is late (process.py).
+    """
+
+    def late(*_: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, min(seconds, _LONG_S))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _text(returned: Any) -> str:

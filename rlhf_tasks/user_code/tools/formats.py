@@ -48,6 +48,8 @@ _TYPED = json.JSONDecoder(parse_constant=lambda name: _refuse(f"{name} is no JSO
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>", re.DOTALL)
 _SPACES = re.compile(r"[\s;,]*")
 _THOUGHT = "</think>"
+_MOST_REFERENCES = 16  # of schemas, one to the next
+_DECISIVE = {"type", "enum", "const", "anyOf", "oneOf", "allOf"}  # what says whether a text is meant
 
 
 @dataclass(frozen=True)
@@ -120,16 +122,17 @@ def _of_parameters(called: str, body: str, schemas: Schemas) -> Read:
         key, value = written[1].strip(), written[2].removeprefix("\n").removesuffix("\n")
         if key in arguments:
             return Malformed(f"the parameter {key!r} stands there twice", called)
-        arguments[key] = _of_text(value, _properties(schemas.get(called, {})).get(key, {}))
+        root = schemas.get(called, {})
+        arguments[key] = _of_text(value, _referred(_properties(root).get(key, {}), root), root)
         place = written.end()
     if body[place:].strip():
         return Malformed("between the parameters stands other text, or </parameter> is missing", called)
     return Call(called, arguments)
 
 
-def _of_text(value: str, schema: Mapping[str, Any]) -> Any:
+def _of_text(value: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
     """A value that is written as text. What is neither a string nor JSON stays a text, which its schema refuses."""
-    if "type" in schema and _fits(value, schema):
+    if schema.keys() & _DECISIVE and not _fault(value, schema, root):
         return value
     try:
         return _TYPED.decode({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value))
@@ -275,44 +278,71 @@ def _checked(read: Read, schemas: Schemas) -> Read:
             f"there is no tool {read.name[:64]!r}; there are {', '.join(schemas)}", read.name, read.id
         )
     schema = schemas[read.name]
-    properties = _properties(schema)
-    missing = [key for key in schema.get("required") or () if key not in read.arguments]
-    unknown = [key for key in read.arguments if key not in properties]
-    wrong = [
-        key
-        for key, value in read.arguments.items()
-        if key not in unknown and not _fits(value, properties[key])
-    ]
-    reason = (
-        f"the argument {missing[0]!r} is missing"
-        if missing
-        else f"there is no argument {unknown[0][:64]!r}; there are {', '.join(properties) or 'none'}"
-        if unknown
-        else f"the argument {wrong[0]!r} must be of {json.dumps(_stated(properties[wrong[0]]))}"
-        if wrong
-        else ""
-    )
+    try:
+        reason = _fault(
+            read.arguments, {"additionalProperties": "properties" not in schema, **schema}, schema
+        )
+    except RecursionError:
+        reason = "the arguments are nested too deeply"
     return Malformed(reason, read.name, read.id) if reason else read
 
 
-def _stated(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: value for key, value in schema.items() if key != "description"}
+def _fault(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], place: str = "") -> str:
+    """Why a JSON value is not of a schema; "" where it is. Types, properties, items, alternatives and references are
+    looked at; bounds and patterns are the tool's to check.
 
-
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a JSON value is of a schema, as far as transformers writes such from a function's types."""
+    root   schema of all arguments, in which `$ref` is looked up
+    place  of the value in the arguments, for sentences
+    """
+    schema = _referred(schema, root)
     if value is None and schema.get("nullable"):
-        return True
-    if "anyOf" in schema and not any(_fits(value, each) for each in schema["anyOf"]):
-        return False
-    if "enum" in schema and value not in schema["enum"]:
-        return False
+        return ""
     stated = schema.get("type")
     kinds = [stated] if isinstance(stated, str) else stated or []
-    if kinds and not any(_is_of(value, kind) for kind in kinds):
-        return False
-    items = schema.get("items")
-    return not (isinstance(value, list) and items) or all(_fits(each, items) for each in value)
+    alternatives = schema.get("anyOf") or schema.get("oneOf") or []
+    if (
+        (kinds and not any(_is_of(value, kind) for kind in kinds))
+        or ("enum" in schema and value not in schema["enum"])
+        or ("const" in schema and value != schema["const"])
+        or (alternatives and all(_fault(value, each, root) for each in alternatives))
+    ):
+        return f"the argument {place!r} must be of {json.dumps(_stated(schema))}"
+    parts = [(value, each, place) for each in schema.get("allOf") or ()]
+    if isinstance(value, dict):
+        properties, more = _properties(schema), schema.get("additionalProperties", True)
+        before = f"{place}." if place else ""
+        for key in schema.get("required") or ():
+            if key not in value:
+                return f"the argument {before + key!r} is missing"
+        for key, inner in value.items():
+            if key not in properties and not more:
+                return (
+                    f"there is no argument {before + key[:64]!r}; there are {', '.join(properties) or 'none'}"
+                )
+            parts.append(
+                (inner, properties.get(key, more if isinstance(more, dict) else {}), before + key[:64])
+            )
+    if isinstance(value, list):
+        parts += [(each, schema.get("items") or {}, f"{place}[{n}]") for n, each in enumerate(value)]
+    return next(filter(None, (_fault(inner, of, root, at) for inner, of, at in parts)), "")
+
+
+def _referred(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema, or that to which it refers within `root`; {}, which takes anything, where it refers elsewhere."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, Mapping):  # True takes anything, too
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = root if reference.startswith("#") else {}
+        for name in reference.split("/")[1:]:
+            schema = schema.get(name, {}) if isinstance(schema, Mapping) else {}
+    return {}
+
+
+def _stated(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: value for key, value in schema.items() if key not in ("description", "title", "default")}
 
 
 def _is_of(value: Any, kind: str) -> bool:

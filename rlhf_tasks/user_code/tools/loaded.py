@@ -1,13 +1,19 @@
-"""Tools as the process that runs them loads them: functions of the user's, and their JSON schemas."""
+"""Tools as the process that runs them loads them: functions, classes and servers of the user's, and their schemas."""
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from prefect_rlhf.rlhf_tasks.user_code.child import Caller, importing
+from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, importing
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.forms import module_at
+from prefect_rlhf.rlhf_tasks.user_code.tools.server import ToolServer
+
+_NOBODY = object()  # in the place of an instance, while methods are described
 
 
 @dataclass(frozen=True)
@@ -19,31 +25,88 @@ class Tool:
     parameters: Mapping[str, Any]
 
 
+Tools = Mapping[str, Tool]
+"""By the names by which the model calls them."""
+
+
 class Schemas:
     """What a process answers that only looks at tools."""
 
     def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
-        self._schemas = [_schema(location, kwargs) for location, kwargs in begin["tools"]]
+        self._caller, self._tools = caller, begin["tools"]
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The schemas of all tools."""
-        return {"schemas": self._schemas}
+        """The schemas of each entry of `tools`: of a function one, of a class and a server several."""
+        return {"schemas": [self._of(each, request["timeout_s"] - MARGIN_S) for each in self._tools]}
+
+    def _of(self, stated: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        if stated["mcp"] is not None:
+            return asyncio.run(_server(stated, self._caller).schemas(timeout_s))
+        location, kwargs = stated["function"], [*stated["kwargs"]]
+        target = _at(location)
+        if not inspect.isclass(target):
+            return [_schema(f"tool {location}", target, location.rpartition(":")[2], kwargs)]
+        methods = {name: types.MethodType(method, _NOBODY) for name, method in _methods(target)}
+        if not methods:
+            raise RewardError(
+                f"tool {location}: the class has no method without _ that the model could call."
+            )
+        return [_schema(f"tool {location}.{name}", method, name, ()) for name, method in methods.items()]
 
 
-def function_at(location: str) -> Callable[..., Any]:
-    """The function that a tool's location names. Raises RewardError where there is none."""
+def loaded(
+    stated: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]], caller: Caller
+) -> Callable[[], Tools]:
+    """What gives an episode its tools of an entry of `tools`. A class has a new instance for each; a server, which
+    starts with the first call, is shared by all.
+
+    schemas  of these tools, as a process of `Schemas` has answered
+    Raises RewardError.
+    """
+    parameters = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
+    if stated["mcp"] is not None:
+        server = _server(stated, caller)
+        tools = {name: Tool(partial(server.call, name), {}, of) for name, of in parameters.items()}
+        return lambda: tools
+    target = _at(stated["function"])
+    kwargs = caller.secrets.resolved(f"tool {stated['function']}", stated["kwargs"])
+    if not inspect.isclass(target):
+        ((name, of),) = parameters.items()
+        one = {name: Tool(target, kwargs, of)}
+        return lambda: one
+
+    def of_an_instance() -> Tools:
+        instance = target(**kwargs)
+        return {name: Tool(getattr(instance, name), {}, of) for name, of in parameters.items()}
+
+    return of_an_instance
+
+
+def _server(stated: Mapping[str, Any], caller: Caller) -> ToolServer:
+    command, url = stated["mcp"]["command"], stated["mcp"]["url"]
+    settings = caller.secrets.resolved(f"mcp {url or ' '.join(command)}", stated["kwargs"])
+    return ToolServer(command, url, settings, caller.secrets.scrubbed)
+
+
+def _at(location: str) -> Callable[..., Any]:
+    """The function or class that a tool's location names. Raises RewardError where there is none."""
     place, _, name = location.rpartition(":")
     who = f"tool {location}"
     with importing(who):
-        function = getattr(module_at(place, "tools"), name, None)
-    if function is None or not callable(function) or inspect.isclass(function):
+        target = getattr(module_at(place, "tools"), name, None)
+    if target is None or not callable(target):
         raise RewardError(f"{who}: {place} has no function {name!r}.")
-    return function
+    return target
 
 
-def _schema(location: str, kwargs: Sequence[str]) -> dict[str, Any]:
+def _methods(target: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """A class's public methods, in the order of their definition."""
+    names = dict.fromkeys(name for base in reversed(target.__mro__) for name in vars(base) if name[0] != "_")
+    return ((name, method) for name in names if inspect.isfunction(method := getattr(target, name)))
+
+
+def _schema(who: str, function: Callable[..., Any], name: str, kwargs: Sequence[str]) -> dict[str, Any]:
     """The JSON schema of a tool, without the arguments that the model does not give. Raises RewardError."""
-    function, who = function_at(location), f"tool {location}"
     from transformers.utils.chat_template_utils import get_json_schema  # takes a second to import
 
     try:
@@ -55,7 +118,7 @@ def _schema(location: str, kwargs: Sequence[str]) -> dict[str, Any]:
         ) from None
     described = schema["function"]
     parameters = described["parameters"]
-    described["name"] = location.rpartition(":")[2]
+    described["name"] = name
     unknown = [key for key in kwargs if key not in parameters["properties"]]
     if unknown:
         raise RewardError(f"{who}: its kwargs give {unknown[0]!r}, which is none of its parameters.")

@@ -36,22 +36,28 @@ def tool_format(config: Scores) -> str:
 def schemas_of(config: Scores) -> list[dict[str, Any]]:
     """The JSON schemas of a run's tools, as a chat template takes them; [] without tools.
 
-    They are made in a process of its own. Raises ConfigError for what is no tool: without a docstring or types, say.
+    They are made in a process of its own. Raises ConfigError for what is no tool: without a docstring or types, say;
+    for two of one name, and for a server that does not start.
     """
+    of_all = [schema for _, schemas in offered(config) for schema in schemas]
+    names = [schema["function"]["name"] for schema in of_all]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"tools: two are named {twice!r}. Rename one of them.")
+    return of_all
+
+
+def offered(config: Scores) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """A run's entries of `tools`, as the processes that run them take them, each with its schemas. Raises as
+    `schemas_of`."""
     if not config.tools:
         return []
-    files = [Path(tool.function.rpartition(":")[0]) for tool in config.tools]
+    entries = [tool.model_dump() for tool in config.tools]
+    files = [Path(part) for tool in config.tools for part in tool.parts]
     changed = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
-    tools = json.dumps([[tool.function, sorted(tool.kwargs)] for tool in config.tools])
-    return json.loads(
-        _schemas(tools, changed, max(LOADING_S, config.reward_timeout_s), config.reward_memory_bytes)
-    )
-
-
-def offered(config: Scores) -> list[dict[str, Any]]:
-    """A run's tools as the processes that run them take them: with schemas, which take seconds to make."""
-    pairs = zip(config.tools, schemas_of(config), strict=True)
-    return [{**tool.model_dump(), "schema": schema} for tool, schema in pairs]
+    most_s = max(LOADING_S, config.reward_timeout_s)
+    schemas = json.loads(_schemas(json.dumps(entries), changed, most_s, config.reward_memory_bytes))
+    return list(zip(entries, schemas, strict=True))
 
 
 @lru_cache(maxsize=16)

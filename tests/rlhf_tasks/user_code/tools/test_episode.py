@@ -78,13 +78,21 @@ def test_a_long_answer_is_cut_and_so_are_many_calls(answers):
     assert end == Answer("", 0.0, True)
 
 
-def test_a_tool_that_never_answers_costs_its_sample_or_the_run(answers):
-    turns = [call("never", '{"a": 0}'), call("never", '{"a": 1}')]
-    line = next(n for n, text in enumerate(Path(FILE).read_text().split("\n"), 1) if "10_000" in text)
+def test_a_plain_function_that_never_answers_has_failed_and_the_others_have_the_rest_of_the_time(answers):
+    turns = [call("never", '{"a": 1}') + call("never", '{"a": 0}'), call("never", '{"a": 0}')]
+    late, other = answers(config_of("never", reward_timeout_s=6.0), *turns)
+    assert contents(late) == ["error: no time is left", "0"]
+    assert [each["outcome"] for each in late.observation] == ["failed", ""]
+    assert contents(other) == ["0"]
+
+
+def test_one_that_never_answers_in_compiled_code_costs_its_sample_or_the_run(answers):
+    turns = [call("count", '{"a": 0}'), call("count", '{"a": 1}')]
+    line = next(n for n, text in enumerate(Path(FILE).read_text().split("\n"), 1) if "repeat(" in text)
     sentence = f"environment builtin:Tools: step gave no answer in 6 s at {FILE}:{line}. Correct it or raise"
     with pytest.raises(RewardError, match=sentence):
-        answers(config_of("never", reward_timeout_s=6.0), *turns)
-    other, late = answers(config_of("never", reward_timeout_s=6.0, on_reward_error="skip"), *turns)
+        answers(config_of("count", reward_timeout_s=6.0), *turns)
+    other, late = answers(config_of("count", reward_timeout_s=6.0, on_reward_error="skip"), *turns)
     assert contents(other) == ["0"]
     assert isinstance(late, FailedAnswer)
     assert late.reason.startswith(sentence)
@@ -115,6 +123,22 @@ def test_nor_does_a_secret_that_json_writes_otherwise_or_that_a_sentence_cuts(an
     returned, raised = answers(config, call("key_of", '{"a": 7}'), call("spill", json.dumps({"a": at_cut})))
     assert contents(returned) == ['{"a": 7, "key": "***"}']
     assert contents(raised) == [f"error: ValueError: {at_cut * 'x'}***"]
+
+
+def test_each_response_has_an_instance_of_a_class_that_lives_from_turn_to_turn():
+    config = config_of({"function": f"{FILE}:Notes", "kwargs": {"first": "a"}})
+    assert [schema["function"]["name"] for schema in schemas_of(config)] == ["note", "read"]
+    assert [*schemas_of(config)[0]["function"]["parameters"]["properties"]] == ["text"]
+    turns = [[call("note", f'{{"text": "{n}"}}') + call("read", "{}")] for n in range(2)]
+    process = EnvironmentProcess(config)
+    try:
+        for _ in range(2):
+            episodes = [Episode(n, {}, 0, texts) for n, texts in enumerate(turns)]
+            said = [contents(each)[-1] for each in process.answers(episodes)]
+            turns = [[*texts, call("read", "{}")] for texts in turns]
+            assert said == ["a 0", "a 1"]
+    finally:
+        process.close()
 
 
 def test_a_tool_that_leaves_python_has_failed(answers):

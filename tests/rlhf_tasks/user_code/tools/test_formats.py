@@ -28,6 +28,30 @@ SCHEMAS: dict[str, Any] = {
         "required": ["text"],
     },
     "any": {"type": "object", "properties": {"value": {}}},
+    "walk": {
+        "type": "object",
+        "$defs": {
+            "Point": {
+                "type": "object",
+                "title": "Point",
+                "properties": {
+                    "x": {"type": "integer"},
+                    "label": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+                    "kind": {"$ref": "#/$defs/Kind"},
+                    "next": {"$ref": "#/$defs/Point"},
+                },
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+            "Kind": {"enum": ["12", "hill"], "type": "string"},
+        },
+        "properties": {
+            "points": {"type": "array", "items": {"$ref": "#/$defs/Point"}},
+            "kind": {"$ref": "#/$defs/Kind"},
+            "sizes": {"type": "object", "additionalProperties": {"type": "number"}},
+        },
+        "required": ["points"],
+    },
 }
 ENVIRONMENT = _environment()
 RENDERED = {name: ENVIRONMENT.from_string(text) for name, text in TEMPLATES.items()}
@@ -79,8 +103,19 @@ VALUES = st.recursive(
 )
 NUMBERS = st.fixed_dictionaries({"a": st.integers()}, optional={"b": st.floats(-9, 9)})
 ANYTHING = st.fixed_dictionaries({"value": VALUES.filter(lambda value: type(value) is not str)})
+KINDS = st.sampled_from(["12", "hill"])
+POINTS = st.recursive(
+    st.fixed_dictionaries({"x": st.integers()}, optional={"label": st.none() | TEXTS, "kind": KINDS}),
+    lambda inner: st.fixed_dictionaries({"x": st.integers(), "next": inner}),
+    max_leaves=4,
+)
+WALKS = st.fixed_dictionaries(
+    {"points": st.lists(POINTS, max_size=3)},
+    optional={"kind": KINDS, "sizes": st.dictionaries(TEXTS, st.floats(-9, 9), max_size=2)},
+)
 GOOD = st.one_of(
     NUMBERS.map(lambda arguments: Call("add", arguments)),
+    WALKS.map(lambda arguments: Call("walk", arguments)),
     TEXTS.map(lambda text: Call("say", {"text": text})),
     ANYTHING.map(lambda arguments: Call("any", arguments)),
 )
@@ -147,7 +182,7 @@ def test_malformed_calls_say_what_to_change(name):
     broken = "\n<parameter=text>\nx" if name == "xml" else '{"text": '
     assert ("</parameter> is missing" if name == "xml" else "no valid JSON") in reason(broken)
     assert reason(of_arguments(name, text="x"), "shout") == (
-        "there is no tool 'shout'; there are add, say, any"
+        "there is no tool 'shout'; there are add, say, any, walk"
     )
     assert reason(of_arguments(name, how="low")) == "the argument 'text' is missing"
     assert reason(of_arguments(name, text="x", tone="y")) == (
@@ -240,3 +275,37 @@ def test_mistral_names_a_call_between_its_name_and_its_arguments():
         Call("say", {"text": "x"}, "abcdefghi"),
         Call("say", {"text": "y"}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("points", "reason"),
+    [
+        ([{"x": 1}, {"x": "2"}], 'the argument \'points[1].x\' must be of {"type": "integer"}'),
+        ([{"x": 1, "next": {"label": "a"}}], "the argument 'points[0].next.x' is missing"),
+        ([{"x": 1, "y": 2}], "there is no argument 'points[0].y'; there are x, label, kind, next"),
+        ([{"x": 1, "label": 3}], "the argument 'points[0].label' must be of"),
+        ([{"x": 1, "kind": "lake"}], "the argument 'points[0].kind' must be of"),
+        ({"x": 1}, "the argument 'points' must be of"),
+    ],
+)
+def test_what_is_wrong_within_an_argument_is_named_by_its_place(points, reason):
+    for name in FORMATS:
+        (read,) = calls_of(written(name, [Call("walk", {"points": points})]), name, SCHEMAS)
+        assert isinstance(read, Malformed), name
+        assert read.reason.startswith(reason), name
+
+
+def test_arguments_and_schemas_that_are_nested_without_end_are_malformed_or_taken():
+    endless: Any = {"t": {"properties": {"a": {"$ref": "#/properties/a"}}}}
+    text = '<tool_call>{"name": "t", "arguments": {"a": 1}}</tool_call>'
+    assert calls_of(text, "hermes", endless) == [Call("t", {"a": 1})]
+    itself: Any = {"t": {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}]}}}}
+    (read,) = calls_of(text, "hermes", itself)
+    assert read == Malformed("the arguments are nested too deeply", "t")
+
+
+def test_a_server_may_take_arguments_that_it_does_not_name():
+    open_one: Any = {"t": {"type": "object"}, "u": {"properties": {}, "additionalProperties": True}}
+    for name in open_one:
+        text = f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
+        assert calls_of(text, "hermes", open_one) == [Call(name, {"a": 1})]
