@@ -5,7 +5,9 @@ code, whose keepers end it with that process (process.py).
 """
 
 import asyncio
+import fcntl
 import json
+import os
 import re
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -91,7 +93,10 @@ class ToolServer:
         self._life: _Life | None = None
         self._leaving = set[asyncio.Task[None]]()  # connections that are being closed
         self._n_ended = 0  # times in a row
-        self._printed = tempfile.TemporaryFile("a+")  # by the command, to its standard error  # noqa: SIM115
+        self._printed = tempfile.TemporaryFile(
+            "a+", errors="replace"
+        )  # by the command, to its standard error  # noqa: SIM115
+        fcntl.fcntl(self._printed, fcntl.F_SETFL, os.O_APPEND)  # it is cut while the command writes
 
     async def schemas(self, timeout_s: float) -> list[dict[str, Any]]:
         """The schemas of its tools, as transformers writes those of functions. Then the server is ended.
