@@ -93,9 +93,8 @@ class ToolServer:
         self._life: _Life | None = None
         self._leaving = set[asyncio.Task[None]]()  # connections that are being closed
         self._n_ended = 0  # times in a row
-        self._printed = tempfile.TemporaryFile(
-            "a+", errors="replace"
-        )  # by the command, to its standard error  # noqa: SIM115
+        # By the command, to its standard error:
+        self._printed = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  closed by `close`
         fcntl.fcntl(self._printed, fcntl.F_SETFL, os.O_APPEND)  # it is cut while the command writes
 
     async def schemas(self, timeout_s: float) -> list[dict[str, Any]]:
