@@ -10,8 +10,10 @@ import pytest
 from prefect_rlhf.deployments.examples import smollm2
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config
+from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Call, calls_of
 
 EXAMPLES = Path(smollm2.__file__).parent
 GGUF = pytest.mark.skipif(
@@ -74,6 +76,39 @@ def test_the_examples_are_sound_on_their_rows(second_user, tmp_path, name, rows)
     prepared = prepare(load_config(EXAMPLES / f"smollm2-{name}.yaml", overrides))
     assert len(prepared.rows) == smollm2.SIZES[rows]
     assert prepared.iterations == {"grpo": 10, "evaluate": 1}[name]
+
+
+def test_products_are_right_and_none_is_in_both_sets(tmp_path):
+    smollm2.write_products(tmp_path)
+    rows = [
+        json.loads(line)
+        for name in smollm2.PRODUCTS
+        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+    ]
+    assert len({question(row) for row in rows}) == len(rows) == sum(smollm2.PRODUCTS.values())
+    for row in rows:
+        a, b = question(row).removesuffix(" =").split(" * ")
+        assert row["answer"] == str(int(a) * int(b))
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_the_template_writes_calls_that_are_read_back_and_other_turns_as_before(tmp_path):
+    smollm2.write_products(tmp_path)
+    prompt = json.loads((tmp_path / "products-test.jsonl").read_text().splitlines()[0])["prompt"]
+    turns = [{"content": "", **each} for each in prompt]
+    ours, theirs = (_environment().from_string(text) for text in (smollm2.with_calls(TEMPLATE), TEMPLATE))
+    plain = [each for each in turns if "tool_calls" not in each]
+    assert ours.render(messages=plain) == theirs.render(messages=plain)
+    written = (
+        ours.render(messages=turns[2:3]).removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    )
+    schemas = {"calculator": {"properties": {"expression": {"type": "string"}}}}
+    assert calls_of(written, "llama", schemas) == [Call("calculator", {"expression": "46 * 83"})]
 
 
 @GGUF
