@@ -2,13 +2,14 @@
 
     python -m bench.readiness [--samples 64] [--generation-s 4] [--median-s 0.2] [--sigma 1.2] [--rounds 3]
 
-The samples end evenly over the seconds of generation. A judge answers each after a time of its own, drawn from a
-log-normal distribution; it takes all requests at once. The reward processes are the real ones, and the seconds are
-those of the clock, from the beginning of generation to the last score.
+The samples end evenly over the seconds of generation, which sleeps. A judge answers each after a time of its own,
+drawn from a log-normal distribution; it takes all requests at once. The reward processes are the real ones, and the
+seconds are those of the clock, from the beginning of generation to the last score.
 
     whole      one call, after generation
     chunks n   n parts; a rank judges one part while the next is generated, and the parts one after another
-    sample     what readiness per sample could give: each sample is asked for as soon as it has ended
+    sample     one call, but each sample is asked for as soon as it has ended (`RewardProcess.ask_early`)
+    bound      what that would give without our processes
     ahead      with `staleness: 1` scoring runs beside the next iteration's generation: the longer of the two
 """
 
@@ -31,8 +32,9 @@ from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 JUDGE = """
 import asyncio
 async def judge(completions, answer, **columns):
-    await asyncio.gather(*(asyncio.sleep(float(seconds)) for seconds in answer))
-    return [1.0] * len(answer)
+    await asyncio.sleep(float(answer[0]))
+    return [1.0]
+judge.answers_per_call = 1
 """
 CHUNKS = (2, 4, 8)
 
@@ -64,8 +66,19 @@ def in_parts(
     return time.monotonic() - began
 
 
-def by_sample(some: list[float], generation_s: float) -> float:
-    """Seconds of an iteration whose samples are judged as soon as each has ended."""
+def by_sample(process: RewardProcess, some: list[float], generation_s: float) -> float:
+    """Seconds of an iteration whose samples are asked for as soon as each has ended."""
+    began_s = time.monotonic()
+    for place, wait in enumerate(some):
+        time.sleep(max(began_s + generation_s * (place + 1) / len(some) - time.monotonic(), 0.0))
+        process.ask_early(answers([wait]), [place])
+    judged = process.submit(answers(some)).result()
+    assert judged.early == len(some), "all were asked for before"
+    return time.monotonic() - began_s
+
+
+def bound(some: list[float], generation_s: float) -> float:
+    """The same where a sample is judged by waiting for its seconds."""
 
     async def judged(place: int, wait: float) -> None:
         await asyncio.sleep(generation_s * (place + 1) / len(some))
@@ -97,7 +110,7 @@ def main() -> None:
                 "models": {"actor": "a"},
                 "data": {"train": "d"},
                 "sampling": {"max_completion_length": 1},
-                "rewards": [{"function": f"{file}:judge"}],
+                "rewards": [{"function": f"{file}:judge", "concurrency": chosen.samples}],
                 "reward_timeout_s": 600,
                 "total_iterations": 1,
             }
@@ -107,7 +120,7 @@ def main() -> None:
         seeds = iter(range(10**6))
 
         def some() -> list[float]:
-            return waits(chosen.samples, chosen.median_s, chosen.sigma, next(seeds) // (len(CHUNKS) + 2))
+            return waits(chosen.samples, chosen.median_s, chosen.sigma, next(seeds) // (len(CHUNKS) + 3))
 
         ways: dict[str, Callable[[], float]] = {
             f"chunks {n}" if n > 1 else "whole": lambda n=n: in_parts(
@@ -115,7 +128,8 @@ def main() -> None:
             )
             for n in (1, *CHUNKS)
         }
-        ways["sample"] = lambda: by_sample(some(), chosen.generation_s)
+        ways["sample"] = lambda: by_sample(process, some(), chosen.generation_s)
+        ways["bound"] = lambda: bound(some(), chosen.generation_s)
         results = in_turn(ways, chosen.rounds)
         process.close()
     longest = max(waits(chosen.samples, chosen.median_s, chosen.sigma, 0))

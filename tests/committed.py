@@ -25,7 +25,7 @@ def metrics_of(folder):
     """The lines of metrics.jsonl, without what clocks say (`mfu` among it)."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if "time" not in k and "per_s" not in k and k != "mfu"}
+        {k: v for k, v in line.items() if "time" not in k and "throughput/" not in k and k != "mfu"}
         for line in lines
     ]
 

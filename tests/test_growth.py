@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 352,
-    "hundreds of lines": 771,
+    "files": 354,
+    "hundreds of lines": 774,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 156,

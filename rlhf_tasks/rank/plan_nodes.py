@@ -33,7 +33,7 @@ from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from prefect_rlhf.rlhf_tasks.rank.anomalies import train
 from prefect_rlhf.rlhf_tasks.rank.generators import make_generator
 from prefect_rlhf.rlhf_tasks.rank.role_engines import RoleEngines
-from prefect_rlhf.rlhf_tasks.rank.samples import RankSamples
+from prefect_rlhf.rlhf_tasks.rank.samples import RankSamples, scored_here
 from prefect_rlhf.rlhf_tasks.spec import (
     EVALUATE,
     CallNode,
@@ -310,6 +310,7 @@ class RankRun:
             tally=samples.tally(node.part, iteration),
             rows=lambda sample_ids: fetch(rows, self._config, sample_ids),
             generator=self._generator,
+            scored_here=scored_here(self._plan, node, whole, self._spec.rank),
         )
         function = self._functions[call.name]
         if node.trains:

@@ -136,6 +136,28 @@ class SegmentSamples(CallSamples):
         return shares(self._nodes[0].side, range(self.call.n_places))[self._groups.rank]
 
 
+def scored_here(plan: ExecutionPlan, node: CallNode, whole: Sequence[int], rank: int) -> dict[int, int]:
+    """Of a generate node's samples, those that a rank will score: id -> number in the batch of the scoring call.
+
+    whole  ids of the iteration's samples
+    It is empty where that is not known before all are drawn: in segments, and where several dp ranks balance tokens.
+    """
+    call = node.call
+    if call.kind != "generate" or call.segment_tokens:
+        return {}
+    drawn = next((key for key in call.outputs if call.remap.get(key, key) == "input_ids"), None)
+    for other in plan.nodes:
+        if isinstance(other, CallNode) and other.part == node.part and drawn in other.call.inputs:
+            gives = {other.call.remap.get(key, key) for key in other.call.outputs}
+            side = other.side
+            if "scores" in gives and (side.balance == "count" or side.placement.strategy.dp == 1):
+                mine = shares(side.model_copy(update={"balance": "count"}), node.part.ids(whole)).get(
+                    rank, ()
+                )
+                return {sample: number for number, sample in enumerate(mine)}
+    return {}
+
+
 class RankSamples:
     """All samples on one rank, in a generation of a run.
 

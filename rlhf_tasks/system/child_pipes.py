@@ -20,6 +20,7 @@ from prefect_rlhf.rlhf_tasks.system.durable import no_link
 from prefect_rlhf.rlhf_tasks.system.reading import printable
 
 LOOK_EVERY_S = 0.25
+MOST_AT_ONCE = 1 << 16  # bytes that are written to a pipe, which has room for as many
 END_S = 10.0  # that a keeper may take to kill all its descendants
 
 
@@ -36,17 +37,28 @@ class Lines:
         self._to, self._from = child.stdin.fileno(), child.stdout.fileno()
         os.set_blocking(self._to, False)  # a child that does not read must not block us
         self._unread = b""
+        self._unsent = bytearray()
+
+    def offer(self, line: str) -> None:
+        """Send a line as far as the child reads it now. The rest goes with the next one."""
+        self._unsent += line.encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            while self._unsent:
+                self._write()
 
     def send(self, line: str, until_s: float, look: Callable[[], None] = lambda: None) -> None:
         """Send a line, until `time.monotonic()` is `until_s` seconds, then raise TimeoutError.
 
         A child that has ended is not reported here, but by `read`.
         """
-        left = memoryview(line.encode() + b"\n")
+        self._unsent += line.encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
-            while left:
+            while self._unsent:
                 _wait(self._to, select.POLLOUT, until_s, look)
-                left = left[os.write(self._to, left) :]
+                self._write()
+
+    def _write(self) -> None:
+        del self._unsent[: os.write(self._to, self._unsent[:MOST_AT_ONCE])]
 
     def read(self, until_s: float, look: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
         """The next line; None when the child has closed its output.

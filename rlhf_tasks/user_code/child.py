@@ -4,6 +4,7 @@ Requests and replies are lines of JSON. The first request has what the process b
 values of the Prefect blocks that the code's arguments name. Its reply is `{"pid": ...}`. The replies to a further
 request are
 
+- nothing, to one that `Judge` is given early;
 - `{"at": [called, place]}` before each call: what is called, and the answer or sample that it is about, where that is
   one only;
 - then the answer of `Judge` (judge.py) or `Environments` (episodes.py);
@@ -57,8 +58,10 @@ def serve(stacks: str, kind: str) -> None:
     requests.reply({"pid": os.getpid()})
     try:
         answering = resolve_name(kind)(begin, caller)
-        for request in lines:
-            requests.reply(answering.answer(request))
+        # What it has begun to await continues while the next request is waited for.
+        while (request := answering.loop.run(asyncio.to_thread(next, lines, None))) is not None:
+            if (reply := answering.answer(request)) is not None:
+                requests.reply(reply)
     except RewardError as error:
         caller.say_fault(error)
 

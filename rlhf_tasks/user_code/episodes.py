@@ -74,7 +74,7 @@ class Environments:
                 if self._has_tools
                 else self._factory_at(*begin["factory"].rsplit(":", 1))
             )
-        self._loop = asyncio.Runner()  # one for all requests: an environment may keep a connection open
+        self.loop = asyncio.Runner()  # one for all requests: an environment may keep a connection open
         self._running: dict[int, tuple[Any, int]] = {}
         self._open = 0  # episodes that were begun and wait for their answers
 
@@ -96,7 +96,7 @@ class Environments:
         if request["begins"]:
             self._running.clear()
         episodes = [Episode(*each) for each in request["episodes"]]
-        return {"answers": self._loop.run(self._answers(episodes, request["until_s"], request["timeout_s"]))}
+        return {"answers": self.loop.run(self._answers(episodes, request["until_s"], request["timeout_s"]))}
 
     async def _answers(
         self, episodes: Sequence[Episode], until_s: float, timeout_s: float

@@ -1,12 +1,16 @@
-"""Judges answers by the user's rewards, in the process that runs these (child.py)."""
+"""Judges answers by the user's rewards, in the process that runs these (child.py).
+
+Rewards are asked for a batch at a time. What judges an answer alone, and is async, may be asked for it before, as
+soon as the answer is there. The batch then takes what has begun, where it is about an answer that is equal in every
+respect.
+"""
 
 import asyncio
-import hashlib
-import json
-import os
+import inspect
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +26,10 @@ from prefect_rlhf.rlhf_tasks.user_code.errors import (
     traced,
 )
 from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Reward, RewardValue, TrainerState, load_reward
+from prefect_rlhf.rlhf_tasks.user_code.kept_values import KeptValues, code_digest, keys_of
 from prefect_rlhf.rlhf_tasks.user_code.service import RequestError, Service
 
 TIMEOUT_KEY = "reward_timeout_s"
-MOST_KEPT = 1 << 20  # values in memory, about 200 bytes each; the oldest go first
 
 
 class _Failed(Exception):
@@ -48,15 +52,22 @@ class _Late(Exception):
 class _Entry:
     """A reward of the configuration.
 
-    concurrency  calls that are awaited at the same time
-    code         digest of what its values depend on beside the sample; "" where they are not kept
-    only         column -> values of the rows that it judges; empty: all
+    free  for each of the calls that are awaited at the same time
+    code  digest of what its values depend on beside the sample; "" where they are not kept
+    only  column -> values of the rows that it judges; empty: all
     """
 
     reward: Reward
-    concurrency: int
+    free: asyncio.Semaphore
     code: str
     only: Mapping[str, Sequence[str | int]]
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it is asked for an answer before the others of the batch are there."""
+        function = self.reward.function
+        alone = self.reward.form.per_answer or self.reward.answers_per_call == 1
+        return alone and any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
     def judges(self, answers: Answers, place: int) -> bool:
         """Whether it judges the answer at an index."""
@@ -87,6 +98,7 @@ class _Call:
     returned  what it returned, or will be awaited
     error     what it raised; _Late where it has not ended in time
     began_s   time.monotonic() at which an async one had its turn; None before
+    task      that awaits it; None where it is not awaited yet
     """
 
     reward: Reward
@@ -95,6 +107,7 @@ class _Call:
     returned: Any = None
     error: BaseException | None = None
     began_s: float | None = None
+    task: "asyncio.Task[None] | None" = None
 
     @property
     def place(self) -> int | None:
@@ -157,6 +170,35 @@ class _Share:
             yield _Call(self.reward, places[first : first + most])
 
 
+class _Early:
+    """The calls of an iteration that have begun before their batch: by reward, and by what they judge."""
+
+    def __init__(self) -> None:
+        self._calls = defaultdict[tuple[str, str], deque[_Call]](deque)
+
+    def add(self, call: _Call, answers: Answers) -> None:
+        """Have a call ready for the batch."""
+        (key,) = keys_of("early", answers, call.places).values()
+        self._calls[call.reward.name, key].append(call)
+
+    def take(self, reward: str, answers: Answers, places: Sequence[int]) -> dict[int, _Call]:
+        """Place -> a call that judges the very answer there, for those of these places that have one."""
+        taken = dict[int, _Call]()
+        for place, key in keys_of("early" if self._calls else "", answers, places).items():
+            if calls := self._calls.get((reward, key)):
+                taken[place] = calls.popleft()
+                taken[place].places = [place]
+        return taken
+
+    def cancel(self) -> None:
+        """Nobody will ask for what is left."""
+        for call in (call for calls in self._calls.values() for call in calls):
+            assert call.task is not None, "an early call is awaited from its beginning"
+            call.task.cancel()
+            if call.task.done() and not call.task.cancelled():
+                call.task.exception()  # asyncio writes about those that nobody reads
+
+
 class Judge:
     """The rewards of one process.
 
@@ -168,32 +210,46 @@ class Judge:
 
     def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
         self._caller, self._skips, self._alone = caller, begin["skips"], begin["alone"]
-        self._kept = KeptValues(begin["kept"] and Path(begin["kept"]), begin["writer"])
-        self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection open
+        self._cached = KeptValues(begin["kept"] and Path(begin["kept"]), begin["writer"])
+        self.loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection open
         rewards: list[Mapping[str, Any]] = begin["rewards"]
         # All secrets before any user's code: what it keeps of the streams hides them.
         resolved = [caller.secrets.resolved(f"reward {r['name']!r}", r["kwargs"]) for r in rewards]
         self._entries = [_entry(*pair) for pair in zip(rewards, resolved, strict=True)]
+        self._early = dict[int, _Early]()  # by iteration
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The verdict on the answers of a request.
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The verdict on the answers of a request; None where they come `early`, before their batch.
 
         request  `part`: this process's number, from 0, and how many there are; `left_out`: (reward, place) that are
-                 not judged, since a process was lost over them
+                 not judged, since a process was lost over them; `early`: the numbers of these answers in their batch
         Returns `values`: reward -> (place, value) of each answer that it judged; `logged`: reward -> what it logged;
-        `faults`: (reward, place, sentence) of each answer that is skipped. Raises RewardError.
+        `faults`: (reward, place, sentence) of each answer that is skipped; `early`: the places of answers that some
+        reward was asked for before; `may_be_early`: whether some reward is asked so. Raises RewardError.
         """
         answers, state = Answers(**request["answers"]), TrainerState(*request["progress"])
+        if (numbers := request.get("early")) is not None:
+            self._ask_early(answers, state, numbers, request["part"])
+            return None
         batch = _Batch(answers, state, request["until_s"] - MARGIN_S, request["timeout_s"])
         left_out = set(map(tuple, request["left_out"]))
         if self._alone:
             self._refuse_unrouted(answers)
-        shares, calls = dict[str, _Share](), list[_Call]()
-        for entry, places in self._shared_out(answers, *request["part"]):
-            name, keys = entry.reward.name, _keys(entry.code, answers, places)
-            shares[name] = _Share(entry.reward, keys, self._kept.find(keys))
-            known = shares[name].values
-            calls += shares[name].calls([p for p in places if p not in known and (name, p) not in left_out])
+        for iteration in [each for each in self._early if each < state.global_step]:
+            self._early.pop(iteration).cancel()
+        early = self._early.setdefault(state.global_step, _Early())
+        shares, calls, begun = dict[str, _Share](), list[_Call](), set[int]()
+        for entry, places in self._shared_out(answers, range(len(answers)), request["part"]):
+            name = entry.reward.name
+            places = [place for place in places if (name, place) not in left_out]
+            taken = early.take(name, answers, places)
+            new = [place for place in places if place not in taken]
+            keys = keys_of(entry.code, answers, places)
+            known = self._cached.find({place: key for place, key in keys.items() if place not in taken})
+            shares[name] = _Share(entry.reward, keys, known)
+            new_calls = shares[name].calls([place for place in new if place not in known])
+            calls += sorted([*taken.values(), *new_calls], key=lambda call: call.places[0])
+            begun.update(taken)
         faults: list[tuple[str, int, str]] = []
         for call in self._called(calls, batch):
             if call.error is None:
@@ -206,23 +262,56 @@ class Judge:
                 else:
                     raise value
         for share in shares.values():
-            self._kept.keep((key, share.values[p]) for p, key in share.keys.items() if p in share.values)
+            self._cached.keep((key, share.values[p]) for p, key in share.keys.items() if p in share.values)
         return {
             "values": {name: list(share.values.items()) for name, share in shares.items()},
             "logged": {name: share.logged for name, share in shares.items() if share.logged},
             "faults": faults,
+            "early": sorted(begun),
+            "may_be_early": any(entry.is_early for entry in self._entries),
         }
 
-    def _shared_out(self, answers: Answers, part: int, parts: int) -> Iterator[tuple[_Entry, list[int]]]:
+    def _ask_early(
+        self, answers: Answers, state: TrainerState, numbers: Sequence[int], part: tuple[int, int]
+    ) -> None:
+        """Begin the calls that judge answers alone. They run while further requests are waited for (child.py).
+
+        Nobody waits for them, so nothing is said of them here, and no fault is: their batch says it.
+        """
+        batch = _Batch(answers, state, 0.0, 0.0)
+        for entry, places in self._shared_out(answers, numbers, part):
+            known = self._cached.find(keys_of(entry.code, answers, places))
+            for place in places if entry.is_early else ():
+                if place not in known:
+                    call = _Call(entry.reward, [place])
+                    self._begin(call, batch, is_early=True)
+                    if call.error is None:
+                        call.task = self.loop.get_loop().create_task(self._judged_early(call, entry, batch))
+                        self._early.setdefault(state.global_step, _Early()).add(call, answers)
+
+    async def _judged_early(self, call: _Call, entry: _Entry, batch: _Batch) -> None:
+        """Await an early call, and keep its value: a run that is killed before the batch is judged has it then."""
+        (place,) = call.places  # its batch gives it another
+        await self._in_turn(call, to_first_fault=not self._skips)
+        if entry.code and call.error is None:
+            with suppress(RewardError):
+                (value,) = call.reward.values(call.returned, [place], batch.answers)
+                if not isinstance(value, RewardError):
+                    self._cached.keep(
+                        (key, value) for key in keys_of(entry.code, batch.answers, [place]).values()
+                    )
+
+    def _shared_out(
+        self, answers: Answers, numbers: Sequence[int], part: tuple[int, int]
+    ) -> Iterator[tuple[_Entry, list[int]]]:
         """(reward, places of answers) of this process: the answers are shared out where they are judged one by one,
-        the rewards otherwise."""
+        the rewards otherwise. numbers: of the answers in their batch"""
+        this, parts = part
         for number, entry in enumerate(self._entries):
-            if entry.reward.form.per_answer:
-                places = range(part, len(answers), parts)
-            elif number % parts == part:
-                places = range(len(answers))
-            else:
+            by_answer = entry.reward.form.per_answer
+            if not by_answer and number % parts != this:
                 continue
+            places = [place for place, n in enumerate(numbers) if not by_answer or n % parts == this]
             yield entry, [place for place in places if entry.judges(answers, place)]
 
     def _refuse_unrouted(self, answers: Answers) -> None:
@@ -240,7 +329,8 @@ class Judge:
     def _called(self, calls: Sequence[_Call], batch: _Batch) -> list[_Call]:
         """The calls once they have ended; in place of one that has failed on several answers, those of `_apart`."""
         for call in calls:
-            self._begin(call, batch)
+            if call.task is None:
+                self._begin(call, batch)
             if call.error is not None and not self._skips:
                 self._stop(call, batch)
         self._finish(calls, batch, to_first_fault=not self._skips)
@@ -253,39 +343,48 @@ class Judge:
             ended += [call] if call.error is None or call.place is not None else self._apart(call, batch)
         return ended
 
-    def _begin(self, call: _Call, batch: _Batch) -> None:
-        """Make a call; an async one is still to be awaited."""
+    def _begin(self, call: _Call, batch: _Batch, is_early: bool = False) -> None:
+        """Make a call; an async one is still to be awaited. is_early: nobody reads what is called"""
         reward = call.reward
         arguments = reward.arguments(batch.answers.select(call.places), batch.state, _logs(call.logged))
         try:
-            call.returned = self._caller.call(reward.name, call.place, reward.function, **arguments)
+            if is_early:
+                call.returned = reward.function(**arguments)
+            else:
+                call.returned = self._caller.call(reward.name, call.place, reward.function, **arguments)
         except BaseException as error:  # noqa: BLE001  SystemExit among them
             call.error = error
 
     def _finish(self, calls: Sequence[_Call], batch: _Batch, to_first_fault: bool = False) -> None:
         """Await the calls that are async, all together; to_first_fault: until one fails."""
-        waiting = [call for call in calls if call.error is None and hasattr(call.returned, "__await__")]
+        waiting = [
+            call
+            for call in calls
+            if call.error is None and (call.task is not None or hasattr(call.returned, "__await__"))
+        ]
         if waiting:
             self._caller.say_awaiting(waiting[0].reward.name)
-            self._loop.run(self._awaited(waiting, batch.until_s, to_first_fault))
+            self.loop.run(self._awaited(waiting, batch.until_s, to_first_fault))
+
+    async def _in_turn(self, call: _Call, to_first_fault: bool) -> None:
+        """Await a call when it is its reward's turn."""
+        (free,) = (entry.free for entry in self._entries if entry.reward is call.reward)
+        async with free:
+            call.began_s = time.monotonic()
+            try:
+                call.returned = await call.returned
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # noqa: BLE001  asyncio would let SystemExit through
+                call.error = error
+                if to_first_fault:
+                    raise _Failed from None
 
     async def _awaited(self, calls: Sequence[_Call], until_s: float, to_first_fault: bool) -> None:
-        free = {entry.reward.name: asyncio.Semaphore(entry.concurrency) for entry in self._entries}
         half_s = max(until_s - time.monotonic(), 0.0) / 2
-
-        async def in_turn(call: _Call) -> None:
-            async with free[call.reward.name]:
-                call.began_s = time.monotonic()
-                try:
-                    call.returned = await call.returned
-                except asyncio.CancelledError:
-                    raise
-                except BaseException as error:  # noqa: BLE001  asyncio would let SystemExit through
-                    call.error = error
-                    if to_first_fault:
-                        raise _Failed from None
-
-        tasks = {asyncio.ensure_future(in_turn(call)): call for call in calls}
+        tasks = {
+            call.task or asyncio.ensure_future(self._in_turn(call, to_first_fault)): call for call in calls
+        }
         late = await late_ones(tasks, until_s)
         for task, call in tasks.items():
             if task in late:
@@ -354,7 +453,7 @@ def _entry(stated: Mapping[str, Any], kwargs: Mapping[str, Any]) -> _Entry:
     if stated["service"] is not None and stated["service"]["body"] != "own":
         of_values += f" as {stated['service']['body']}"
     code = code_digest(reward.file, of_values, stated["kwargs"]) if stated["cache"] else ""
-    return _Entry(reward, stated["concurrency"], code, stated["only"])
+    return _Entry(reward, asyncio.Semaphore(stated["concurrency"]), code, stated["only"])
 
 
 def _values(call: _Call, batch: _Batch) -> Sequence[RewardValue | RewardError]:
@@ -373,63 +472,3 @@ def _logs(logged: dict[str, Any]) -> dict[str, Any]:
         logged[name] = value
 
     return {"log_extra": log_extra, "log_metric": log_metric}
-
-
-class KeptValues:
-    """Values by key: an equal answer to an equal row is judged only once.
-
-    Each process appends to a file of its own and reads those of all at its start, so that a resumed run, under
-    whatever plan, has what was judged before.
-    folder  of the files; None: values are kept in memory only
-    name    of the file of this process
-    """
-
-    def __init__(self, folder: Path | None, name: str) -> None:
-        self._values: dict[str, RewardValue] = {}
-        self._file = None
-        if folder is not None:
-            folder.mkdir(exist_ok=True)
-            for path in sorted(folder.glob("*.jsonl")):
-                with open(path, "rb") as file:
-                    for line in file:
-                        with suppress(ValueError):  # cut by a kill
-                            key, value = json.loads(line)
-                            self._keep(key, value)
-            self._file = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-
-    def _keep(self, key: str, value: RewardValue) -> None:
-        self._values[key] = value
-        if len(self._values) > MOST_KEPT:
-            del self._values[next(iter(self._values))]
-
-    def find(self, keys: Mapping[int, str]) -> dict[int, RewardValue]:
-        """Place -> value, for the places whose key is known."""
-        return {place: self._values[key] for place, key in keys.items() if key in self._values}
-
-    def keep(self, pairs: Iterable[tuple[str, RewardValue]]) -> None:
-        """Keep values, of which some may be known."""
-        new = [(key, value) for key, value in pairs if key not in self._values]
-        for key, value in new:
-            self._keep(key, value)
-        if self._file is not None and new:
-            lines = b"".join(json.dumps(pair).encode() + b"\n" for pair in new)
-            with suppress(OSError):  # a full disk costs repeated work only
-                os.write(self._file, b"\n" + lines)  # what is before may be cut
-
-
-def code_digest(file: str, location: str, arguments: Mapping[str, Any]) -> str:
-    """What a reward's values depend on beside the sample: its source file, its place, its configured arguments."""
-    source = Path(file).read_bytes() if file and os.path.isfile(file) else b""
-    stated = json.dumps([location, arguments], sort_keys=True, default=str)
-    return hashlib.sha256(source + stated.encode()).hexdigest()
-
-
-def _keys(code: str, answers: Answers, places: Collection[int]) -> dict[int, str]:
-    """The keys of answers: code, row, text, and token ids, of which several lists may have one text."""
-    keys = {}
-    for place in places if code else ():
-        row = [answers.prompts[place], {name: column[place] for name, column in answers.columns.items()}]
-        stated = [code, *row, answers.completions[place], answers.completion_ids[place]]
-        text = json.dumps(stated, sort_keys=True, default=str)
-        keys[place] = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return keys

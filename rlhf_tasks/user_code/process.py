@@ -76,6 +76,7 @@ class UserProcess:
     def __init__(self, terms: Terms) -> None:
         self._terms, self._closed = terms, False
         self._running: _Running | None = None
+        self._was_told = False  # whether it was told something since the last request
         # Of the request:
         self._called, self._place, self._since_s = "", None, 0.0
 
@@ -89,25 +90,43 @@ class UserProcess:
         """What it calls, for sentences."""
         return self._terms.who(self._called) if self._called else f"the process of {self._terms.what}"
 
+    def tell(self, request: Mapping[str, Any]) -> None:
+        """Send a request that is not answered, and wait for nothing. A process that is lost over it is started anew
+        by the next `ask`."""
+        running = self._started()
+        self._was_told = True
+        try:
+            running.begin(self._terms, time.monotonic() + self._terms.timeout_s)
+            running.lines.offer(json.dumps(request))
+            running.refuse_large(self._terms.most_bytes)
+        except (_TooLarge, TimeoutError):
+            running.end()
+
+    def _started(self) -> "_Running":
+        running = self._running = self._running or _Running(self._terms)
+        if self._closed:
+            running.end()
+        return running
+
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a request.
 
         Raises RewardError where the code fails, cannot be loaded, or is late as a whole, and Lost where one call is
         late or too large, or ends the process. Then the process is to be ended.
         """
+        return self._answer(request, time.monotonic())
+
+    def _answer(self, request: Mapping[str, Any], asked_s: float) -> dict[str, Any]:
         terms = self._terms
-        asked_s = time.monotonic()
         until_s = asked_s + terms.timeout_s
         self._called, self._place, self._since_s = "", None, asked_s
-        is_new = self._running is None
-        running = self._running = self._running or _Running(terms)
-        if self._closed:
-            running.end()
+        was_told, self._was_told = self._was_told, False
+        running = self._started()
         look = partial(running.refuse_large, terms.most_bytes)
         fault: RewardError | None = None
         try:
-            if is_new:
-                running.lines.send(json.dumps(terms.begin), until_s)
+            running.begin(terms, until_s)
+            if running.pid is None:
                 running.pid = (running.lines.read(until_s) or {}).get("pid")
             # time.monotonic() is the same in both processes
             timed = {**request, "until_s": until_s, "timeout_s": terms.timeout_s}
@@ -133,6 +152,9 @@ class UserProcess:
                     f"{terms.most_bytes / 1e9:.1f} GB. Correct it or raise reward_memory_bytes.",
                     frames,
                 ) from None
+        if fault is None and was_told and not self._called and not self._closed:
+            self.end()  # it has ended over what it was told before
+            return self._answer(request, asked_s)
         raise fault or self._ended(running)
 
     def _late(self, running: "_Running", asked_s: float) -> RewardError:
@@ -166,7 +188,7 @@ class UserProcess:
 
     def end(self) -> None:
         """End the process and reap it; the next request starts another. Called from one thread at a time."""
-        running, self._running = self._running, None
+        running, self._running, self._was_told = self._running, None, False
         if running is not None:
             running.close()
 
@@ -204,7 +226,14 @@ class _Running:
                 start_new_session=True,
             )
         self.lines = Lines(self._keeper)
+        self._has_begun = False
         self._looked_s = 0.0
+
+    def begin(self, terms: Terms, until_s: float) -> None:
+        """Send what it begins with, once, until time.monotonic() is `until_s`. Raises TimeoutError."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.lines.send(json.dumps(terms.begin), until_s)
 
     def stack(self) -> tuple[str, str]:
         """Where the process is now: (` at FILE:LINE`, the frames of the user's code)."""

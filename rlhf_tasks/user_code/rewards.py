@@ -1,7 +1,7 @@
 """The processes beside a rank that run the user's Python rewards, and the samples that they judge in a run folder."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,11 +49,13 @@ class Judged:
     values  reward -> n values
     logged  reward -> what it logged by `log_extra` (column -> n values) and `log_metric` (name -> number)
     faults  index of an answer that is skipped -> the fault of the first reward that failed on it
+    early   how many answers some reward was asked for before; None where no reward is asked for single answers
     """
 
     values: Mapping[str, Values]
     logged: Mapping[str, Mapping[str, Any]]
     faults: Mapping[int, Fault] = field(default_factory=dict)
+    early: int | None = None
 
 
 class RewardProcess:
@@ -85,8 +87,27 @@ class RewardProcess:
             for part in range(self._config.reward_processes):
                 terms = _terms(self._config, begin | {"writer": f"{writer}-{part}"}, folder)
                 self.processes.append(UserProcess(terms))
+        self._may_be_early = self._config is not None  # until a process says more
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._part_threads = ThreadPoolExecutor(max(len(self.processes), 1), thread_name_prefix="rewards")
+
+    def ask_early(self, answers: Answers, numbers: Sequence[int], iteration: int = 0) -> None:
+        """Ask async rewards that judge answers alone for some answers of a batch that is to come: `submit` then waits
+        for what is left. Nothing is said of them before, no fault either.
+
+        numbers  of the answers in that batch
+        """
+        if self._may_be_early:
+            early = {
+                "early": list(numbers),
+                "answers": asdict(answers),
+                "progress": [iteration, self._iterations],
+            }
+            self._thread.submit(self._tell, early)
+
+    def _tell(self, request: dict[str, Any]) -> None:
+        for part, process in enumerate(self.processes):
+            process.tell(request | {"part": (part, len(self.processes))})
 
     def submit(self, answers: Answers, iteration: int = 0) -> "Future[Judged]":
         """Start judging.
@@ -129,11 +150,13 @@ class RewardProcess:
             for name, pairs in reply["values"].items():
                 for place, value in pairs:
                     values[name][place] = value
+        self._may_be_early = any(reply["may_be_early"] for reply in replies)
+        early = len({place for reply in replies for place in reply["early"]}) if self._may_be_early else None
         order = list(values)
         faults = [
             (place, order.index(name), Fault(name, why)) for r in replies for name, place, why in r["faults"]
         ]
-        return Judged(values, logged, {place: fault for place, _, fault in sorted(faults, reverse=True)})
+        return Judged(values, logged, {place: why for place, _, why in sorted(faults, reverse=True)}, early)
 
 
 def _reply(process: UserProcess, request: Mapping[str, Any], skips: bool) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class CallContext:
     rows           gives the values of the data set's keys of samples, by their global ids
     generator      draws responses
     record         of a train call: what is kept of it for the case of an anomaly
+    scored_here    of a generate call: id of each sample that this rank will score -> its number among these
     """
 
     config: RunConfig
@@ -62,6 +63,7 @@ class CallContext:
     rows: Callable[[Sequence[int]], SampleBatch] | None = None
     generator: Generator = field(default_factory=BuiltIn)
     record: Record = field(default_factory=Record)
+    scored_here: Mapping[int, int] = field(default_factory=dict)
 
     def all_parts(self, figures: Any) -> list[Any] | None:
         """In the call's last part, the figures of all its parts, in their order; None in the others.

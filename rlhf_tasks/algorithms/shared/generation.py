@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import COUNTS, play_agents
+from prefect_rlhf.rlhf_tasks.algorithms.shared.answers import asking_early
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
@@ -167,7 +168,8 @@ def draw(
     if isinstance(config, Scores) and config.agent is not None:
         return play_agents(engine, batch, context, order, _stop_strings)
     if not isinstance(config, Scores) or config.environment is None:
-        return context.generator.draw(batch, order)
+        on_ended = asking_early(batch, context) if engine.is_head else None
+        return context.generator.draw(batch, order._replace(on_ended=on_ended))
     environment = config.environment
     lengths = dict(zip(batch.ids, batch["prompt_ids"].lengths, strict=True))
     table = _Dialogues(batch, context, config, sampling, purpose, engine) if engine.is_head else None

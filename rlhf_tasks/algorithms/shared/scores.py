@@ -5,6 +5,7 @@ The processes that run rewards are in rlhf_tasks/user_code.
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefect_rlhf.rlhf_tasks.algorithms.shared.answers import read_answers
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     ENVIRONMENT_FAULT,
     ENVIRONMENT_REWARDS,
     STAYS,
     TOKEN_REWARDS,
-    TOOL_CALLS,
 )
 from prefect_rlhf.rlhf_tasks.config.responses import RewardModelScore
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
@@ -30,10 +31,11 @@ from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.forms import Answers, Values, total
 from prefect_rlhf.rlhf_tasks.user_code.rewards import SAMPLES, SKIPPED_SAMPLES, Fault, Judged
-from prefect_rlhf.rlhf_tasks.user_code.tools.episode import CALL_COLUMNS
 
 EXAMPLES = 8
 """Samples per iteration that are written for users to look at."""
+N_SUMS = 8
+"""Figures of `reward_metrics` besides those of each reward; an even number."""
 PROMPT_CHARACTERS = 100
 """Characters of a prompt that are shown in an error."""
 
@@ -53,6 +55,8 @@ class Scored:
     stays         [n] bool: whether a sample stays in the batch
     of_tokens     n tensors [response tokens] float64, which add up to the scores, where a reward judges tokens or
                   steps: what is judged as a whole is at the last token
+    early         how many samples some reward was asked for while others were drawn; None where none is
+    waited_s      seconds that Python rewards were waited for
     """
 
     scores: Tensor
@@ -63,6 +67,8 @@ class Scored:
     faults: Mapping[int, Fault]
     stays: Tensor
     of_tokens: Sequence[Tensor] | None = None
+    early: int | None = None
+    waited_s: float = 0.0
 
 
 def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -133,13 +139,16 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
         raw = None if rows is None else rows.values.double().cpu()
     if answers is None:
         return None
+    began_s = time.monotonic()
     try:
         nothing = Judged({each.name: [] for each in config.scoring_rewards}, {})
         judged = nothing if pending is None else pending.result()
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None
+    waited_s = time.monotonic() - began_s
     reach(Point.REWARD)
-    return _scored(batch, answers, judged, _faults(batch, judged, config, all_judged), raw, config)
+    scored = _scored(batch, answers, judged, _faults(batch, judged, config, all_judged), raw, config)
+    return replace(scored, early=judged.early, waited_s=waited_s)
 
 
 def _faults(batch: SampleBatch, judged: Judged, config: Scores, all_judged: bool) -> dict[int, Fault]:
@@ -293,49 +302,20 @@ def last_value(values: Tensor, micro: MicroBatch) -> Tensor:
     return values[micro.cu_seqlens[1:].long() - 1]
 
 
-def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
-    """The prompts, responses and columns of a batch, in the form that rewards take.
-
-    Of a response of several turns, rewards get what the policy drew, without the environment's answers. With tools
-    they get the last turn, and as columns how often tools were called: `tool_calls`, `malformed_calls`,
-    `failed_calls`.
-    """
-    responses = [
-        ids[mask].tolist()
-        for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
-    ]
-    read = [
-        context.tokenizer.decode(ids[: int(mask.int().argmax())].tolist(), special_tokens=True)
-        for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
-    ]
-    has_tools = TOOL_CALLS in batch.data
-    judged = _last_turns(batch) if has_tools else responses
-    texts = [context.tokenizer.decode(ids) for ids in judged]
-    answers = Answers.of_columns(batch["columns"].texts(), texts, responses, read, context.columns())
-    if not has_tools:
-        return answers
-    counts = torch.stack(batch[TOOL_CALLS].split()).T.tolist() if len(batch) else [[]] * len(CALL_COLUMNS)
-    return replace(answers, columns={**answers.columns, **dict(zip(CALL_COLUMNS, counts, strict=True))})
-
-
-def _last_turns(batch: SampleBatch) -> list[list[int]]:
-    """The tokens that were drawn last of each sample: those after the last one that it has read."""
-    pairs = zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
-    return [ids[int((~mask).nonzero()[-1]) + 1 :].tolist() for ids, mask in pairs]
-
-
 def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:
     """The metrics reward and reward_std over the iteration's samples, and rewards/<name>/mean for each reward; none
     before the call's last part.
 
     rewards/reward_model/mean is the mean of the raw scores. With `on_reward_error: skip`, skipped_samples is the
-    number of samples that a reward failed on; those that leave the batch are in no mean. Collective over the mesh.
+    number of samples that a reward failed on; those that leave the batch are in no mean. Where a reward is asked for
+    samples while others are drawn: throughput/rewards_early, their number, and throughput/rewards_waited_s, seconds
+    that the call then waited for Python rewards, a mean over the heads. Collective over the mesh.
     Raises RewardError when a reward failed on every sample, or no reward judged any.
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
     names = config.score_names
-    sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64)
+    sums = torch.zeros(N_SUMS + 2 * len(names), dtype=torch.float64)
     scores = torch.zeros(0) if scored is None else scored.scores[scored.stays]
     if scored is not None:
         sums[0] = len(scores)
@@ -344,9 +324,10 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
             sums[2] = scored.reward_model[scored.stays].sum()
         sums[3] = len(scored.faults)
         sums[4] = len(scored.scores)
-        for place, name in enumerate(names):
+        sums[5:N_SUMS] = torch.tensor([scored.early is not None, scored.early or 0, scored.waited_s])
+        for place, name in enumerate(names, N_SUMS // 2):
             values = [value for value in scored.rewards[name] if value is not None]
-            sums[5 + 2 * place], sums[6 + 2 * place] = sum(values), len(values)
+            sums[2 * place], sums[2 * place + 1] = sum(values), len(values)
     of_part = engine.sum_over_dp(sums)
     mean = (of_part[1] / of_part[0].clamp(min=1)).item()
     deviations = float((scores - mean).square().sum())
@@ -355,7 +336,7 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
     if parts is None:
         return {}
     figures = torch.stack(parts)
-    n, total, raw, skipped, judged, *by_name, within = figures.sum(0).tolist()
+    n, total, raw, skipped, judged, may_be_early, early, waited_s, *by_name, within = figures.sum(0).tolist()
     if not judged:  # the call has not run
         return {}
     if scored is not None:
@@ -377,6 +358,9 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
             metrics[f"rewards/{name}/mean"] = by_name[2 * place] / by_name[2 * place + 1]
     if config.scoring_role == "reward":
         metrics["rewards/reward_model/mean"] = raw / max(n, 1)
+    if may_be_early:
+        heads = engine.placement.strategy.dp
+        metrics |= {"throughput/rewards_early": early, "throughput/rewards_waited_s": waited_s / heads}
     return metrics
 
 

@@ -1,6 +1,6 @@
 """Runs an algorithm's graph on one rank, without plan, Prefect and Dask: the functions alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,11 @@ from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from prefect_rlhf.rlhf_tasks.protocol.decisions import Decisions
 from prefect_rlhf.rlhf_tasks.rank.generators import make_generator
+from prefect_rlhf.rlhf_tasks.rank.samples import scored_here
 from prefect_rlhf.rlhf_tasks.spec import (
     WHOLE,
     CallAssignment,
+    CallNode,
     ModelFunctionCall,
     NodeKey,
     NodeResult,
@@ -95,7 +97,9 @@ class OneRank:
         self.functions = functions_of(loaded, self.calls)
         self.graph = DataflowGraph(self.calls, self.algorithm.dataset_keys)
         everywhere = {call.name: CallAssignment(placement=PLACEMENT) for call in self.calls}
-        self.decisions = Decisions(build_plan(self.graph, everywhere, Cluster(1, 1)))
+        self.plan = build_plan(self.graph, everywhere, Cluster(1, 1))
+        self.decisions = Decisions(self.plan)
+        self.asks_early = True
         self.left: dict[str, SampleBatch] = {}  # by the calls that generate in segments
         self.micro_batches = {call.name: 1 if call.kind == "generate" else 4 for call in self.calls}
 
@@ -166,9 +170,18 @@ class OneRank:
             tally=self.tallies.setdefault(call.name, []),
             rows=lambda samples: fetch(self.rows, self.config, samples),
             generator=self.generator,
+            scored_here=self.scored_here(call, part, iteration),
         )
         function = self.functions[call.name]
         return (function if runs else on_none(function))(engine, batch, context)
+
+    def scored_here(self, call: ModelFunctionCall, part: Part, iteration: int) -> Mapping[int, int]:
+        """As a rank has it: this one scores all samples."""
+        node = self.plan.node(call.nodes[part.number])
+        every = range(iteration * self.graph.n_seqs, (iteration + 1) * self.graph.n_seqs)
+        return (
+            scored_here(self.plan, node, every, 0) if self.asks_early and isinstance(node, CallNode) else {}
+        )
 
     def save(self, role: str, folder: Path) -> None:
         """The role's weights as a Hugging Face folder."""
