@@ -91,8 +91,8 @@ class Scores(Samples, Judges):
     """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
 
     groups: ClassVar[Groups] = {
-        "": ("rewards", "environment", "agent"),
-        "Tools": ("tools", "tool_format"),
+        "": ("rewards", "environment"),
+        "Tools": ("tools", "tool_format", "agent"),
         "Batch": ("chunks",),
         "Score": ("reward_model", "missing_eos_penalty"),
     }
