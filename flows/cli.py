@@ -43,6 +43,7 @@ COMMANDS = {
     "generate": "answers",
     "graph": "plans",
     "replay": "replays",
+    "rows": "environments",
 }
 CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}
 RUNS_COMMANDS = {"list": "records:list_runs", "compare": "records:compare_runs"}

@@ -19,6 +19,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.examples import first_example
 from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, is_pickled
+from prefect_rlhf.rlhf_tasks.config.packages import refusal
 from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig, EnvironmentConfig, RewardConfig, ToolConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.rows import prompt_example
@@ -102,7 +103,10 @@ def check_environment(environment: EnvironmentConfig, is_here: bool) -> list[str
     it without the methods `reset` and `step`. is_here: as in `check_rewards`"""
     if is_here:
         _refuse_unset(f"environment {environment.factory}", environment.kwargs)
-    _refuse_unfit(environment)
+    if environment.kind is None:
+        _refuse_unfit(environment)
+    elif is_here and (reason := refusal(environment.kind)):
+        raise ConfigError(f"environment {environment.factory}: {reason}")
     return list(_literals("environment.kwargs", environment.kwargs))
 
 

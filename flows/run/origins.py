@@ -116,7 +116,7 @@ def code_hashes(config: RunConfig) -> dict[str, str]:
         places += [word for word in config.agent.words if word.endswith(".py")]
     hashes = {}
     for place in places:
-        module = place.rpartition(":")[0] or place
+        module = (place.rpartition(":")[0] or place).rpartition(":")[2]  # of skyrl:file.py:Class, the file
         with suppress(OSError, ImportError, ValueError):
             path = Path(module) if module.endswith(".py") else module_file(module)
             if path is not None:

@@ -183,8 +183,9 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     code += [(f"rewards.{n}", one, "function") for n, one in enumerate(document.get("rewards", ()))]
     for place, holder, key in code:
         location, _, name = (holder.get(key) or "").rpartition(":")
-        if location.endswith(".py"):
-            holder[key] = f"{absolute(location, f'{place}.{key}')}:{name}"
+        kind, colon, file = location.rpartition(":")  # such as skyrl:file.py:Class
+        if file.endswith(".py"):
+            holder[key] = f"{kind}{colon}{absolute(file, f'{place}.{key}')}:{name}"
     if (agent := document.get("agent")) is not None:
         words = shlex.split(agent["command"])
         agent["command"] = shlex.join(

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, located
+from prefect_rlhf.rlhf_tasks.config.packages import PACKAGES
 from prefect_rlhf.rlhf_tasks.config.row_objects import rows_or
 from prefect_rlhf.rlhf_tasks.config.settings import (
     MOST_ITERATIONS,
@@ -321,8 +322,9 @@ class EnvironmentConfig(Settings):
     `step(text) -> (observation, reward, done)`."""
 
     factory: str = Field(
-        pattern=r"^[^:]+:[^\W\d]\w*$",
-        description="The class or function that makes one: `module:name`, `file.py:name` or `builtin:NAME`.",
+        pattern=rf"^([^:]+:[^\W\d]\w*|({'|'.join(PACKAGES)}):\S+)$",
+        description="The class or function that makes one: `module:name`, `file.py:name` or `builtin:NAME`; or an "
+        f"environment of a package, by its name there: {', '.join(f'`{kind}:NAME`' for kind in PACKAGES)}.",
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
@@ -346,6 +348,12 @@ class EnvironmentConfig(Settings):
     def name(self) -> str:
         """Its name in metrics: `rewards/<name>/mean`."""
         return self.factory.rpartition(":")[2]
+
+    @property
+    def kind(self) -> str | None:
+        """Of an environment of a package, the key of its package in PACKAGES."""
+        kind = self.factory.partition(":")[0]
+        return kind if kind in PACKAGES else None
 
     @property
     def arguments(self) -> Mapping[str, Any]:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from prefect_rlhf.rlhf_tasks.config.packages import PACKAGES
 from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, UNTIL_S, Caller, importing, late_ones
+from prefect_rlhf.rlhf_tasks.user_code.environment_kinds.starts import factory_of
 from prefect_rlhf.rlhf_tasks.user_code.errors import (
     RewardError,
     at_line,
@@ -67,12 +69,13 @@ class Environments:
         self._caller, self._skips = caller, begin["skips"]
         self._name = f"environment {begin['factory']}"
         self._kwargs = caller.secrets.resolved(self._name, begin["kwargs"])
-        self._has_tools = bool(begin["tools"])
+        has_tools = bool(begin["tools"])
+        self._answers_calls = has_tools or begin["factory"].partition(":")[0] in PACKAGES
         with importing(self._name):
             self._factory = (
                 tool_episodes(begin["tools"], begin["tool_format"], caller)
-                if self._has_tools
-                else self._factory_at(*begin["factory"].rsplit(":", 1))
+                if has_tools
+                else factory_of(begin["factory"]) or self._factory_at(*begin["factory"].rsplit(":", 1))
             )
         self.loop = asyncio.Runner()  # one for all requests: an environment may keep a connection open
         self._running: dict[int, tuple[Any, int]] = {}
@@ -192,7 +195,7 @@ class Environments:
         if not isinstance(returned, tuple | list) or len(returned) != len(Answer._fields):
             raise RewardError(f"{who} returned {shown(returned)}. Return (observation, reward, done).")
         observation, reward, done = returned
-        if not isinstance(observation, str) and not self._has_tools:
+        if not isinstance(observation, str) and not self._answers_calls:
             raise RewardError(f"{who} returned the observation {shown(observation)}: not a text.")
         number = as_float(unwrapped(reward))
         if not math.isfinite(number):

@@ -290,6 +290,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "of a run to continue": (("resume", LONG), (LONG, "File name too long")),
     "of a run to stop": (("stop", LONG), (LONG, "File name too long")),
     "of a run to cancel": (("cancel", LONG), (LONG, "File name too long")),
+    "of rows for an environment": (("rows", "FILE", LONG), (LONG, "File name too long")),
     "of a dump to replay": (("replay", LONG), (LONG, "File name too long")),
     "of a demo": (("demo", "--folder", LONG), (LONG, "File name too long")),
     "of a plan's file": (("plan", "--config", "FILE", "--out", LONG), (LONG, "File name too long")),

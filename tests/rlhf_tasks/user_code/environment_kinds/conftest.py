@@ -1,0 +1,120 @@
+"""The packages whose environments are played, each in a folder of its own, made once on a machine."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from prefect_rlhf.flows.cli import run_command
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.config.packages import PACKAGES
+from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
+from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
+
+CACHE = Path(tempfile.gettempdir()) / "prefect-rlhf-test-packages"
+INSTALL_S = 900
+
+
+def pip(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
+    return subprocess.run(command, check=True, timeout=INSTALL_S, stdout=subprocess.PIPE, text=True).stdout
+
+
+def install(kind: str) -> Path:
+    """The folder of a kind's package and of what it needs beside what is installed here, in the versions that fit."""
+    package = PACKAGES[kind]
+    wanted = f"{package.name}=={package.version}"
+    target = CACHE / wanted
+    with FileLock(CACHE / f"{wanted}.lock", timeout=2 * INSTALL_S):
+        if target.exists():
+            return target
+        fixed = CACHE / f"{wanted}.constraints"
+        fixed.write_text("".join(f"{each.name}=={each.version}\n" for each in distributions()))
+        found = pip("--dry-run", "--report", "-", "-c", str(fixed), wanted)
+        new = [each["metadata"] for each in json.loads(found)["install"]]
+        exact = {wanted, *(f"{each['name']}=={each['version']}" for each in new)}
+        begun = CACHE / f"{wanted}.begun"
+        shutil.rmtree(begun, ignore_errors=True)
+        pip("--no-deps", "--target", str(begun), *exact)
+        begun.rename(target)
+    return target
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Make a kind's package one that the processes of environments find."""
+
+    def make(kind: str) -> Path:
+        CACHE.mkdir(exist_ok=True)
+        folder = install(kind)
+        monkeypatch.setenv("PYTHONPATH", str(folder))  # of a script
+        monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])  # of the processes of environments
+        return folder
+
+    return make
+
+
+class Table:
+    """Plays an environment in its own process."""
+
+    def __init__(self, factory: str, **kwargs: Any) -> None:
+        config = make_config(
+            {
+                "type": "rollout",
+                "models": {"actor": "a"},
+                "data": {"train": "d"},
+                "sampling": {"max_completion_length": 4},
+                "reward_timeout_s": 100,
+                "environment": {"factory": factory, "kwargs": kwargs},
+            }
+        )
+        self.process = EnvironmentProcess(config)
+
+    def play(self, row: Mapping[str, Any], *turns: str, seed: int = 7, sample: int = 0) -> Any:
+        """What each turn of an episode is answered with."""
+        answers: list[Answer | FailedAnswer] = []
+        for number in range(1, len(turns) + 1):
+            answers += self.process.answers([Episode(sample, row, seed, turns[:number])])
+        return [tuple(answer) for answer in answers]
+
+
+@pytest.fixture
+def table() -> Iterator[Callable[..., Table]]:
+    """Begin to play an environment."""
+    begun: list[Table] = []
+
+    def make(factory: str, **kwargs: Any) -> Table:
+        begun.append(Table(factory, **kwargs))
+        return begun[-1]
+
+    yield make
+    for each in begun:
+        each.process.close()
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """What `prefect-rlhf rows` writes for an environment."""
+
+    def make(factory: str, count: int, first: int = 0, **kwargs: Any) -> list[dict[str, Any]]:
+        document = {
+            "type": "rollout",
+            "models": {"actor": "a"},
+            "data": {"train": "d"},
+            "sampling": {"max_completion_length": 4},
+            "environment": {"factory": factory, "kwargs": kwargs},
+        }
+        (tmp_path / "run.yaml").write_text(json.dumps(document))
+        places = [str(tmp_path / name) for name in ("run.yaml", "rows.jsonl")]
+        assert run_command(["rows", *places, "--count", str(count), "--first", str(first)]) == 0
+        return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+
+    return make
