@@ -72,7 +72,9 @@ class Agents:
         _allow_many_files()
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self._url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
-        self.loop = asyncio.Runner()  # in which the rank's messages are waited for; agents have one of their own
+        self.loop = (
+            asyncio.Runner()
+        )  # in which the rank's messages are waited for; agents have one of their own
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True).start()
