@@ -29,11 +29,13 @@ class DistillationConfig(Samples, TrainingConfig):
     @model_validator(mode="after")
     def _samples_from_the_whole_student(self) -> Self:
         sampling = self.sampling
-        if sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k > 0:
+        is_cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_new_tokens > 0
+        if sampling.temperature == 0 or is_cut:
             raise ValueError(
-                f"sampling.temperature={sampling.temperature:g}, top_p={sampling.top_p:g} and top_k="
-                f"{sampling.top_k} leave out tokens, but the divergence from the teacher is estimated from tokens of "
-                "the student's whole distribution. Choose a temperature above 0, top_p 1 and top_k 0."
+                f"sampling.temperature={sampling.temperature:g}, top_p={sampling.top_p:g}, top_k={sampling.top_k} "
+                f"and min_new_tokens={sampling.min_new_tokens} leave out tokens, but the divergence from the teacher "
+                "is estimated from tokens of the student's whole distribution. Choose a temperature above 0, top_p "
+                "1, top_k 0 and min_new_tokens 0."
             )
         return self
 

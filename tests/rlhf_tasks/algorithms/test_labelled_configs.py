@@ -52,6 +52,7 @@ def test_a_mismatched_answer_is_anothers_in_the_same_mini_batch():
         ("distillation", {"sampling": {"max_completion_length": 8, "top_p": 0.9}}, "top_p=0.9"),
         ("distillation", {"sampling": {"max_completion_length": 8, "top_k": 5}}, "top_k=5"),
         ("distillation", {"sampling": {"max_completion_length": 8, "temperature": 0}}, "temperature=0"),
+        ("distillation", {"sampling": {"max_completion_length": 8, "min_new_tokens": 2}}, "min_new_tokens=2"),
         (
             "distillation",
             {"rewards": [{"function": "m:f"}]},
