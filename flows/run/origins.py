@@ -110,7 +110,7 @@ def code_hashes(config: RunConfig) -> dict[str, str]:
     if isinstance(config, Scores) and config.environment is not None:
         places += [config.environment.factory, *(tool.function for tool in config.tools if tool.function)]
         places += [
-            word for tool in config.tools if tool.mcp for word in tool.mcp.command if word.endswith(".py")
+            word for tool in config.tools if tool.mcp for word in tool.mcp.words if word.endswith(".py")
         ]
     if isinstance(config, Scores) and config.agent is not None:
         places += [word for word in config.agent.words if word.endswith(".py")]

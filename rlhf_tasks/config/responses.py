@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     Field,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -26,6 +27,20 @@ from prefect_rlhf.rlhf_tasks.config.settings import (
     Settings,
 )
 from prefect_rlhf.rlhf_tasks.system.reading import shown
+
+
+def _has_words(value: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{value} is no command: {error}") from None
+    if not words:
+        raise ValueError("the command is empty")
+    return value
+
+
+CommandLine = Annotated[str, AfterValidator(_has_words)]
+"""A program and its arguments, quoted as for a shell."""
 
 MOST_REQUESTS = 4096  # of an agent
 MOST_STOPS = 32  # strings, and ids, that end a response
@@ -370,8 +385,7 @@ class EnvironmentConfig(Settings):
 class AgentConfig(Settings):
     """A program of the user's that plays an episode for each response: it asks the policy by OpenAI's API."""
 
-    command: str = Field(
-        min_length=1,
+    command: CommandLine = Field(
         description="The program with its arguments. It reads the row as JSON on standard input, asks "
         'OPENAI_BASE_URL with OPENAI_API_KEY, and may end its output with {"reward": NUMBER}.',
     )
@@ -385,17 +399,6 @@ class AgentConfig(Settings):
         le=MOST_SECONDS,
         description="Seconds of an episode, from the agent's start to its exit, drawing included.",
     )
-
-    @field_validator("command")
-    @classmethod
-    def _has_words(cls, value: str) -> str:
-        try:
-            words = shlex.split(value)
-        except ValueError as error:
-            raise ValueError(f"{value} is no command: {error}") from None
-        if not words:
-            raise ValueError("the command is empty")
-        return value
 
     @property
     def words(self) -> list[str]:
@@ -416,8 +419,8 @@ class AgentConfig(Settings):
 class McpConfig(Settings):
     """A server of tools that speaks MCP."""
 
-    command: tuple[str, ...] = Field(
-        default=(), max_length=64, description="Starts it, and speaks with it by standard input and output."
+    command: CommandLine | None = Field(
+        default=None, description="Starts it, and speaks with it by standard input and output."
     )
     url: str | None = Field(
         default=None,
@@ -428,9 +431,14 @@ class McpConfig(Settings):
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
-        if bool(self.command) == (self.url is not None):
-            raise ValueError(f"give either command or url, found {'both' if self.command else 'neither'}")
+        if (self.command is None) == (self.url is None):
+            raise ValueError(f"give either command or url, found {'both' if self.url else 'neither'}")
         return self
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The command's program and its arguments; none for a url."""
+        return tuple(shlex.split(self.command or ""))
 
 
 class ToolConfig(Settings):
@@ -477,13 +485,13 @@ class ToolConfig(Settings):
     def parts(self) -> tuple[str, ...]:
         """Where its code may be: a module or file, or the parts of a command."""
         if self.mcp is not None:
-            return self.mcp.command
+            return self.mcp.words
         return (self.where.rpartition(":")[0],)
 
     @property
     def where(self) -> str:
         """Names it, for sentences."""
-        return self.function or f"mcp {self.mcp and (self.mcp.url or ' '.join(self.mcp.command))}"
+        return self.function or f"mcp {self.mcp and (self.mcp.url or self.mcp.command)}"
 
     @property
     def arguments(self) -> Mapping[str, Any]:

@@ -34,6 +34,7 @@ class Schemas:
 
     def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
         self._caller, self._tools = caller, begin["tools"]
+        self.loop = asyncio.Runner()
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The schemas of each entry of `tools`: of a function one, of a class and a server several."""
@@ -41,7 +42,7 @@ class Schemas:
 
     def _of(self, stated: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         if stated["mcp"] is not None:
-            return asyncio.run(_server(stated, self._caller).schemas(timeout_s))
+            return self.loop.run(_server(stated, self._caller).schemas(timeout_s))
         location, kwargs = stated["function"], [*stated["kwargs"]]
         target = _at(location)
         if not inspect.isclass(target):
@@ -84,7 +85,7 @@ def loaded(
 
 def _server(stated: Mapping[str, Any], caller: Caller) -> ToolServer:
     command, url = stated["mcp"]["command"], stated["mcp"]["url"]
-    settings = caller.secrets.resolved(f"mcp {url or ' '.join(command)}", stated["kwargs"])
+    settings = caller.secrets.resolved(f"mcp {url or command}", stated["kwargs"])
     return ToolServer(command, url, settings, caller.secrets.scrubbed)
 
 

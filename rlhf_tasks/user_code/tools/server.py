@@ -9,8 +9,9 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -79,13 +80,13 @@ class ToolServer:
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: str | None,
         url: str | None,
         settings: Mapping[str, str],
         scrubbed: Callable[[str], str],
     ) -> None:
         self._command, self._url, self._settings, self._scrubbed = command, url, settings, scrubbed
-        self._who = f"mcp {url or ' '.join(command)}"
+        self._who = f"mcp {url or command}"
         if find_spec("mcp") is None:
             raise RewardError(
                 f"{self._who}: servers of tools need the package mcp. Run: pip install 'prefect-rlhf[mcp]'"
@@ -193,7 +194,7 @@ class ToolServer:
         from mcp.client.streamable_http import streamable_http_client
 
         if self._url is None:
-            program, *arguments = self._command
+            program, *arguments = shlex.split(self._command or "")
             server = StdioServerParameters(command=program, args=arguments, env=dict(self._settings))
             async with Client(stdio_client(server, self._printed)) as client:
                 yield client

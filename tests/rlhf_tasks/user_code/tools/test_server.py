@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -31,8 +32,8 @@ NAMES = ["length", "fail", "leave", "sleep", "key"]
 WAY = {"points": [{"x": 1, "y": 2}, {"x": 3, "y": 4}]}
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, FILE, *arguments]
+def command(*arguments: str) -> str:
+    return shlex.join([sys.executable, FILE, *arguments])
 
 
 def server_of(*arguments: str, **settings: str) -> ToolServer:
@@ -45,7 +46,7 @@ def url() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with subprocess.Popen(command(f"port={port}"), stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(shlex.split(command(f"port={port}")), stderr=subprocess.DEVNULL) as process:
         until_s = time.monotonic() + 60
         while time.monotonic() < until_s:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -153,7 +154,7 @@ def test_a_server_that_offers_no_tools_is_a_sentence(arguments, sentence):
 
 
 def test_so_is_a_command_that_is_not_there():
-    server = ToolServer(["no-such-program"], None, {}, str)
+    server = ToolServer("no-such-program", None, {}, str)
     with pytest.raises(RewardError, match=r"mcp no-such-program: the server has ended: .*No such file"):
         asyncio.run(server.schemas(60.0))
 
@@ -237,9 +238,9 @@ def test_two_tools_of_one_name_are_refused():
     [
         ({}, "give either function or mcp, found neither"),
         ({"mcp": {}}, "give either command or url, found neither"),
-        ({"mcp": {"command": ["a"], "url": "http://a/"}}, "give either command or url, found both"),
-        ({"mcp": {"command": ["a"]}, "kwargs": {"K": {"block": "b"}}}, "kwargs.K names a Prefect block, but"),
-        ({"mcp": {"command": ["a"]}, "kwargs": {"K": 3}}, "kwargs.K=3 is no text"),
+        ({"mcp": {"command": "a", "url": "http://a/"}}, "give either command or url, found both"),
+        ({"mcp": {"command": "a"}, "kwargs": {"K": {"block": "b"}}}, "kwargs.K names a Prefect block, but"),
+        ({"mcp": {"command": "a"}, "kwargs": {"K": 3}}, "kwargs.K=3 is no text"),
     ],
 )
 def test_an_entry_is_a_function_or_a_server(tool, sentence):
