@@ -1,5 +1,6 @@
 """How the environments of packages begin: by a row that `prefect-rlhf rows` has made."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -38,6 +39,7 @@ class Rows:
         location = begin["factory"]
         self._who = who = f"environment {location}"
         kind, _, self._name = location.partition(":")
+        self.loop = asyncio.Runner()
         self._kwargs = caller.secrets.resolved(who, begin["kwargs"])
         with importing(who):
             starts = getattr(_module(location, kind), "starts", None)
