@@ -22,10 +22,12 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
+    "openenv": Package("openenv-core", "0.3.0"),
     "reasoning_gym": Package("reasoning-gym", "0.1.25"),
     "skyrl": Package("skyrl-gym", "0.4.0"),
     "textarena": Package("textarena", "0.7.4"),
     "trl": Package("trl", "1.16.0", is_loaded=False),
+    "verifiers": Package("verifiers", "0.4.0"),
 }
 """Kind of environment, which begins `environment.factory` -> its package; the adapters are in
 user_code/environment_kinds."""

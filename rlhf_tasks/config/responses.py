@@ -361,8 +361,8 @@ class EnvironmentConfig(Settings):
 
     @property
     def name(self) -> str:
-        """Its name in metrics: `rewards/<name>/mean`."""
-        return self.factory.rpartition(":")[2]
+        """Its name in metrics: `rewards/<name>/mean`. Of an environment behind a URL, its kind."""
+        return (self.kind if "://" in self.factory else None) or re.split("[:/]", self.factory)[-1]
 
     @property
     def kind(self) -> str | None:

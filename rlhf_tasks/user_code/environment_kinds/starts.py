@@ -1,7 +1,7 @@
 """How the environments of packages begin: by a row that `prefect-rlhf rows` has made."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import islice
@@ -15,6 +15,7 @@ from prefect_rlhf.rlhf_tasks.user_code.forms import module_at
 START = "start"
 """Column of a row: what the environment begins with, as its kind defines it; most often a seed."""
 Message = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 def factory_of(location: str) -> Callable[..., Any] | None:
@@ -51,9 +52,20 @@ class Rows:
         """`count` rows, from the start `first` on; fewer where the environment has no more."""
         try:
             made = self._starts(self._name, self._kwargs, request["first"])
+            if isinstance(made, AsyncIterator):
+                return {"rows": self.loop.run(_first(made, request["count"]))}
             return {"rows": list(islice(made, request["count"]))}
         except Exception as error:  # noqa: BLE001  the environment may raise anything
             raise raised(f"{self._who}: its beginning", error, "") from None
+
+
+async def _first(made: AsyncIterator[Row], count: int) -> list[Row]:
+    rows: list[Row] = []
+    async for row in made:
+        rows.append(row)
+        if len(rows) == count:
+            break
+    return rows
 
 
 def row_of(start: Any, messages: Sequence[Message], **more: Any) -> dict[str, Any]:

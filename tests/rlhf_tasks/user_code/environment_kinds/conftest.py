@@ -20,6 +20,11 @@ from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
 from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
 
 CACHE = Path(tempfile.gettempdir()) / "prefect-rlhf-test-packages"
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "openenv": ("fastmcp>=3", "openai>=2.7.2", "tomli-w>=1.2", "websockets>=15.0.1"),
+}
+"""Kind -> what is installed of its package's requirements, where that is not all: OpenEnv's `gradio`, which only its
+web pages need, takes no huggingface-hub of version 2."""
 INSTALL_S = 900
 
 
@@ -38,7 +43,7 @@ def install(kind: str) -> Path:
             return target
         fixed = CACHE / f"{wanted}.constraints"
         fixed.write_text("".join(f"{each.name}=={each.version}\n" for each in distributions()))
-        found = pip("--dry-run", "--report", "-", "-c", str(fixed), wanted)
+        found = pip("--dry-run", "--report", "-", "-c", str(fixed), *NEEDS.get(kind, (wanted,)))
         new = [each["metadata"] for each in json.loads(found)["install"]]
         exact = {wanted, *(f"{each['name']}=={each['version']}" for each in new)}
         begun = CACHE / f"{wanted}.begun"
@@ -55,7 +60,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     def make(kind: str) -> Path:
         CACHE.mkdir(exist_ok=True)
         folder = install(kind)
-        monkeypatch.setenv("PYTHONPATH", str(folder))  # of a script
+        monkeypatch.setenv("PYTHONPATH", str(folder))  # of a server
         monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])  # of the processes of environments
         return folder
 

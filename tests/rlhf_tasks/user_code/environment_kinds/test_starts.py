@@ -17,6 +17,8 @@ GAME = EnvironmentConfig(factory="textarena:Wordle-v0")
     ("factory", "kind", "name"),
     [
         ("textarena:Wordle-v0", "textarena", "Wordle-v0"),
+        ("openenv:http://127.0.0.1:8000/", "openenv", "openenv"),
+        ("verifiers:owner/set", "verifiers", "set"),
         ("trl:rooms/vault.py:Vault", "trl", "Vault"),
         ("rooms/vault.py:Vault", None, "Vault"),
         ("textarenas:Game", None, "Game"),
