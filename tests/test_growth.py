@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 363,
-    "hundreds of lines": 779,
+    "files": 366,
+    "hundreds of lines": 783,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 156,
