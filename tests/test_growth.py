@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 366,
-    "hundreds of lines": 783,
+    "hundreds of lines": 784,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 156,

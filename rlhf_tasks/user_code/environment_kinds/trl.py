@@ -16,6 +16,7 @@ from prefect_rlhf.rlhf_tasks.user_code.environment_kinds.random_state import Ran
 from prefect_rlhf.rlhf_tasks.user_code.environment_kinds.starts import START, named, row_of, written
 from prefect_rlhf.rlhf_tasks.user_code.errors import shortened
 from prefect_rlhf.rlhf_tasks.user_code.tools.episode import ToolEpisode
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import format_named
 from prefect_rlhf.rlhf_tasks.user_code.tools.loaded import Tool
 
 OF_ROWS = ("prompt", "tools", START)
@@ -33,7 +34,7 @@ class Environment:
             raise ValueError(
                 f"{name} is a rollout_func, which draws with TRL's trainer. Name its environment: trl:file.py:Class."
             )
-        self._made, self._format = factory(), tool_format
+        self._made, self._format = factory(), format_named(tool_format)
         methods = [each for each, _ in inspect.getmembers(type(self._made), inspect.isfunction)]
         if "reset" not in methods:
             raise ValueError(f"{type(self._made).__name__} has no method 'reset'.")

@@ -35,7 +35,7 @@ from prefect_rlhf.rlhf_tasks.user_code.environment_kinds.starts import (
     refuse_other_prompt,
     row_of,
 )
-from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Malformed, Read, calls_of
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Malformed, Read, calls_of, format_named
 
 HARNESS = "prefect_rlhf_policy"
 POLICY = "policy"  # the model's name in the requests
@@ -51,7 +51,8 @@ class Environment:
     """
 
     def __init__(self, name: str, tool_format: str = "hermes", **kwargs: Any) -> None:
-        self._served, self._format = _served(name, json.dumps(kwargs)), tool_format
+        self._format = format_named(tool_format)
+        self._served = _served(name, json.dumps(kwargs))
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
         if START not in row:

@@ -72,6 +72,13 @@ def format_of(template: str) -> str | None:
     return None
 
 
+def format_named(name: str) -> str:
+    """The name, where it is a format's. Raises ValueError."""
+    if name not in FORMATS:
+        raise ValueError(f"tool_format={name!r} is none of {', '.join(FORMATS)}.")
+    return name
+
+
 def calls_of(text: str, name: str, schemas: Schemas) -> list[Read]:
     """The calls in a turn, in their order; none where it is an answer.
 

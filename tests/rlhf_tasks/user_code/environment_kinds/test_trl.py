@@ -85,6 +85,11 @@ def test_what_reset_adds_must_stand_in_the_prompt_and_a_rollout_func_is_refused(
         table(vault.replace("Vault", "rollout")).play({"prompt": "?"}, "!")
 
 
+def test_a_format_that_there_is_not_is_one_sentence(table, vault):
+    with pytest.raises(RewardError, match=r"tool_format='json' is none of xml, hermes, "):
+        table(vault, tool_format="json").play({"prompt": "?"}, "!")
+
+
 @pytest.mark.slow
 def test_trl_tells_tools_from_other_methods_by_the_same_names(installed):
     """As of the version that this is written for, in the source of its trainer."""
