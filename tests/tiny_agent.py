@@ -87,6 +87,18 @@ def slow(row: dict[str, Any], wait_s: float) -> None:
     time.sleep(600)
 
 
+def stops(row: dict[str, Any], wait_s: float) -> None:
+    """Refuses a text that lacks tokens which were drawn before that which ended it."""
+    letters = [chr(code) for code in range(32, 127)][::3][:32]
+    for _ in range(4):
+        body = {"prompt": row["prompt"], "max_tokens": 16, "logprobs": 1, "stop": letters}
+        (choice,) = post("/completions", body)[1]["choices"]
+        before = "".join(choice["logprobs"]["tokens"][:-1])
+        said, drawn = ([each for each in text if each.isascii()] for text in (choice["text"], before))
+        assert said[: len(drawn)] == drawn, choice  # others may be half a character
+    print(json.dumps({"reward": 1}))
+
+
 def chats(row: dict[str, Any], wait_s: float) -> None:
     """Answers each call of a tool, for at most three turns."""
     integers = {"a": {"type": "integer"}, "b": {"type": "integer"}}

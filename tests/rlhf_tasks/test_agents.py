@@ -113,6 +113,11 @@ def test_the_sample_is_the_chain_with_the_most_drawn_tokens_and_the_others_are_c
     assert begun.iterate(1)[0]["agent/left_out"] == pytest.approx(3, abs=0.5)
 
 
+def test_an_answer_has_the_stop_strings_that_min_new_tokens_lets_be(run):
+    settings = {"max_completion_length": 32, "min_new_tokens": 6}
+    assert min(map(len, drawn(run("stops", sampling=settings))["input_ids"].split())) > 6
+
+
 def test_each_failure_costs_one_sample(run, tmp_path):
     begun = run("moody", limits={"max_requests": 8, "timeout_s": 5}, on_reward_error="skip")
     metrics, store = begun.iterate(0)
@@ -189,7 +194,8 @@ def test_openais_agents_sdk_is_a_rollout_as_it_is(run, tmp_path_factory):
 
 
 def chain(request, said="yes", tail="<eos>"):
-    return Chain(request, (said, said), tail, {}, 1, False)
+    """An answer; with a tail in <> an end token has ended it, with another a stop string."""
+    return Chain(request, (said, said), tail, {}, 1, cut=False, is_over=tail[:1] == "<")
 
 
 def asked_for(messages=None, text="", tools=()):
@@ -210,8 +216,9 @@ def test_a_text_continues_a_chain(text, rest):
     assert chain(asked_for(text="Ask: ")).rest(asked_for(text=text), str) == rest
 
 
-def test_the_same_text_once_more_asks_for_another_answer_though_the_first_was_empty():
-    assert chain(asked_for(text="Ask: "), said="").rest(asked_for(text="Ask: "), str) is None
+@pytest.mark.parametrize(("text", "rest"), [("Ask: ", None), ("Ask: <eos>Next", "Next"), ("Ask: Next", None)])
+def test_a_text_continues_an_empty_answer_by_what_has_ended_it(text, rest):
+    assert chain(asked_for(text="Ask: "), said="").rest(asked_for(text=text), str) == rest
 
 
 USER, MORE = {"role": "user", "content": "Ask"}, {"role": "user", "content": "Next"}
@@ -227,7 +234,8 @@ def rendered(messages):
     ("messages", "rest"),
     [
         ([USER, YES, MORE], "Next<think>"),
-        ([USER, {**YES, "content": "yes</code>"}, MORE], "</code><eos>Next<think>"),
+        ([USER, {**YES, "content": "yes<eos>"}, MORE], "Next<think>"),
+        ([USER, {**YES, "content": "yes, I think"}, MORE], None),
         ([USER, {**YES, "content": "no"}, MORE], None),
         ([MORE, YES, MORE], None),
         ([USER, MORE], None),
@@ -236,6 +244,27 @@ def rendered(messages):
 )
 def test_a_conversation_continues_a_chain_by_its_messages(messages, rest):
     assert chain(asked_for([USER])).rest(asked_for(messages), rendered) == rest
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "rest"),
+    [
+        ("yes", "yes;", "<eos>Next<think>"),
+        ("yes", "yes; 3", " 3<eos>Next<think>"),
+        ("yes", "yes", "<eos>Next<think>"),
+        ("", "; 3", " 3<eos>Next<think>"),
+        ("", "(no answer)", None),
+    ],
+)
+def test_a_turn_that_a_stop_string_has_ended_goes_on_with_what_the_agent_adds(said, content, rest):
+    messages = [USER, {**YES, "content": content}, MORE]
+    assert chain(asked_for([USER]), said, ";").rest(asked_for(messages), rendered) == rest
+
+
+@pytest.mark.parametrize(("content", "rest"), [("", "Next<think>"), ("(no answer)", None)])
+def test_nothing_takes_the_place_of_an_empty_answer(content, rest):
+    messages = [USER, {**YES, "content": content}, MORE]
+    assert chain(asked_for([USER]), said="").rest(asked_for(messages), rendered) == rest
 
 
 def test_it_does_not_with_other_tools_nor_as_a_text():

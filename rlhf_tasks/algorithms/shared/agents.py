@@ -11,6 +11,7 @@ asks one thing after the other draws the same whatever the layout; when requests
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,7 @@ class Chain:
     data     key of `generate` -> its tensor, of all tokens
     drawn    number of tokens that were drawn
     cut      whether the answer ended by length
+    is_over  whether an end token has ended it: nothing can follow in the same turn of a conversation
     """
 
     request: Asked
@@ -105,6 +107,7 @@ class Chain:
     data: Mapping[str, Tensor]
     drawn: int
     cut: bool
+    is_over: bool
 
     @property
     def length(self) -> int:
@@ -128,15 +131,19 @@ class Chain:
         # The template may write a turn that is over otherwise than one that it opens: only what follows it counts.
         turn = {"role": "assistant", "content": _TURN}
         _, is_written, after = render([*before, turn, *request.messages[place + 1 :]]).partition(_TURN)
-        if added is None or not is_written:
+        if added is None or not is_written or (added and self.is_over):
             return None
         return added + (after if added else after.removeprefix(self.tail))
 
     def _added(self, text: str, before: str = "") -> str | None:
-        """What a text says after another and the answer, which may be nothing in a turn of a conversation."""
+        """What a text says after another and the answer, which may be nothing in a turn of a conversation. Any text
+        begins with an empty answer: then it must continue with the tail."""
         for said in self.said:
             if text.startswith(before + said) and (text != before or not before):
-                return text[len(before) + len(said) :].removeprefix(self.tail)
+                after = text[len(before) + len(said) :]
+                added = after.removeprefix(self.tail)
+                if said or not after or added != after:
+                    return added
         return None
 
 
@@ -321,8 +328,9 @@ class _Episodes:
             choice, tail = self._choice(draw, new, cut)
             joined = {key: torch.cat([draw.context[key], new[key]]) for key in new}
             episode.drawn += stop - start
-            said = (choice.raw, choice.text)
-            episode.chains.append(Chain(draw.request, said, tail, joined, draw.before + stop - start, cut))
+            said, count = (choice.raw, choice.text), draw.before + stop - start
+            is_over = int(new["input_ids"][-1]) in self._order.params.stop_ids
+            episode.chains.append(Chain(draw.request, said, tail, joined, count, cut, is_over))
             self._answer(draw, choice)
         self._now = {}
 
@@ -334,7 +342,9 @@ class _Episodes:
         tail = "" if said == ids else tokenizer.decode(ids[-1:], special_tokens=True)
         text = _after(tokenizer, draw.context["input_ids"].tolist(), said, special_tokens=False)
         if said == ids and not cut:
-            whole, raw, text = raw, _until(raw, draw.stop), _until(text, draw.stop)
+            whole, context = raw, draw.context["input_ids"].tolist()
+            before = (_after(tokenizer, context, ids[:-1], special_tokens=each) for each in (True, False))
+            raw, text = (_until(*each, draw.stop) for each in zip((raw, text), before, strict=True))
             tail = whole[len(raw) :]
         tokens = [tokenizer.decode([token], special_tokens=True) for token in ids]
         return Choice(text, raw, "length" if cut else "stop", tokens, new["old_logprobs"].tolist()), tail
@@ -382,7 +392,7 @@ class _Episodes:
         data = dict(_followed({}, [*episode.prompt.tolist(), end], self._engine))
         data["response_mask"] = torch.arange(len(episode.prompt) + 1) == len(episode.prompt)
         nothing = Asked(0, 0, None, "", [], 1, None, [])
-        return Chain(nothing, ("", ""), "", data, 1, True)
+        return Chain(nothing, ("", ""), "", data, 1, cut=True, is_over=True)
 
     def close(self) -> None:
         """Close the endpoint, and end all agents."""
@@ -414,9 +424,15 @@ def _plain(message: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any
     return {**message, "content": tokenizer.without_special(message["content"])}
 
 
-def _until(text: str, strings: Sequence[str]) -> str:
-    """A text up to the first of some strings."""
-    return text[: min((text.find(string) for string in strings if string in text), default=len(text))]
+def _until(text: str, before: str, strings: Sequence[str]) -> str:
+    """A text up to the first of some strings that its last token has completed: min_new_tokens lets others be.
+
+    before  the text without that token
+    """
+    same = takewhile(lambda both: both[0] == both[1], zip(text, before, strict=False))
+    since = len(list(same)) + 1  # the last token may have completed a character
+    places = (text.find(string, max(since - len(string), 0)) for string in strings)
+    return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
 def _after(tokenizer: Tokenizer, before: list[int], ids: list[int], special_tokens: bool) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.system.reading import shown
-from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Call, calls_of
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Call, calls_of, is_schema
 
 MODEL = "policy"
 TURN_S = 1.0
@@ -122,24 +122,42 @@ def read_request(document: Any, is_chat: bool, drawing: Drawing, raws: Mapping[s
     """
     if not isinstance(document, dict):
         raise Refused(400, "the request is no JSON object")
+    _refuse_unwritable(document)
     _refuse_other_drawing(document, drawing)
     n = _whole(document, "n", 1, 128) or 1
     most = _whole(document, "max_completion_tokens", 1) or _whole(document, "max_tokens", 1)
     fields = {"n": n, "most": most, "stop": _stop(document.get("stop")), "tools": []}
+    options = document.get("stream_options")
+    if not isinstance(options, dict | None):
+        raise Refused(400, f"stream_options={shown(options)}: give an object")
     if not is_chat:
         text = document.get("prompt")
         if not isinstance(text, str) or not text:
             raise Refused(400, f"prompt={shown(text)}: give one text that is not empty")
         return fields | {"messages": None, "text": text}
     tools = document.get("tools") or []
-    if not isinstance(tools, list) or not all(_is_tool(each) for each in tools):
-        raise Refused(400, "tools: each is {type: function, function: {name, parameters}}")
+    if not isinstance(tools, list) or not all(_is_tool(each) and _has_schema(each) for each in tools):
+        raise Refused(
+            400,
+            "tools: each is {type: function, function: {name, parameters}}, parameters being a JSON schema",
+        )
     if document.get("tool_choice") != "none":
         fields["tools"] = tools
     messages = document.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, f"messages={shown(messages)}: give a list of messages")
     return fields | {"messages": [_message(each, raws) for each in messages], "text": ""}
+
+
+def _refuse_unwritable(document: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused(
+            400, "the request has half a character: a surrogate, \\ud800 to \\udfff, without its other half"
+        ) from None
+    except RecursionError:
+        raise Refused(400, "the request is nested too deeply") from None
 
 
 def _refuse_other_drawing(document: Mapping[str, Any], drawing: Drawing) -> None:
@@ -167,10 +185,7 @@ def _stop(stated: Any) -> list[str]:
     strings = [] if stated is None else [stated] if isinstance(stated, str) else stated
     if not isinstance(strings, list) or not all(isinstance(each, str) and each for each in strings):
         raise Refused(400, f"stop={shown(stated)}: give strings that are not empty")
-    if (
-        len(strings) > MOST_STOPS
-        or sum(len(each.encode(errors="replace")) for each in strings) > MOST_STOP_BYTES
-    ):
+    if len(strings) > MOST_STOPS or sum(len(each.encode()) for each in strings) > MOST_STOP_BYTES:
         raise Refused(400, f"stop: give at most {MOST_STOPS} strings of {MOST_STOP_BYTES} bytes together")
     return sorted(set(strings))
 
@@ -178,6 +193,11 @@ def _stop(stated: Any) -> list[str]:
 def _is_tool(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _has_schema(tool: Mapping[str, Any]) -> bool:
+    parameters = tool["function"].get("parameters")
+    return parameters is None or (isinstance(parameters, dict) and is_schema(parameters))
 
 
 def _message(message: Any, raws: Mapping[str, str]) -> dict[str, Any]:
@@ -332,6 +352,10 @@ def _event(document: Mapping[str, Any]) -> str:
 def reward_of(document: Any) -> float:
     """The reward in `{"reward": NUMBER}`. Raises Refused where it has none that is finite."""
     value = document.get("reward") if isinstance(document, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    reward = math.nan
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        with suppress(OverflowError):
+            reward = float(value)
+    if not math.isfinite(reward):
         raise Refused(400, f"the reward {shown(value)} is no finite number")
-    return float(value)
+    return reward

@@ -100,8 +100,8 @@ class Agents:
 
     async def _turn(self, request: Mapping[str, Any]) -> dict[str, Any]:
         for number, reply in request["answers"]:
-            if (future := self._waiting.pop(number, None)) is not None and not future.done():
-                future.set_result(reply)
+            if (future := self._waiting.get(number)) is not None and not future.done():
+                future.set_result(reply)  # `_answered` takes it out
         self._queue.extend(_Episode(*each) for each in request["episodes"])
         self._start()
         if request["waits"]:
@@ -138,7 +138,7 @@ class Agents:
             reward, fault = None, f"could not be run: {type(error).__name__}: {error}"
         del self._running[episode.key]
         for number in episode.waiting:
-            self._waiting.pop(number).cancel()
+            self._waiting[number].cancel()
         self._new = [each for each in self._new if each.sample != episode.sample]
         self._ended.append(
             {

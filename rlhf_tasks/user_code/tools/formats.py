@@ -334,6 +334,31 @@ def _fault(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], place
     return next(filter(None, (_fault(inner, of, root, at) for inner, of, at in parts)), "")
 
 
+def is_schema(parameters: Mapping[str, Any]) -> bool:
+    """Whether what is read of a tool's schema, and of those within it, has the types that it must have."""
+    waiting: list[Any] = [parameters]
+    seen = set[int]()
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, dict) or id(each) in seen:  # what is no object takes anything
+            continue
+        seen.add(id(each))
+        stated, properties = each.get("type"), _properties(each)
+        kinds = [stated] if isinstance(stated, str) else stated or []
+        required, enum, *within = (
+            each.get(key) or [] for key in ("required", "enum", "anyOf", "oneOf", "allOf")
+        )
+        if not isinstance(properties, dict) or not all(
+            isinstance(listed, list) for listed in (kinds, required, enum, *within)
+        ):
+            return False
+        if not all(isinstance(name, str) for name in (*kinds, *required)):
+            return False
+        waiting += [_referred(each, parameters), each.get("items"), each.get("additionalProperties")]
+        waiting += [*properties.values(), *(inner for listed in within for inner in listed)]
+    return True
+
+
 def _referred(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema, or that to which it refers within `root`; {}, which takes anything, where it refers elsewhere."""
     for _ in range(_MOST_REFERENCES):

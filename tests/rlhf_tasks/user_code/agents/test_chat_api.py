@@ -23,6 +23,14 @@ ADD = {
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
+NO_TOOL = "tools: each is {type: function, function: {name, parameters}}, parameters being a JSON schema"
+HALF = "the request has half a character: a surrogate, \\ud800 to \\udfff, without its other half"
+
+
+def tool(parameters):
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
 def chat(**fields):
     return read_request({"messages": HI, **fields}, is_chat=True, drawing=DRAWING, raws={})
 
@@ -97,7 +105,13 @@ def test_messages_become_what_a_template_takes():
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "content {'type': 'image_url'}: only text is read here",
         ),
-        ({"tools": [{"name": "add"}]}, "tools: each is {type: function, function: {name, parameters}}"),
+        ({"tools": [{"name": "add"}]}, NO_TOOL),
+        *(({"tools": [tool(parameters)]}, NO_TOOL) for parameters in ("none", [1], {"type": 5}, {"enum": 3})),
+        *(({"tools": [tool({"properties": each})]}, NO_TOOL) for each in ([1], {"x": {"required": 5}})),
+        ({"tools": [tool({"properties": {"x": {"anyOf": [{"type": [[]]}]}}})]}, NO_TOOL),
+        ({"stream_options": [1]}, "stream_options=[1]: give an object"),
+        ({"stop": "\ud800"}, HALF),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a\udfff"}]}]}, HALF),
     ],
 )
 def test_what_would_change_what_is_drawn_is_refused(fields, sentence):
@@ -164,7 +178,10 @@ def test_a_stream_has_the_same_in_pieces():
     assert usage["usage"] == whole["usage"]
 
 
-@pytest.mark.parametrize("document", [{}, [], {"reward": True}, {"reward": "1"}, {"reward": float("nan")}])
+NO_REWARDS = [True, "1", float("nan"), 10**400]
+
+
+@pytest.mark.parametrize("document", [{}, [], *({"reward": each} for each in NO_REWARDS)])
 def test_a_reward_is_a_finite_number(document):
     with pytest.raises(Refused, match="is no finite number"):
         reward_of(document)

@@ -1,0 +1,30 @@
+"""The server of agents: how an answer and the end of its episode meet."""
+
+import asyncio
+from typing import Any
+
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Choice, Drawing, Limits
+from prefect_rlhf.rlhf_tasks.user_code.agents.server import Agents
+
+ANSWER = {"choices": [Choice("b", "b", "stop", ["b"], [-1.0])], "prompt_tokens": 1}
+
+
+def test_an_episode_ends_though_an_answer_arrives_at_the_same_moment(monkeypatch):
+    begin = {"command": ["unused"], "limits": Limits(1, 9.0, 64, 1 << 30), "drawing": Drawing(1.0, 1.0)}
+    agents = Agents({**begin, "tool_format": None}, None)  # type: ignore[arg-type]
+    played: Any = {}
+
+    async def asks_and_ends(episode):
+        played[episode.sample] = asyncio.ensure_future(agents._answered(episode, {"prompt": "a"}, False))
+        if episode.sample == 0:  # its end, and the answer of the rank, come before the request reads it
+            await asyncio.sleep(0)
+            await agents._turn({"answers": [(0, ANSWER)], "episodes": [], "waits": False})
+        return None, "was late"
+
+    monkeypatch.setattr(agents, "_outcome", asks_and_ends)
+    begun = agents.answer({"answers": [], "episodes": [(0, "{}", 1), (1, "{}", 1)], "waits": True})
+    while len(begun["ended"]) < 2:
+        more = agents.answer({"answers": [], "episodes": [], "waits": True})
+        assert more["ended"], "an episode has not ended"
+        begun["ended"] += more["ended"]
+    assert [each["fault"] for each in begun["ended"]] == ["was late", "was late"]
