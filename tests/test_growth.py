@@ -21,12 +21,12 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 366,
-    "hundreds of lines": 784,
+    "files": 369,
+    "hundreds of lines": 790,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
-    "configuration paths of PPO": 156,
-    "configuration paths of GRPO": 151,
+    "configuration paths of PPO": 157,
+    "configuration paths of GRPO": 152,
     "hundreds of words in docs": 349,
     "files that name a kind of plan node": 16,
 }

@@ -108,7 +108,7 @@ class Workload(Frozen):
     new_tokens       distribution of the tokens that are generated
     max_new_tokens   generated tokens per sequence that the KV cache has room for; default: the longest of new_tokens
     turns            turns of a response, which an environment answers
-    environment_s    seconds of the environments of a rank's sequences in a turn
+    environment_s    seconds until an environment has answered a turn
     answers          sequences of a sample: 2 for a pair of answers. A length is that of all of them together
     shared_tokens    mean first tokens that a pair's answers have in common, and that are computed once
     top_k, top_p     whether tokens are drawn from the likeliest only

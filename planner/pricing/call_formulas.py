@@ -5,13 +5,12 @@ micro_batch.py (samples share a prompt), generation.py (as many groups in flight
 and enter), kv_cache.py. All figures are per device, in seconds and bytes. The slowest stage and the fullest tp rank
 decide. The terms of the formulas, such as the seconds of a layer, come from a profile (planner/pricing/rooflines.py).
 
-Where an environment answers turn by turn (docs/adr/0021-turns.md), each turn is a generation of its own, whose prompt
-is all that is there before it: prompt, turns and observations are read anew. Then all of a rank's sequences wait for
-their environments.
+Where an environment answers turn by turn (docs/adr/0042-turns-apart.md), nothing is read twice, and observations are
+read as fast as tokens are drawn. The longest sequence has all its turns after each other, so their environments are
+waited for.
 """
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 
 from prefect_rlhf.planner.plan.workload import Lengths, Workload, fullest_share
@@ -323,42 +322,10 @@ def _drawing_bytes(mesh: OnMesh, logits: float) -> float:
     return min(logits, rows * vocab) * of_each
 
 
-def turns_of(workload: Workload) -> list[Workload]:
-    """The workload of each turn: a response has equal parts in all of them."""
-    turns, lengths = workload.turns, workload.new_tokens
-    shares = defaultdict[int, float](float)
-    for tokens, share in lengths.points:
-        shares[-(-tokens // turns)] += share
-    part = Lengths(points=tuple(sorted(shares.items())))
-    found = list[Workload]()
-    for turn in range(turns):
-        context = workload.prompt_tokens + round(lengths.mean * turn / turns)
-        room = max(part.longest, workload.cache_tokens - context)
-        sizes = {"prompt_tokens": context, "longest_prompt": None, "new_tokens": part, "max_new_tokens": room}
-        changed = {**sizes, "turns": 1}
-        found.append(workload.model_copy(update=changed))
-    return found
-
-
 def generate_in_turns(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-    """The cost of a generation of `workload.turns` turns, each followed by `workload.environment_s` seconds.
-
-    The samples of a group share the reading of their prompt alone: from the second turn on, each has a context of its
-    own.
-    """
-    workload = mesh.workload
-    if workload.turns == 1:
-        cost = generate(mesh, call, micro_batches)
-        return replace(cost, seconds=cost.seconds + workload.environment_s)
-    each = mesh.share(call) * mesh.strategy.dp * call.chunks
-    alone = call.model_copy(update={"group_size": 1, "n_seqs": each})
-    costs = [
-        generate(replace(mesh, workload=turn), alone if number else call, micro_batches)
-        for number, turn in enumerate(turns_of(workload))
-    ]
-    seconds = sum(cost.seconds for cost in costs) + workload.turns * workload.environment_s
-    stages = zip(*(cost.active_bytes for cost in costs), strict=True)
-    return CallCost(seconds, tuple(map(max, stages)))
+    """The cost of a generation of `workload.turns` turns, each followed by `workload.environment_s` seconds."""
+    cost, workload = generate(mesh, call, micro_batches), mesh.workload
+    return replace(cost, seconds=cost.seconds + workload.turns * workload.environment_s)
 
 
 def generate_beside(

@@ -158,7 +158,7 @@ class HeldOutAnswers:
         """On a head: its share of the answers, batch by batch. Other ranks take part, but yield nothing."""
         sampling = sampling_params(self._config.sampling, self._tokenizer)
         for rows in _batches(engine, self._rows, self._config, context.n_seqs, self._config.batch_size):
-            answered = draw(engine, rows, context, sampling, purpose=PURPOSE)
+            answered = draw(engine, rows, context, sampling, purpose=PURPOSE).batch
             if answered is not None and len(answered):
                 columns = {"columns": rows["columns"]}
                 yield SampleBatch(answered.ids, {**answered.data, **columns})

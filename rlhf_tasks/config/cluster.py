@@ -381,7 +381,7 @@ class PlanningConfig(Settings):
         default=0.0,
         ge=0,
         le=MOST_SECONDS,
-        description="Seconds until the environments of a rank's batch have answered a turn, as you measured them.",
+        description="Seconds until an environment has answered a turn, as you measured them.",
     )
     time_limit_s: float = Field(
         default=10.0, gt=0, le=MOST_SECONDS, description="Seconds that a search may take."

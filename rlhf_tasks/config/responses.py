@@ -358,6 +358,12 @@ class EnvironmentConfig(Settings):
         description="Most tokens that the model draws in a turn; default: what is left of "
         "sampling.max_completion_length, which counts all turns and observations.",
     )
+    together: bool = Field(
+        default=True,
+        description="Whether all of a rank's responses wait until the environments have answered all of a turn. If "
+        "not, each continues when it is answered: log-probabilities then differ by rounding from run to run, and a "
+        "resumed run has other bits.",
+    )
 
     @property
     def name(self) -> str:

@@ -40,8 +40,11 @@ class Lines:
         self._unsent = bytearray()
 
     def offer(self, line: str) -> None:
-        """Send a line as far as the child reads it now. The rest goes with the next one."""
+        """Send a line as far as the child reads it now. The rest goes with the next one, or with `arrived`."""
         self._unsent += line.encode() + b"\n"
+        self._write_on()
+
+    def _write_on(self) -> None:
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             while self._unsent:
                 self._write()
@@ -74,6 +77,27 @@ class Lines:
         line, _, self._unread = b"".join(pieces).partition(b"\n")
         return json.loads(line)
 
+    def arrived(self) -> tuple[list[dict[str, Any]], bool]:
+        """The lines that have come since, and whether the child has closed its output. Waits for nothing."""
+        self._write_on()
+        pieces, closed = [self._unread], False
+        while not closed and self._is_ready():
+            pieces.append(os.read(self._from, 1 << 16))
+            closed = not pieces[-1]
+        *lines, self._unread = b"".join(pieces).split(b"\n")
+        return list(map(json.loads, lines)), closed
+
+    def _is_ready(self) -> bool:
+        reading = select.poll()
+        reading.register(self._from, select.POLLIN)
+        return bool(reading.poll(0))
+
+    def watch(self, waiting: select.poll) -> None:
+        """Have a wait end where a line comes, or where the child takes what is to be sent."""
+        waiting.register(self._from, select.POLLIN)
+        if self._unsent:
+            waiting.register(self._to, select.POLLOUT)
+
 
 def _wait(pipe: int, event: int, until_s: float, look: Callable[[], None]) -> None:
     """Wait until a pipe is ready or its other end is closed. Raises TimeoutError, and what `look` raises."""
@@ -102,6 +126,10 @@ class Requests:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return map(json.loads, self._requests)
+
+    def fileno(self) -> int:
+        """Where requests come. Nothing is read ahead while who asks waits for a reply."""
+        return self._requests.fileno()
 
     def reply(self, reply: Mapping[str, Any]) -> None:
         """Send a line. What JSON does not have is sent as its text."""

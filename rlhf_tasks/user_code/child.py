@@ -7,7 +7,8 @@ request are
 - nothing, to one that `Judge` is given early;
 - `{"at": [called, place]}` before each call: what is called, and the answer or sample that it is about, where that is
   one only;
-- then the answer of `Judge` (judge.py) or `Environments` (episodes.py);
+- then the answer of `Judge` (judge.py), or answers of `Environments` (episodes.py), which takes further requests
+  meanwhile;
 - or `{"fault": ..., "traceback": ..., "place": ..., "searching": ...}`, after which the process ends. Where
   `searching` is true, it first searches for the answer that the code fails on, and says all again, with the place.
 """
@@ -25,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from prefect_rlhf.rlhf_tasks.system.child_pipes import Requests
 from prefect_rlhf.rlhf_tasks.user_code.errors import (
@@ -58,12 +59,55 @@ def serve(stacks: str, kind: str) -> None:
     requests.reply({"pid": os.getpid()})
     try:
         answering = resolve_name(kind)(begin, caller)
+        if isinstance(answering, Apart):
+            # No `asyncio.run`: at its end it waits for tasks that the user's code may not let end.
+            asyncio.new_event_loop().run_until_complete(_serve_apart(answering, requests))
+            return
         # What it has begun to await continues while the next request is waited for.
         while (request := answering.loop.run(asyncio.to_thread(next, lines, None))) is not None:
             if (reply := answering.answer(request)) is not None:
                 requests.reply(reply)
     except RewardError as error:
         caller.say_fault(error)
+
+
+@runtime_checkable
+class Apart(Protocol):
+    """What answers each request as soon as it can, whichever comes first."""
+
+    async def answered(self, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The reply to a request; None: there is none. Raises RewardError, which ends the process."""
+        ...
+
+
+async def _serve_apart(answering: Apart, requests: Requests) -> None:
+    """Answer requests as they come, until one fails. Raises what it fails with."""
+    loop, unread, running = asyncio.get_running_loop(), b"", set[asyncio.Task[None]]()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    async def reply(request: Mapping[str, Any]) -> None:
+        try:
+            answer = await answering.answered(request)
+        except BaseException as error:  # noqa: BLE001  also a cancellation that the user's code has raised
+            if not ended.done():
+                ended.set_exception(error)
+        else:
+            if answer is not None:
+                requests.reply(answer)
+
+    def read() -> None:
+        nonlocal unread
+        if not (piece := os.read(requests.fileno(), 1 << 16)):
+            loop.remove_reader(requests.fileno())
+            if not ended.done():
+                ended.set_result(None)
+        *lines, unread = (unread + piece).split(b"\n")
+        for line in lines:
+            running.add(task := loop.create_task(reply(json.loads(line))))
+            task.add_done_callback(running.discard)
+
+    loop.add_reader(requests.fileno(), read)
+    await ended
 
 
 class Caller:

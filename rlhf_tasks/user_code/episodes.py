@@ -77,9 +77,8 @@ class Environments:
                 if has_tools
                 else factory_of(begin["factory"]) or self._factory_at(*begin["factory"].rsplit(":", 1))
             )
-        self.loop = asyncio.Runner()  # one for all requests: an environment may keep a connection open
         self._running: dict[int, tuple[Any, int]] = {}
-        self._open = 0  # episodes that were begun and wait for their answers
+        self._open = 0  # episodes that wait for their answers
 
     def _factory_at(self, place: str, name: str) -> Callable[..., Any]:
         factory = getattr(module_at(place, "environments"), name, None)
@@ -89,38 +88,28 @@ class Environments:
             raise RewardError(f"{self._name}: {name!r} is neither a class nor a function.")
         return factory
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answers to a request's episodes, in their order, whichever comes first.
+    async def answered(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The answer to a request's episode: `sample`, and `answer` as a list.
 
-        request  `begins`: a new batch begins, so that all environments are dropped
-        Raises RewardError, whose `place` is the sample, for the first episode that fails, or else is late; where such
-        are skipped, only where no environment could be made.
+        request  `episode`; or `begins`: a new batch begins, so that all environments are dropped
+        Raises RewardError, whose `place` is the sample, where the episode fails or is late; where such are skipped,
+        only where no environment could be made.
         """
-        if request["begins"]:
+        if "begins" in request:
             self._running.clear()
-        episodes = [Episode(*each) for each in request["episodes"]]
-        return {"answers": self.loop.run(self._answers(episodes, request["until_s"], request["timeout_s"]))}
-
-    async def _answers(
-        self, episodes: Sequence[Episode], until_s: float, timeout_s: float
-    ) -> list[Answer | FailedAnswer]:
-        UNTIL_S.set(
-            until_s - MARGIN_S - min(MARGIN_S, timeout_s / 10)
-        )  # tools answer before the turn is late
-        tasks = [asyncio.ensure_future(self._answer(episode)) for episode in episodes]
-        late = await late_ones(tasks, until_s - MARGIN_S)
-        for task in tasks:
-            if task not in late:
-                task.result()  # raises what an environment fails with: that explains more than a wait does
-        answers = list[Answer | FailedAnswer]()
-        for episode, task in zip(episodes, tasks, strict=True):
-            if task not in late:
-                answers.append(task.result())
-                continue
-            where = at_line(late[task], self._file)
-            message = late_message(f"{self._name}: step", timeout_s, where, TIMEOUT_KEY)
-            answers.append(self._failed(RewardError(message, traced(late[task]), episode.sample)))
-        return answers
+            return None
+        episode = Episode(*request["episode"])
+        until_s, timeout_s = request["until_s"], request["timeout_s"]
+        # Tools answer before the turn is late:
+        UNTIL_S.set(until_s - MARGIN_S - min(MARGIN_S, timeout_s / 10))
+        task = asyncio.ensure_future(self._answer(episode))
+        late = await late_ones([task], until_s - MARGIN_S)
+        if task not in late:
+            return {"sample": episode.sample, "answer": task.result()}
+        where = at_line(late[task], self._file)
+        message = late_message(f"{self._name}: step", timeout_s, where, TIMEOUT_KEY)
+        answer = self._failed(RewardError(message, traced(late[task]), episode.sample))
+        return {"sample": episode.sample, "answer": answer}
 
     def _failed(self, error: RewardError) -> FailedAnswer:
         if not self._skips:

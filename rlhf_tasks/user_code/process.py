@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import time
@@ -76,6 +77,7 @@ class UserProcess:
     def __init__(self, terms: Terms) -> None:
         self._terms, self._closed = terms, False
         self._running: _Running | None = None
+        self._unread: list[dict[str, Any]] = []  # replies
         self._was_told = False  # whether it was told something since the last request
         # Of the request:
         self._called, self._place, self._since_s = "", None, 0.0
@@ -125,39 +127,96 @@ class UserProcess:
         look = partial(running.refuse_large, terms.most_bytes)
         fault: RewardError | None = None
         try:
-            running.begin(terms, until_s)
-            if running.pid is None:
-                running.pid = (running.lines.read(until_s) or {}).get("pid")
-            # time.monotonic() is the same in both processes
-            timed = {**request, "until_s": until_s, "timeout_s": terms.timeout_s}
-            running.lines.send(json.dumps(timed), until_s, look)
+            self._ready(until_s)
+            running.lines.send(self._timed(request, until_s), until_s, look)
             while (reply := running.lines.read(until_s, look)) is not None:
-                if "at" in reply:
-                    (self._called, self._place), self._since_s = reply["at"], time.monotonic()
-                elif "fault" not in reply:
-                    return reply
-                else:
-                    fault = RewardError(reply["fault"], reply["traceback"], reply["place"])
+                if not self._is_call(reply):
+                    if "fault" not in reply:
+                        return reply
+                    fault = _fault_of(reply)
                     if not reply["searching"]:
                         break
                     until_s = time.monotonic() + SEARCH_S
         except TimeoutError:
             if fault is None:
-                raise self._late(running, asked_s) from None
+                raise self.late(asked_s) from None
         except _TooLarge as error:
             if fault is None:
-                where, frames = running.stack()
-                raise self._lost(
-                    f"{self.who} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes allows "
-                    f"{terms.most_bytes / 1e9:.1f} GB. Correct it or raise reward_memory_bytes.",
-                    frames,
-                ) from None
+                raise self._large(running, error) from None
         if fault is None and was_told and not self._called and not self._closed:
             self.end()  # it has ended over what it was told before
             return self._answer(request, asked_s)
         raise fault or self._ended(running)
 
-    def _late(self, running: "_Running", asked_s: float) -> RewardError:
+    def submit(self, request: Mapping[str, Any], until_s: float | None = None) -> None:
+        """Send a request whose reply comes among `replies`, whenever it does. until_s: time.monotonic() by which its
+        answer is due; None: it has none. Raises RewardError where no process begins."""
+        begun_s = time.monotonic()
+        if self._running is None:
+            self._called, self._place, self._since_s = "", None, begun_s
+        try:
+            running = self._ready(begun_s + self._terms.timeout_s)
+        except TimeoutError:
+            raise self.late(begun_s) from None
+        running.lines.offer(json.dumps(request) if until_s is None else self._timed(request, until_s))
+
+    def replies(self) -> list[dict[str, Any]]:
+        """The replies to what was submitted that have come since. Raises as `ask` does, but for what is late: the
+        replies before are still there at the next call."""
+        running = self._running
+        if running is None and self._closed:
+            raise RewardError(f"the process of {self._terms.what} is closed.")
+        if running is None:
+            return []
+        lines, has_ended = running.lines.arrived()
+        self._unread += [line for line in lines if not self._is_call(line)]
+        replies = [line for line in self._unread if "fault" not in line]
+        if replies or not (self._unread or has_ended):
+            self._unread = [line for line in self._unread if "fault" in line]
+            try:
+                running.refuse_large(self._terms.most_bytes)
+            except _TooLarge as error:
+                raise self._large(running, error) from None
+            return replies
+        raise _fault_of(self._unread[0]) if self._unread else self._ended(running)
+
+    def watch(self, waiting: select.poll) -> None:
+        """Have a wait end where a reply comes."""
+        if self._running is not None:
+            self._running.lines.watch(waiting)
+
+    def _ready(self, until_s: float) -> "_Running":
+        """The process, which has said its id. Raises TimeoutError."""
+        if self._running is None:
+            self._unread = []
+        running = self._started()
+        running.begin(self._terms, until_s)
+        if running.pid is None:
+            running.pid = (running.lines.read(until_s) or {}).get("pid")
+        return running
+
+    def _timed(self, request: Mapping[str, Any], until_s: float) -> str:
+        # time.monotonic() is the same in both processes
+        return json.dumps({**request, "until_s": until_s, "timeout_s": self._terms.timeout_s})
+
+    def _is_call(self, reply: Mapping[str, Any]) -> bool:
+        if "at" in reply:
+            (self._called, self._place), self._since_s = reply["at"], time.monotonic()
+        return "at" in reply
+
+    def _large(self, running: "_Running", error: "_TooLarge") -> RewardError:
+        where, frames = running.stack()
+        return self._lost(
+            f"{self.who} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes allows "
+            f"{self._terms.most_bytes / 1e9:.1f} GB. Correct it or raise reward_memory_bytes.",
+            frames,
+        )
+
+    def late(self, asked_s: float) -> RewardError:
+        """Why what was asked at `asked_s` (time.monotonic()) has no answer when its time is over: Lost where one call
+        has taken most of that time."""
+        running = self._running
+        assert running is not None, "a process was asked"
         where, frames = running.stack()
         message = late_message(self.who, self._terms.timeout_s, where, self._terms.timeout_key)
         now_s = time.monotonic()
@@ -198,6 +257,10 @@ class UserProcess:
         running = self._running  # read once: the thread that asks may set it to None meanwhile
         if running is not None:
             running.end()
+
+
+def _fault_of(reply: Mapping[str, Any]) -> RewardError:
+    return RewardError(reply["fault"], reply["traceback"], reply["place"])
 
 
 class _TooLarge(Exception):

@@ -1,19 +1,17 @@
 """The generate call of every algorithm that samples from its policy; responses of several turns.
 
 Where the run has an environment, the policy draws a turn, the environment answers, and so on until it says that it is
-over. The turns of a dp rank's sequences are drawn together: all draw, all are answered at once, and those that
-continue are drawn from again, their contexts filled anew. A sequence depends only on (seed, iteration, sample id,
+over. While a sequence waits for its answer, others are drawn. A sequence depends only on (seed, iteration, sample id,
 weights, row), neither on the sequences beside it nor on the order in which environments answer. Only the head talks
-to environments; a broadcast gives the other ranks of its replica the contexts to draw from next.
+to environments.
 """
 
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +31,11 @@ from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
-from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.generate.turn_by_turn import turn_by_turn
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turns
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.user_code.environments import observed
@@ -52,7 +51,8 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
 
     A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout and micro-batches.
     Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
-    truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second); with tools
+    truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second); with an environment
+    turns/read_again (tokens of a response that were read again, since others took the room in the cache); with tools
     tools/calls, tools/malformed and tools/failed, with an agent agent/requests, agent/refused and agent/left_out, per
     response.
     """
@@ -76,9 +76,11 @@ def respond(
     """
     sampling = sampling_params(settings, context.tokenizer)
     started = time.perf_counter()
-    answered = draw(engine, batch, context, sampling, record_kept)
+    answered, read_again = draw(engine, batch, context, sampling, record_kept)
     elapsed_s = time.perf_counter() - started
-    key, names = _counted(context.config)
+    is_played = isinstance(context.config, Scores) and context.config.environment is not None
+    key, counted = _counted(context.config)
+    names = ["turns/read_again"] * is_played + [*counted]
     mine = torch.zeros(5 + len(names), dtype=torch.float64)
     if answered is not None:
         mine[0] = len(answered)
@@ -86,8 +88,10 @@ def respond(
         mine[2] = answered["truncated"].values.sum()
         mine[3] = elapsed_s
         mine[4] = 1
-        if names:
-            mine[5:] = answered[key].values.view(-1, len(names)).sum(0)
+        if is_played:
+            mine[5] = read_again
+        if counted:
+            mine[-len(counted) :] = answered[key].values.view(-1, len(counted)).sum(0)
     return CallOutput(answered, generation_metrics(context.all_parts(engine.sum_over_dp(mine)), names))
 
 
@@ -101,13 +105,13 @@ def _counted(config: RunConfig) -> tuple[str, Sequence[str]]:
 
 
 def generation_metrics(parts: Sequence[Tensor] | None, names: Sequence[str] = ()) -> dict[str, float]:
-    """The metrics of generation, from sums over the dp ranks of each part: [5] float64 responses, their tokens, those
-    truncated, seconds, dp ranks; then what else is counted, by the names of its metrics. None where further parts
-    follow: there are none yet, as there are none where no part has run."""
+    """The metrics of generation, from sums over the dp ranks of each part: [5 + n] float64 responses, their tokens,
+    those truncated, seconds, dp ranks; then what `names` names, which becomes a mean per response. None where further
+    parts follow: there are none yet, as there are none where no part has run."""
     if parts is None:
         return {}
     figures = torch.stack(list(parts))
-    responses, tokens, clipped, _, _, *counts = figures.sum(0).tolist()
+    responses, tokens, clipped, _, _, *others = figures.sum(0).tolist()
     if not responses:
         return {}
     seconds = (figures[:, 3] / figures[:, 4].clamp(min=1)).sum().item()
@@ -115,7 +119,7 @@ def generation_metrics(parts: Sequence[Tensor] | None, names: Sequence[str] = ()
         "completions/mean_length": tokens / responses,
         "completions/clipped_ratio": clipped / responses,
         "throughput/tokens_per_s": tokens / seconds,
-        **{name: count / responses for name, count in zip(names, counts, strict=True)},
+        **{name: count / responses for name, count in zip(names, others, strict=True)},
     }
 
 
@@ -139,6 +143,13 @@ def _stop_strings(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings
     return StopStrings(strings, tokenizer.texts())
 
 
+class Drawn(NamedTuple):
+    """What was drawn, on the head; None elsewhere. read_again: tokens that were read more than once, of turns"""
+
+    batch: SampleBatch | None
+    read_again: int = 0
+
+
 def draw(
     engine: Engine,
     batch: SampleBatch,
@@ -146,7 +157,7 @@ def draw(
     sampling: SamplingParams,
     record_kept: bool = False,
     purpose: str = "rollout",
-) -> SampleBatch | None:
+) -> Drawn:
     """Responses to `prompt_ids`, as the generator returns them; of several turns where the run has an environment, or
     an agent (agents.py).
 
@@ -164,113 +175,68 @@ def draw(
     order = Order(
         sampling, config.seed, context.iteration, purpose, strings, record_kept, context.micro_batches
     )
-    context.generator.take(engine)
+    generator = context.generator
+    generator.take(engine)
     if isinstance(config, Scores) and config.agent is not None:
-        return play_agents(engine, batch, context, order, _stop_strings)
+        return Drawn(play_agents(engine, batch, context, order, _stop_strings))
     if not isinstance(config, Scores) or config.environment is None:
         on_ended = asking_early(batch, context) if engine.is_head else None
-        return context.generator.draw(batch, order._replace(on_ended=on_ended))
-    environment = config.environment
-    lengths = dict(zip(batch.ids, batch["prompt_ids"].lengths, strict=True))
-    table = _Dialogues(batch, context, config, sampling, purpose, engine) if engine.is_head else None
-    waiting = batch
-    for number in range(environment.max_turns):
-        contexts = zip(waiting.ids, waiting["prompt_ids"].lengths, strict=True)
-        room = max(
-            (sampling.max_new_tokens - length + lengths[sample] for sample, length in contexts), default=1
-        )
-        most = min(room, environment.max_turn_tokens or room)
-        turn = replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
-        drawn = context.generator.draw(waiting, order._replace(params=turn))
-        following = None
-        if table is not None:
-            assert drawn is not None, "this rank is a head"
-            following = table.answered(drawn, is_last=number + 1 == environment.max_turns)
-        waiting = share_batch(following, engine.placement, engine.groups)
-        if not len(waiting):
-            break
-    return None if table is None else table.samples()
+        return Drawn(generator.draw(batch, order._replace(on_ended=on_ended)))
+    most = sampling.max_new_tokens
+    dialogues = _Dialogues(batch, context, config, most, purpose) if engine.is_head else None
+    first = min(config.environment.max_turn_tokens or most, most)
+    turns = Turns(first, dialogues, config.environment.together)
+    whole = getattr(generator, "draws_turns", False)  # a user's own engine may be older than turns
+    drawn = (
+        generator.draw(batch, order._replace(turns=turns))
+        if whole
+        else turn_by_turn(engine, generator.draw, batch, order._replace(turns=turns))
+    )
+    if drawn is None or dialogues is None:
+        return Drawn(None)
+    return Drawn(dialogues.completed(drawn), dialogues.read_again)
 
 
-class _Sequence:
-    """A sample on its head, as it grows.
+class _Dialogue:
+    """What is known of a sample that an environment answers.
 
-    parts      key -> its tensors, one for each turn and observation, and for the prompt
-    is_cut     whether its last turn did not end
     room       tokens that may still come
+    new        tokens of it that are to be read before its next turn
     texts      of its turns
+    last       the token that was drawn last
+    is_cut     whether its last turn did not end
     reward     sum of the environment's
     truncated  whether the environment has not ended it
     fault      how the environment has failed; "" where it has not
     calls      of tools, by OUTCOMES
     """
 
-    def __init__(
-        self, prompt: Tensor, row: Mapping[str, Any], seed: int, most: int, dtype: torch.dtype
-    ) -> None:
-        self.parts: dict[str, list[Tensor]] = {}
-        self.row, self.seed, self.room, self._dtype = row, seed, most, dtype
+    def __init__(self, prompt_tokens: int, row: Mapping[str, Any], seed: int, most: int) -> None:
+        self.row, self.seed, self.room, self.new = row, seed, most, prompt_tokens - 1
         self.texts: list[str] = []
+        self.last, self.is_cut = 0, False
         self.reward, self.truncated, self.fault = 0.0, True, ""
-        self.is_cut, self.calls = False, Counter[str]()
-        self._add_read(prompt)
-
-    @property
-    def context(self) -> Tensor:
-        """All its tokens: [L] int64."""
-        return torch.cat(self.parts["input_ids"])
-
-    def _add(self, **data: Tensor) -> None:
-        for key, part in data.items():
-            self.parts.setdefault(key, []).append(part)
-
-    def _add_read(self, ids: Tensor) -> None:
-        none = torch.zeros(len(ids), dtype=self._dtype)
-        self._add(
-            input_ids=ids,
-            response_mask=none.bool(),
-            old_logprobs=none,
-            kept_counts=none.int(),
-            kept_tokens=none[:0].int(),
-        )
-
-    def observe(self, ids: Sequence[int]) -> None:
-        """Add an observation."""
-        self.room -= len(ids)
-        self._add_read(torch.tensor(ids, dtype=torch.int64))
-
-    def draw(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Add the tokens drawn after the context, as many as there is room for. Returns them.
-
-        data  of the context and these tokens, by the keys of `generate`
-        """
-        start = sum(len(part) for part in self.parts["input_ids"])
-        stop = min(len(data["input_ids"]), start + self.room)
-        self.room -= stop - start
-        new = {key: data[key][start:stop] for key in ("input_ids", "response_mask", "old_logprobs")}
-        if "kept_counts" in data:
-            new["kept_counts"] = data["kept_counts"][start:stop]
-            new["kept_tokens"] = data["kept_tokens"][: int(new["kept_counts"].abs().sum())]
-        self._add(**new)
-        return new["input_ids"]
+        self.calls = Counter[str]()
 
 
 class _Dialogues:
-    """The sequences of a head, which its environments answer."""
+    """The samples of a head, which its environments answer: the partners of generation (turns.py).
+
+    read_again  tokens that were read more than once
+    """
 
     def __init__(
-        self,
-        batch: SampleBatch,
-        context: CallContext,
-        config: Scores,
-        sampling: SamplingParams,
-        purpose: str,
-        engine: Engine,
+        self, batch: SampleBatch, context: CallContext, config: Scores, most: int, purpose: str
     ) -> None:
-        self._context, self._config, self._engine = context, config, engine
+        assert context.environment is not None, "the rank has no environment process"
+        assert config.environment is not None, "the run has an environment"
+        self.read_again = 0
+        self._context, self._config, self._limits = context, config, config.environment
+        self._environment = context.environment
+        self._environment.begin()
         self._observations = Observations(context.tokenizer)
-        self._nothing: dict[str, Tensor] = {}  # key -> a tensor without rows
-        dtype = torch.promote_types(engine.stage.dtype, torch.float32)
+        self._open = 0  # turns whose answers are not taken yet
+        self._answered: dict[int, Following] = {}
         seeds = counter_bits(
             config.seed,
             f"environment/{purpose}",
@@ -278,34 +244,46 @@ class _Dialogues:
             torch.tensor(batch.ids, dtype=torch.int64),
             torch.zeros(1, dtype=torch.int64),
         ).tolist()
-        prompts, rows = batch["prompt_ids"].to(torch.device("cpu")).split(), batch["columns"].texts()
-        self._sequences = {
-            sample: _Sequence(prompt, json.loads(row), seed, sampling.max_new_tokens, dtype)
+        prompts, rows = batch["prompt_ids"].lengths, batch["columns"].texts()
+        self._dialogues = {
+            sample: _Dialogue(prompt, json.loads(row), seed, most)
             for sample, prompt, row, seed in zip(batch.ids, prompts, rows, seeds, strict=True)
         }
 
-    def answered(self, drawn: SampleBatch, is_last: bool) -> SampleBatch:
-        """Add what was drawn, and what environments answer. Returns what is to be drawn from next."""
-        data = drawn.to(torch.device("cpu")).data
-        self._nothing = {key: packed.values[:0] for key, packed in data.items() if key != "truncated"}
-        parts = {key: data[key].split() for key in self._nothing}
-        last: dict[int, int] = {}
-        for place, sample in enumerate(drawn.ids):
-            sequence, whole = self._sequences[sample], {key: of_all[place] for key, of_all in parts.items()}
-            new = sequence.draw(whole).tolist()
-            length = sum(map(len, sequence.parts["input_ids"]))
-            sequence.is_cut = bool(data["truncated"].values[place]) or length < len(whole["input_ids"])
-            sequence.texts.append(self._said(new))
-            last[sample] = new[-1]
-        following = [
-            sample
-            for sample, answer in zip(drawn.ids, self._answers(drawn.ids), strict=True)
-            if self._continues(sample, answer, last[sample], is_last)
-        ]
-        contexts = [self._sequences[sample].context for sample in following]
-        values = torch.cat([torch.zeros(0, dtype=torch.int64), *contexts]).to(self._engine.device)
-        packed = Packed(values, tuple(len(context) for context in contexts))
-        return SampleBatch(tuple(following), {"prompt_ids": packed})
+    def begun(self, sample: int, read: int) -> None:
+        """Count what is read again."""
+        dialogue = self._dialogues[sample]
+        self.read_again += max(0, read - dialogue.new)
+        dialogue.new = 0
+
+    def ended(self, sample: int, turn: Sequence[int], is_cut: bool) -> None:
+        """Ask the environment."""
+        dialogue = self._dialogues[sample]
+        dialogue.room -= len(turn)
+        dialogue.last, dialogue.is_cut = turn[-1], is_cut
+        dialogue.texts.append(self._said(turn))
+        self._open += 1
+        try:
+            self._environment.submit(Episode(sample, dialogue.row, dialogue.seed, dialogue.texts))
+        except RewardError as error:
+            raise RewardError(f"{error}{self._about(error.place)}", error.traceback) from None
+
+    def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
+        """What follows from the environments' answers; nothing where all are to be taken together, and some are
+        still to come, or some sequences are drawn."""
+        together = self._limits.together
+        waits = self._open > len(self._answered) and (together or not self._answered)
+        try:
+            answers = self._environment.answered(wait_s if waits else 0.0)
+        except RewardError as error:
+            raise RewardError(f"{error}{self._about(error.place)}", error.traceback) from None
+        for sample, answer in answers.items():
+            self._answered[sample] = self._following(sample, answer)
+        if together and (not wait_s or self._open > len(self._answered)):
+            return []
+        taken = [self._answered.pop(each) for each in sorted(samples & self._answered.keys())]
+        self._open -= len(taken)
+        return taken
 
     def _said(self, ids: Sequence[int]) -> str:
         """The text of a turn. Where it may call tools, it has its special tokens, but not the one that ends it."""
@@ -314,71 +292,55 @@ class _Dialogues:
             return tokenizer.decode(ids)
         return tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.stop_ids else ids, special_tokens=True)
 
-    def _answers(self, samples: Sequence[int]) -> list[Answer | FailedAnswer]:
-        if not samples:
-            return []
-        at = self._sequences
-        episodes = [Episode(each, at[each].row, at[each].seed, at[each].texts) for each in samples]
-        try:
-            assert self._context.environment is not None, "the rank has no environment process"
-            return self._context.environment.answers(episodes)
-        except RewardError as error:
-            raise RewardError(f"{error}{self._about(error.place)}", error.traceback) from None
-
     def _about(self, sample: int | None) -> str:
         """A sentence about the sample on which the environment failed: its number, its row, its last turn."""
         if sample is None:
             return ""
-        texts = self._sequences[sample].texts
+        texts = self._dialogues[sample].texts
         said = json.dumps(shortened(texts[-1], 100), ensure_ascii=False)
         return (
             f" It was at sample {sample} ({self._context.where(sample)}), whose turn {len(texts)} was {said}."
         )
 
-    def _continues(self, sample: int, answer: Answer | FailedAnswer, last: int, is_last: bool) -> bool:
-        """Take an answer. Returns whether the policy draws another turn; then the observation is added before it."""
-        sequence = self._sequences[sample]
+    def _following(self, sample: int, answer: Answer | FailedAnswer) -> Following:
+        """Take an answer. What follows is the observation and a turn, or nothing where the response is over."""
+        dialogue, over = self._dialogues[sample], Following(sample)
         if isinstance(answer, FailedAnswer):
-            sequence.fault = answer.reason
-            return False
-        sequence.reward += answer.reward
-        sequence.truncated = not answer.done or (bool(self._config.tools) and sequence.is_cut)
+            dialogue.fault = answer.reason
+            return over
+        dialogue.reward += answer.reward
+        dialogue.truncated = not answer.done or (bool(self._config.tools) and dialogue.is_cut)
         if answer.done:
-            return False
+            return over
         if not isinstance(answer.observation, str):
-            sequence.calls.update(each["outcome"] for each in answer.observation)
+            dialogue.calls.update(each["outcome"] for each in answer.observation)
         try:
-            prompt = sequence.row.get("prompt")
-            ids = observed(self._observations, self._config, answer.observation, prompt, last)
+            prompt = dialogue.row.get("prompt")
+            ids = observed(self._observations, self._config, answer.observation, prompt, dialogue.last)
         except RewardError as error:
             if self._config.on_reward_error != "skip":
                 raise RewardError(f"{error}{self._about(sample)}") from None
-            sequence.fault = str(error)
-            return False
-        if is_last or len(ids) >= sequence.room:
-            return False
-        sequence.observe(ids)
-        return True
+            dialogue.fault = str(error)
+            return over
+        if len(dialogue.texts) == self._limits.max_turns or len(ids) >= dialogue.room:
+            return over
+        dialogue.room -= len(ids)
+        dialogue.new = len(ids)
+        return Following(sample, ids, min(self._limits.max_turn_tokens or dialogue.room, dialogue.room))
 
-    def samples(self) -> SampleBatch:
-        """All sequences, by the keys of `draw`."""
-        made, device = list(self._sequences.values()), self._engine.device
-        data = {}
-        for key, nothing in self._nothing.items():
-            whole = [torch.cat(sequence.parts[key]) for sequence in made]
-            data[key] = Packed(torch.cat([nothing, *whole]).to(device), tuple(map(len, whole)))
-        one = (1,) * len(made)
+    def completed(self, drawn: SampleBatch) -> SampleBatch:
+        """What was drawn, with what the environments have said of it, by the keys of `draw`."""
+        device = drawn["input_ids"].values.device
+        made, one = [self._dialogues[sample] for sample in drawn.ids], (1,) * len(drawn)
         truncated = torch.tensor([each.truncated for each in made], dtype=torch.bool, device=device)
         rewards = torch.tensor([each.reward for each in made], dtype=torch.float64, device=device)
-        data |= {"truncated": Packed(truncated, one), ENVIRONMENT_REWARDS: Packed(rewards, one)}
+        data = {**drawn.data, "truncated": Packed(truncated, one), ENVIRONMENT_REWARDS: Packed(rewards, one)}
         if self._config.tools:
-            calls = [
-                count for each in made for count in (each.calls.total(), *map(each.calls.get, OUTCOMES[1:]))
-            ]
-            numbers = torch.tensor([count or 0 for count in calls], dtype=torch.int64, device=device)
+            calls = [[each.calls.total(), *map(each.calls.__getitem__, OUTCOMES[1:])] for each in made]
+            numbers = torch.tensor(calls, dtype=torch.int64, device=device).view(-1)
             data[TOOL_CALLS] = Packed(numbers, (len(OUTCOMES),) * len(made))
         if self._config.on_reward_error == "skip":
             faults = [each.fault.encode(errors="backslashreplace") for each in made]
             text = torch.tensor(list(b"".join(faults)), dtype=torch.uint8, device=device)
             data[ENVIRONMENT_FAULT] = Packed(text, tuple(map(len, faults)))
-        return SampleBatch(tuple(self._sequences), data)
+        return SampleBatch(drawn.ids, data)

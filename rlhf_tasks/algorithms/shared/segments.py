@@ -22,7 +22,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import COLUMNS, DRAWN_BY, 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
-from prefect_rlhf.rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEFORE, BEGUN
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.spec import ENDED, GROUPS_BEGUN, ModelFunctionCall
 

@@ -4,7 +4,8 @@ The sequences of a dp rank are decoded in groups. A pipeline stage takes the gro
 as stages none idles: while stage 1 computes group 0, stage 0 computes group 1. Hidden states are sent to the next
 stage point to point; the last stage samples and broadcasts the tokens over the pipeline. Each stage thus knows every
 token before it computes the next one. From the tokens alone each stage derives which sequences have finished, which
-enter in their place, and which shapes come next, so no other communication is needed.
+enter in their place, and which shapes come next, so no other communication is needed. Where responses have turns, the
+head also says, at each check, which of them have been answered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,10 @@ import torch
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import balance
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEFORE, BEGUN, Drawing, same_prompts
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
-from prefect_rlhf.rlhf_tasks.parallel.generate.slots import BEFORE, BEGUN, Drawing, Group, same_prompts
+from prefect_rlhf.rlhf_tasks.parallel.generate.slots import Group
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Turns
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import PREFILL_TOKENS, generation_flops
 from prefect_rlhf.rlhf_tasks.parallel.model.products import PackedWeights, can_pack, products
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -23,6 +26,7 @@ from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
 
 PACK_FROM_STEPS = 12  # packing the weights costs about what it saves in 5 steps
+ANSWER_S = 0.1  # that a rank waits for an answer before it looks whether it is still wanted
 
 
 class Segments(NamedTuple):
@@ -50,13 +54,14 @@ def generate(
     micro_batches: int = 1,
     prefill_tokens: int = PREFILL_TOKENS,
     segments: Segments | None = None,
+    turns: Turns | None = None,
     on_ended: Callable[[int, Sequence[int]], None] | None = None,
 ) -> SampleBatch | None:
     """Sample one response per prompt. All ranks of a replica (one dp rank) call it together.
 
     batch             this dp rank's samples, with the key `prompt_ids`; no prompt may be empty, the batch may be.
                       Where responses continue, `prompt_ids` ends with what was drawn of them, and there are the keys
-                      BEFORE and BEGUN of slots.py
+                      BEFORE and BEGUN of places.py
     seed, iteration, purpose  together with sample id and position, they determine the random number of each token
     groups_in_flight  groups into which the batch is cut; None: one per pipeline stage
     record_kept       also record which tokens could be drawn, for each token of a response
@@ -66,12 +71,14 @@ def generate(
     prefill_tokens    most tokens of a pass over prompts; longer prompts are cut
     segments          how far responses are drawn now; None: to their ends. Between segments the cache stays, unless
                       there are fewer slots than sequences
+    turns             how responses are drawn turn by turn; None: at once. Then `max_new_tokens` counts observations,
+                      too, `min_new_tokens` are those of a turn, and `truncated` is about the last one
     on_ended          on the head, gets each sample's id and what was drawn of it as soon as it has ended, while
-                      others are drawn
+                      others are drawn; not with turns, whose partners hear of each
 
     Returns None, except on the head: there the samples with these keys, L being the tokens of a sample:
         input_ids      [L] int64: prompt and response; the response includes the token that ended it
-        response_mask  [L] bool: True on the response
+        response_mask  [L] bool: True on the response, but for observations
         old_logprobs   [L] float32 (float64 in float64 runs): under the distribution drawn from; 0 on the prompt
         truncated      [1] bool: the response reached max_new_tokens, or the end of the last segment, without a stop
                        id or a stop string
@@ -98,7 +105,8 @@ def generate(
             record_kept,
             micro_batches,
             prefill_tokens,
-            on_ended if engine.is_head else None,
+            turns,
+            on_ended if engine.is_head and turns is None else None,
         )
         parts = _dealt(batch["prompt_ids"], groups_in_flight or engine.placement.strategy.pp)
         groups = [Group(engine, prompts.take(part), drawing) for part in parts]
@@ -111,7 +119,7 @@ def generate(
         return None
     answered = _assemble(batch, groups, engine.dtype_of_rows, record_kept)
     lengths = answered["input_ids"].lengths
-    new_tokens = sum(lengths) - sum(batch["prompt_ids"].lengths)
+    new_tokens = int(answered["response_mask"].values.sum())
     engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
     return answered
 
@@ -166,7 +174,7 @@ def _decode(groups: Sequence[Group]) -> None:
             if group.computed:
                 group.settle()
             if not group.done:
-                group.compute()
+                group.compute(0.0 if any(each.runs for each in active) else ANSWER_S)
         reach(Point.GENERATION)
         leave_if_ended()
         active = [group for group in active if not group.done]

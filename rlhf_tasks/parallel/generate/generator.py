@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments, generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Turns
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 
@@ -17,6 +18,7 @@ class Order(NamedTuple):
     record_kept    also which tokens could be drawn: top-k, top-p or `min_new_tokens` leave some out
     micro_batches  parts of the batch that are decoded one after the other, where memory depends on it
     segments       how far responses are drawn now; None: to their ends
+    turns          how responses are drawn turn by turn; None: at once
     on_ended       on the head, gets each sample's id and what was drawn of it as soon as it has ended, while others
                    are drawn; a generator that does not know may say so of all at the end, or never
     """
@@ -29,6 +31,7 @@ class Order(NamedTuple):
     record_kept: bool = False
     micro_batches: int = 1
     segments: Segments | None = None
+    turns: Turns | None = None
     on_ended: Callable[[int, Sequence[int]], None] | None = None
 
 
@@ -59,10 +62,12 @@ class Generator(Protocol):
     """Draws responses. Each rank has one. All ranks of a replica (one dp rank) call its methods together, one after
     the other; only `abort` comes from another thread.
 
-    version  of the weights that it draws from: the version that has drawn each token
+    version      of the weights that it draws from: the version that has drawn each token
+    draws_turns  whether `draw` takes orders with turns; else turn_by_turn.py asks it for one turn after the other
     """
 
     version: int
+    draws_turns: bool
 
     def take(self, engine: Engine) -> None:
         """Draw from an engine's weights, of its `version`, from now on. Nothing that was computed with other weights
@@ -93,6 +98,8 @@ class Generator(Protocol):
 class BuiltIn:
     """Generation on the run's own ranks, with the engine's own weights: nothing is copied."""
 
+    draws_turns = True
+
     def __init__(self, terms: Terms | None = None) -> None:
         self.version = 0
         self._engine: Engine | None = None
@@ -114,6 +121,7 @@ class BuiltIn:
             record_kept=order.record_kept,
             micro_batches=order.micro_batches,
             segments=order.segments,
+            turns=order.turns,
             on_ended=order.on_ended,
         )
 

@@ -45,11 +45,13 @@ class Entry(NamedTuple):
     length  tokens that are in the cache before its first step
     most    columns that it has room for at most
     source  row of a sequence whose beginning is the same; None: these tokens are filled in
+    place   under which it has parked the first of them; None: it has nothing parked
     """
 
     length: int
     most: int
     source: int | None
+    place: int | None = None
 
 
 class KVCache:
@@ -120,7 +122,7 @@ class KVCache:
     @property
     def span(self) -> int:
         """Columns that a read returns at most, from 0 on."""
-        return self._read[0][1]
+        return max(span for _, span in self._read)
 
     @property
     def positions(self) -> Tensor:
@@ -208,11 +210,13 @@ class KVCache:
         copies what no block in common has."""
         first = self.rows
         assert first + len(entries) <= self.most_rows, f"the cache has {self.most_rows} rows only"
-        for entry in entries:
+        # Before any of them takes room: what they have parked is not given to the others.
+        parked = [[] if each.place is None else self.blocks.parked.pop(each.place, []) for each in entries]
+        for entry, blocks in zip(entries, parked, strict=True):
             self.lengths.append(entry.length)
             self._mosts.append(entry.most)
             self._limits.append(self._room(self.rows - 1))
-            self.blocks.enter(self._limits[-1], entry.source, entry.length)
+            self.blocks.enter(self._limits[-1], entry.source, entry.length, blocks)
         self._sources = {
             row: entry.source for row, entry in enumerate(entries, first) if entry.source is not None
         }
@@ -246,6 +250,12 @@ class KVCache:
             self._limits[row] = 1
         self._changed.update(rows)
 
+    def park(self, row: int, place: int) -> None:
+        """Take the blocks of a row, and have them ready for the sequence at this place, which comes back. Then what
+        was written after its last token is written again."""
+        self.blocks.park(row, place)
+        self.release([row])
+
     def _tabulate(self) -> None:
         """Tell the device which blocks rows have now, and how many columns."""
         if not self._changed:
@@ -261,10 +271,11 @@ class KVCache:
     def fill(self, pieces: Sequence[Piece]) -> None:
         """The next micro-batch holds these pieces, in this order.
 
-        They are beginnings of sequences, or one later piece of a single sequence whose beginning is in the cache.
+        They are beginnings of sequences; or later pieces, of equally many tokens, of sequences whose beginnings are
+        in the cache.
         """
-        self.continues = any(piece.first for piece in pieces)
-        assert not self.continues or len(pieces) == 1, "later pieces come one by one"
+        self.continues = all(piece.first for piece in pieces)
+        assert self.continues or not any(piece.first for piece in pieces), "beginnings and later pieces"
         self._tabulate()
         columns = [torch.arange(piece.first, piece.stop) for piece in pieces]
         blocks = [
@@ -274,8 +285,9 @@ class KVCache:
         whole = torch.cat(columns).to(self._device)
         self._places = (torch.cat(blocks).to(self._device), whole % BLOCK)
         self._sequences = torch.tensor([piece.row for piece in pieces], device=self._device)
-        row, _, stop = pieces[0]
-        self._attend([(slice(row, row + 1), stop)], whole[None])
+        read = range(len(pieces) if self.continues else 1)
+        runs = [(slice(pieces[n].row, pieces[n].row + 1), pieces[n].stop) for n in read]
+        self._attend(runs, torch.stack([columns[n] for n in read]).to(self._device))
 
     def share(self) -> None:
         """Copy what the rows that have just entered begin with from their sources, but for the blocks in common: the

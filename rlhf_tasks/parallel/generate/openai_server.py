@@ -40,6 +40,8 @@ class OpenAI:
     Its settings: `url`, `model`, `key` and `weights_dir`, which the server sees under the same path.
     """
 
+    draws_turns = False
+
     def __init__(self, terms: Terms) -> None:
         settings = terms.settings
         self.version = -1

@@ -1,17 +1,14 @@
 """The sequences that are decoded together: finished ones leave, waiting ones enter."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import (
     DecodeGraphs,
     Entry,
@@ -19,14 +16,16 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import (
     Piece,
     vacate,
 )
-from prefect_rlhf.rlhf_tasks.parallel.generate.relay import Relay
-from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
-    SamplingParams,
-    follow,
-    sample,
-    states_after,
-    uniform,
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import (
+    Drawing,
+    Queue,
+    Responses,
+    Rows,
+    same_prompts,
 )
+from prefect_rlhf.rlhf_tasks.parallel.generate.relay import Relay
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import follow, sample
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
     REFILL_SHARE,
     blocks_of,
@@ -37,12 +36,6 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
 )
 from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import KeptTokens
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
-
-BEFORE = "before"
-"""The key of the number of tokens that were drawn of a response before."""
-
-BEGUN = "begun"
-"""The key of the iteration whose random numbers a sequence has: that in which it was begun."""
 
 
 class DecodingPace(NamedTuple):
@@ -59,181 +52,6 @@ class DecodingPace(NamedTuple):
 
 
 PACES = {"cpu": DecodingPace(1, 1, graphs=False), "cuda": DecodingPace(16, 256, graphs=True)}
-
-
-class Drawing(NamedTuple):
-    """What is the same for all groups of a generation.
-
-    seed, purpose   of the random numbers
-    segment_tokens  most tokens that are drawn of a sequence in a segment; None: as many as a response may have
-    record_kept     whether to record which tokens could be drawn
-    micro_batches   the cache of a group has this part of the room that all its sequences may take at once
-    prefill_tokens  most tokens of a pass over prompts
-    on_ended        gets the id of each sample that has ended, and what was drawn of it
-    """
-
-    params: SamplingParams
-    seed: int
-    purpose: str
-    segment_tokens: int | None
-    record_kept: bool
-    micro_batches: int
-    prefill_tokens: int
-    on_ended: Callable[[int, Sequence[int]], None] | None = None
-
-
-class Responses:
-    """What is drawn of a group's n sequences, by place. L is the most tokens that are drawn of one, and one more.
-
-    before     [n] int64: tokens of a response that earlier calls have drawn; they are not counted in what follows
-    allowed    most tokens of each response
-    most       most tokens of each by the end of the segment; `most_tensor` [n] int64 is the same on the device
-    lengths    [n] int64; while a response runs, its `most`
-    truncated  [n] bool: neither a stop id nor a stop string has ended it
-    uniforms   [n, L] float64: the random number of each token
-    tokens     [n, L] int64. The last column is for what is drawn after the end of the longest response
-    logprobs   [n, L] float64; on the last stage alone
-    kept       of each, token after token, which tokens could be drawn (`KeptTokens.listed`); None unless recorded
-    """
-
-    def __init__(self, prompts: SampleBatch, drawing: Drawing) -> None:
-        device = prompts["input_ids"].values.device
-        lengths = prompts["input_ids"].lengths
-        self._segment = drawing.segment_tokens or drawing.params.max_new_tokens
-        self.before = prompts[BEFORE].values
-        self.allowed = [drawing.params.max_new_tokens - before for before in self.before.tolist()]
-        self.most = [min(self._segment, allowed) for allowed in self.allowed]
-        self.most_tensor = torch.tensor(self.most, device=device)
-        self.lengths = self.most_tensor.clone()
-        self.truncated = torch.ones(len(prompts), dtype=torch.bool, device=device)
-        ids = torch.tensor(prompts.ids, device=device)
-        numbers = torch.arange(max(self.allowed) + 1, device=device)
-        positions = torch.tensor(lengths, device=device)[:, None] + numbers
-        self.uniforms = torch.zeros(positions.shape, dtype=torch.float64, device=device)
-        begun = prompts[BEGUN].values
-        for iteration in sorted(set(begun.tolist())):
-            of = (begun == iteration).nonzero().squeeze(1)
-            self.uniforms[of] = uniform(
-                drawing.seed, drawing.purpose, iteration, ids[of, None], positions[of]
-            )
-        self.tokens = torch.zeros(self.uniforms.shape, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros_like(self.uniforms)
-        self.kept: list[list[tuple[int, Tensor]]] | None = (
-            [[] for _ in lengths] if drawing.record_kept else None
-        )
-
-    def ended(self) -> list[bool]:
-        """Of each, whether none of its tokens is still to be drawn."""
-        full = self.lengths.cpu() == torch.tensor(self.allowed)
-        return (~self.truncated.cpu() | full).tolist()
-
-    def extend(self, places: Sequence[int]) -> None:
-        """Let the responses at some places have the tokens of another segment."""
-        for place in places:
-            if self.kept is not None:
-                del self.kept[place][self.most[place] :]
-            self.most[place] = min(self.most[place] + self._segment, self.allowed[place])
-        device = self.lengths.device
-        self.most_tensor = torch.tensor(self.most, device=device)
-        extended = torch.tensor(places, dtype=torch.int64, device=device)
-        self.lengths[extended] = self.most_tensor[extended]
-
-
-class Queue:
-    """The sequences that wait, and what each enters with, by place.
-
-    tokens    [..] int64 each: those that are read. First the prompt; in a later segment also what was drawn here
-    drawn     how many of these were drawn here
-    like      a number that those with the same tokens have in common
-    last      [n] int64: the last one of the tokens, which the first step reads
-    matched   [n] int64: the states of stop strings after the tokens
-    waiting   places, in the order in which they enter
-    entering  those that enter at the next step
-    """
-
-    def __init__(self, prompts: Packed) -> None:
-        n = len(prompts.lengths)
-        self.tokens = prompts.split()
-        self.drawn = [0] * n
-        self.like = {place: alike[0] for alike in same_prompts(prompts) for place in alike}
-        self.last = torch.zeros(n, dtype=torch.int64, device=prompts.values.device)
-        self.matched = torch.zeros_like(self.last)
-        self.waiting = deque[int]()
-        self.entering: list[int] = []
-
-    def line_up(self, places: Sequence[int], before: Tensor, strings: Tensor | None) -> None:
-        """Let sequences wait. before: as in `Responses`; strings: their table"""
-        self.last = torch.stack([tokens[-1] for tokens in self.tokens])
-        drawn = list(map(add, before.tolist(), self.drawn))
-        self.matched = torch.zeros_like(before)
-        if strings is not None and any(drawn):
-            texts = [tokens[len(tokens) - n :] for tokens, n in zip(self.tokens, drawn, strict=True)]
-            self.matched = states_after(strings, texts)
-        self.waiting = deque(places)
-
-    def admit(self, count: int) -> None:
-        """Let the first ones enter at the next step."""
-        self.entering = [self.waiting.popleft() for _ in range(count)]
-
-    def come_back(self, place: int, drawn: Tensor, matched: Tensor) -> None:
-        """Let a sequence that has left before its end wait before all others. drawn: the tokens drawn of it in all;
-        matched [] int64: the state of stop strings"""
-        prompt = self.tokens[place][: len(self.tokens[place]) - self.drawn[place]]
-        self.like[place] = ~place  # as no other: those that it shared a prompt with are still alike
-        self.drawn[place] = len(drawn)
-        self.tokens[place] = torch.cat([prompt, drawn])
-        self.last[place] = self.tokens[place][-1]
-        self.matched[place] = matched
-        self.waiting.appendleft(place)
-
-
-@dataclass
-class Rows:
-    """The sequences that are decoded. Each list and tensor has an entry per row.
-
-    places    the place of each sequence; `order` [rows] int64 is the same on the device
-    started   the step in which the first token of its response was drawn, or would have been
-    newest    [rows] int64: the token that the next step reads
-    drawn     [rows] int64: tokens of the response so far
-    finished  [rows] bool
-    matched   [rows] int64: the states of stop strings
-    """
-
-    places: list[int]
-    started: list[int]
-    order: Tensor
-    newest: Tensor
-    drawn: Tensor
-    finished: Tensor
-    matched: Tensor
-
-    @staticmethod
-    def none(device: torch.device) -> "Rows":
-        empty = torch.zeros(0, dtype=torch.int64, device=device)
-        return Rows([], [], empty, empty, empty, empty.bool(), empty)
-
-    def enter(self, queue: Queue, step: int) -> None:
-        """Give those that enter the next rows. step: the number of their first step"""
-        drawn_before = [queue.drawn[place] for place in queue.entering]
-        new = torch.tensor(queue.entering, device=self.order.device)
-        self.places += queue.entering
-        self.started += [step - drawn for drawn in drawn_before]
-        self.order = torch.cat([self.order, new])
-        self.newest = torch.cat([self.newest, queue.last[new]])
-        self.drawn = torch.cat([self.drawn, new.new_tensor(drawn_before)])
-        self.finished = torch.cat([self.finished, torch.zeros_like(new).bool()])
-        self.matched = torch.cat([self.matched, queue.matched[new]])
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        self.places = [self.places[row] for row in rows]
-        self.started = [self.started[row] for row in rows]
-        index = torch.tensor(rows, dtype=torch.int64, device=self.order.device)
-        self.order = self.order[index]
-        self.newest = self.newest[index]
-        self.drawn = self.drawn[index]
-        self.finished = self.finished[index]
-        self.matched = self.matched[index]
 
 
 class Group:
@@ -259,12 +77,18 @@ class Group:
     same step, and the next segment continues with rows and cache as they are. Elsewhere a sequence leaves to rest. In
     the next segment it enters again, and its prompt and tokens are read again.
 
+    With turns, a sequence leaves when its turn has ended, and others enter. It parks its blocks. When it has been
+    answered, it waits before those that are yet to begin, and enters with what it has parked: only what is new is
+    read. Others take what is parked where they have no room without it, and layers with states park nothing: such a
+    sequence is read again. The head alone talks to partners. At a check it says what has been answered, so all ranks
+    do the same.
+
     prompts  with three keys. `input_ids`: prompts, followed by the tokens that earlier calls have drawn after them;
              these count as prompt here. BEFORE [1] int64: how many tokens that are. BEGUN [1] int64: the iteration
              whose random numbers the sequence has
 
-    computed  whether a step was computed whose tokens are not stored yet
-    done      whether all sequences have finished, or rest
+    computed  whether a step was computed, or answers were shared, that are not stored yet
+    done      whether all sequences have finished, or rest until the next segment
     """
 
     def __init__(self, engine: Engine, prompts: SampleBatch, drawing: Drawing) -> None:
@@ -277,6 +101,8 @@ class Group:
         self._relay = Relay(engine)
         self._device = device
         self._ids = prompts.ids
+        self._places = {sample: place for place, sample in enumerate(prompts.ids)}
+        self._partners = drawing.turns and drawing.turns.partners
         self._prompts = prompts["input_ids"].split()
         self._stops = torch.tensor(drawing.params.stop_ids, dtype=torch.int64, device=device)
         self._strings = stop_strings and stop_strings.to(device)
@@ -288,6 +114,9 @@ class Group:
         self._rows = Rows.none(device)
         self._queue = Queue(prompts["input_ids"])
         self._queue.line_up(range(len(prompts)), self._responses.before, self._strings)
+        self._apart = set[int]()  # places whose turn has ended, and that have not come back
+        self._unanswered = set[int]()  # those of them that wait for an answer
+        self._asks = False  # whether answers were shared in the last step
         shape = engine.layout.shape
         # The last token of a response is never read, so it needs no column.
         lengths, allowed = prompts["input_ids"].lengths, self._responses.allowed
@@ -318,12 +147,32 @@ class Group:
         self._said = set[int]()  # places of those of which `on_ended` knows
         self._admit(self._fitting(0))
 
-    def compute(self) -> None:
-        """Run this rank's stage for the next step, on each row's newest token; before, on the prompts that enter."""
+    @property
+    def runs(self) -> bool:
+        """Whether sequences are decoded at the next step. If not, all that have not finished wait for answers."""
+        return self._running > 0
+
+    def compute(self, wait_s: float = 0.0) -> None:
+        """Run this rank's stage for the next step, on each row's newest token; before, on the prompts that enter. At
+        a check, take answers too. wait_s: seconds in which the first of them may come"""
         if self._queue.entering:
             self._enter()
-        self._step += 1
         self.computed = True
+        if self.runs:
+            self._draw()
+        at_once = self._drawing.turns is not None and not self._drawing.turns.together
+        checks = not self.runs or (at_once and self._is_check(self._step))
+        self._asks = checks and bool(self._unanswered)
+        if self._asks and self._relay.is_last_stage:
+            samples = {self._ids[place] for place in self._unanswered}
+            following = [] if self._partners is None else self._partners.answered(samples, wait_s)
+            self._relay.share_following(following)
+
+    def _is_check(self, step: int) -> bool:
+        return (step + 1) % self._pace.check_every == 0
+
+    def _draw(self) -> None:
+        self._step += 1
         self._drawn += self._running
         output = self._decode()
         if not self._relay.is_last_stage:
@@ -348,6 +197,13 @@ class Group:
         """Fill the prompts of the sequences that enter into the next rows, each prompt once."""
         queue = self._queue
         first = self._cache.rows
+        parked = self._cache.blocks.parked
+        cached = {place: queue.cached[place] if place in parked else 0 for place in queue.entering}
+        if parked:  # those of which as much is new are read in one pass
+            new = {place: len(queue.tokens[place]) - columns for place, columns in cached.items()}
+            queue.entering.sort(
+                key=lambda place: (cached[place] > 0, bool(cached[place]) * new[place], place)
+            )
         lengths = [len(queue.tokens[place]) - 1 for place in queue.entering]
         self._rows.enter(queue, self._step + 1)
         places = self._rows.places
@@ -361,14 +217,20 @@ class Group:
         sources = [source if source < row else None for source, row in alike[first - since :]]
         self._cache.enter(
             [
-                Entry(length, self._columns[place], source)
+                Entry(length, self._columns[place], source, place if cached[place] else None)
                 for length, place, source in zip(lengths, queue.entering, sources, strict=True)
             ]
         )
-        to_fill = [length if source is None else 0 for length, source in zip(lengths, sources, strict=True)]
-        for pieces in passes(to_fill, first, self._drawing.prefill_tokens):
+        to_fill = [
+            Piece(row, cached[places[row]], length if source is None else 0)
+            for row, (length, source) in enumerate(zip(lengths, sources, strict=True), first)
+        ]
+        for pieces in passes(to_fill, self._drawing.prefill_tokens):
             self._fill(pieces, [places[piece.row] for piece in pieces])
         self._cache.share()
+        if self._partners is not None:
+            for row, start, stop in to_fill:
+                self._partners.begun(self._ids[places[row]], max(0, stop - start))
         queue.entering = []
 
     def _fill(self, pieces: Sequence[Piece], places: Sequence[int]) -> None:
@@ -409,9 +271,22 @@ class Group:
         return self._stage(x, micro, self._cache) if self._graphs is None else self._graphs.run(x, micro)
 
     def settle(self) -> None:
-        """Store the tokens drawn in the last step; at a check, find which sequences leave and enter."""
-        tokens = self._relay.receive_tokens(self._cache.rows)
+        """Store the tokens drawn in the last step, and what was answered; at a check, find which sequences leave and
+        enter."""
         self.computed = False
+        checks = self._store(self._relay.receive_tokens(self._cache.rows)) if self.runs else True
+        following = self._relay.receive_following() if self._asks else []
+        if not checks:
+            return
+        *finished, unsound = torch.cat([self._rows.finished, self._unsound[None]]).tolist()
+        if unsound:
+            self._refuse_unsound_logits()
+        if self._drawing.on_ended is not None:
+            self._say_ended(finished, self._drawing.on_ended)
+        self._turn_over(finished, following)
+
+    def _store(self, tokens: Tensor) -> bool:
+        """Store the tokens [rows] int64 of a step. Returns whether it is a check."""
         responses, rows = self._responses, self._rows
         order = rows.order
         most = responses.most_tensor[order]
@@ -427,17 +302,10 @@ class Group:
         rows.drawn = torch.minimum(rows.drawn + 1, most)
         rows.finished |= ends | (rows.drawn == most)
         rows.newest = tokens
-        some_full = any(
+        return self._is_check(self._step) or any(
             self._step + 1 - started == responses.most[place]
             for place, started in zip(rows.places, rows.started, strict=True)
         )
-        if some_full or (self._step + 1) % self._pace.check_every == 0:
-            *finished, unsound = torch.cat([rows.finished, self._unsound[None]]).tolist()
-            if unsound:
-                self._refuse_unsound_logits()
-            if self._drawing.on_ended is not None:
-                self._say_ended(finished, self._drawing.on_ended)
-            self._turn_over(finished)
 
     def ended(self) -> list[int]:
         """The ids of the samples that have ended: none of their tokens is still to be drawn."""
@@ -494,12 +362,15 @@ class Group:
             f"{self._stage.dtype}, hold NaN or infinity: check its weights, or lower the learning rate."
         )
 
-    def _turn_over(self, finished: list[bool]) -> None:
-        """Let finished sequences leave and waiting ones enter. finished: by row"""
+    def _turn_over(self, finished: list[bool], following: Sequence[Following] = ()) -> None:
+        """Let finished sequences leave and waiting ones enter. finished: by row; following: what was answered"""
         running, queue = finished.count(False), self._queue
         self._ended += self._running - running
         self._running = running
-        self.done = running + len(queue.waiting) == 0
+        if self._drawing.turns is not None:
+            self._set_apart([row for row, ended in enumerate(finished) if ended])
+            self._answer(following)
+        self.done = running + len(queue.waiting) + len(self._unanswered) == 0
         if self.done:  # all rows stay: the next segment may continue with them
             return
         leaves = self._part_with(finished)
@@ -507,6 +378,36 @@ class Group:
         count = self._fitting(self._running) if self._running == running else 0
         self._admit(count if running == 0 or count >= max(1, running // REFILL_SHARE) else 0)
         self._leave(leaves)
+
+    def _set_apart(self, rows: Sequence[int]) -> None:
+        """The turns of some rows have ended: they park their blocks, and their partners hear of it."""
+        places = {self._rows.places[row]: row for row in rows}
+        new = [place for place in places if place not in self._apart]
+        lengths = self._responses.lengths.tolist() if new else []
+        truncated = self._responses.truncated.tolist() if new else []
+        for place in new:
+            if not self._stage.layout.shape.keeps_states:
+                self._cache.park(places[place], place)
+            # The last token is not read yet, or is read again:
+            self._queue.cached[place] = len(self._prompts[place]) + lengths[place] - 1
+            self._apart.add(place)
+            self._unanswered.add(place)
+            if self._partners is not None:
+                start = -int(self._responses.before[place])
+                turn = self._responses.tokens[place, start : lengths[place]].tolist()
+                self._partners.ended(self._ids[place], turn, truncated[place])
+
+    def _answer(self, following: Sequence[Following]) -> None:
+        """Let those that were answered wait for their next turn, or be over."""
+        for answered in following:
+            place = self._places[answered.sample]
+            self._unanswered.remove(place)
+            if not answered.most:
+                self._cache.blocks.unpark(place)
+                continue
+            self._apart.remove(place)
+            stop = self._responses.observe(place, answered.ids, answered.most)
+            self._queue.come_back(place, self._responses.tokens[place, :stop])
 
     def _part_with(self, finished: list[bool]) -> list[bool]:
         """Take the room of finished sequences away and give the others room for their next steps, those at the first
@@ -533,7 +434,7 @@ class Group:
         def expected(place: int, length: int) -> int:
             return blocks_of(min(self._columns[place], length + more))
 
-        room, present = cache.blocks.free, set[int]()
+        room, present = cache.blocks.free + cache.blocks.reclaimable, set[int]()
         for place, length, blocks in zip(self._rows.places, cache.lengths, cache.blocks.rows, strict=True):
             if blocks:  # it does not leave
                 room -= max(0, expected(place, length) - len(blocks))
@@ -543,7 +444,7 @@ class Group:
         count, most = 0, cache.most_rows - running
         for place in queue.waiting:
             length = len(queue.tokens[place]) - 1
-            room -= expected(place, length)
+            room -= expected(place, length) - cache.blocks.pinned(place)
             if queue.like[place] in present:
                 room += shared_blocks(length + 1)
             if room < 0 or count == most:
@@ -571,14 +472,14 @@ class Group:
         """Sample id -> key -> data, as `generate` returns them, on the CPU. Only for the last stage."""
         responses = self._responses
         truncated = responses.truncated.cpu()
-        tokens = responses.tokens.cpu()
+        tokens, observed = responses.tokens.cpu(), responses.observed.cpu()
         logprobs = responses.logprobs.to("cpu", torch.promote_types(self._stage.dtype, torch.float32))
         samples = {}
         for place, (sample_id, length) in enumerate(zip(self._ids, responses.lengths.tolist(), strict=True)):
             prompt = self._prompts[place].cpu()
             data = {
                 "input_ids": torch.cat([prompt, tokens[place, :length]]),
-                "response_mask": torch.arange(len(prompt) + length) >= len(prompt),
+                "response_mask": torch.cat([prompt.new_zeros(len(prompt)).bool(), ~observed[place, :length]]),
                 "old_logprobs": torch.cat([logprobs.new_zeros(len(prompt)), logprobs[place, :length]]),
                 "truncated": truncated[place : place + 1],
             }
@@ -590,28 +491,24 @@ class Group:
         return samples
 
 
-def same_prompts(prompts: Packed) -> list[list[int]]:
-    """The places of the sequences with each prompt, in the order in which prompts come first."""
-    places_of: dict[tuple[int, ...], list[int]] = {}
-    for place, prompt in enumerate(prompts.to(torch.device("cpu")).split()):
-        places_of.setdefault(tuple(prompt.tolist()), []).append(place)
-    return list(places_of.values())
+def passes(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
+    """Cut what is read into passes of at most `most` tokens: several beginnings, several later pieces of one length,
+    or a part of a longer piece alone.
 
-
-def passes(lengths: Sequence[int], first_row: int, most: int) -> Iterator[list[Piece]]:
-    """Cut sequences into passes of at most `most` tokens: several whole ones, or a piece of a longer one alone.
-
-    lengths  of the sequences in the rows from `first_row` on; one without tokens is in no pass
+    pieces  of sequences, one each; one without tokens is in no pass
     """
-    whole: list[Piece] = []
-    for row, length in enumerate(lengths, first_row):
+    whole, tokens, together = list[Piece](), 0, 0
+    for piece in pieces:
+        length = piece.stop - piece.first
         if length > most:
-            yield from ([Piece(row, first, min(first + most, length))] for first in range(0, length, most))
-            continue
-        if whole and sum(piece.stop for piece in whole) + length > most:
-            yield whole
-            whole = []
-        if length:
-            whole.append(Piece(row, 0, length))
+            cuts = range(piece.first, piece.stop, most)
+            yield from ([Piece(piece.row, at, min(at + most, piece.stop))] for at in cuts)
+        elif length > 0:
+            alike = length if piece.first else 0
+            if whole and (tokens + length > most or alike != together):
+                yield whole
+                whole, tokens = [], 0
+            whole.append(piece)
+            tokens, together = tokens + length, alike
     if whole:
         yield whole

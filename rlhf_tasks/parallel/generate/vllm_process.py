@@ -133,6 +133,8 @@ class Vllm:
 
     serve = SERVE
 
+    draws_turns = False
+
     def __init__(self, terms: Terms) -> None:
         self.version = -1
         self._terms = terms

@@ -1,4 +1,4 @@
-"""The price of responses that an environment answers turn by turn, by the generations that it is composed of."""
+"""The price of responses that an environment answers turn by turn, and of the cache."""
 
 import pytest
 
@@ -23,26 +23,13 @@ def generation(make_graph, ppo_cost, assign):
 
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("dp", [4, 8])
-def test_a_response_of_three_turns_costs_three_generations_and_the_environments(generation, group_size, dp):
-    """120 tokens after a prompt of 128: 40 after 128, after 168, after 208; the last two share no context."""
-    found = generation(group_size, dp, new_tokens=Lengths.fixed(120), turns=3, environment_s=7.0)
-    turns = [
-        generation(1 if begun else group_size, dp, prompt_tokens=128 + begun, new_tokens=Lengths.fixed(40))
-        for begun in (0, 40, 80)
-    ]
-    assert found.seconds == pytest.approx(3 * 7.0 + sum(turn.seconds for turn in turns), rel=1e-12)
-    assert found.active_bytes == turns[-1].active_bytes, "the last turn has the longest cache"
-    once = generation(group_size, dp, new_tokens=Lengths.fixed(120))
-    assert found.seconds - 21.0 > once.seconds, "contexts are read anew"
-
-
-def test_every_turn_waits_for_its_longest_sequences(generation):
-    """Half of the responses have 40 tokens, half 80, so a turn has 20 or 40."""
+def test_turns_cost_what_the_whole_response_does_and_their_environments(generation, group_size, dp):
+    """What was read before a turn is not read again for it."""
     lengths = Lengths(points=((40, 0.5), (80, 0.5)))
-    found = generation(new_tokens=lengths, turns=2)
-    parts = Lengths(points=((20, 0.5), (40, 0.5)))
-    each = [generation(prompt_tokens=128 + begun, new_tokens=parts) for begun in (0, 30)]
-    assert found.seconds == pytest.approx(sum(turn.seconds for turn in each), rel=1e-12)
+    once = generation(group_size, dp, new_tokens=lengths)
+    found = generation(group_size, dp, new_tokens=lengths, turns=3, environment_s=7.0)
+    assert found.seconds == pytest.approx(once.seconds + 3 * 7.0, rel=1e-12)
+    assert found.active_bytes == once.active_bytes
 
 
 def test_the_cache_has_room_for_the_longest_prompt_however_many_turns(generation):
@@ -56,19 +43,6 @@ def test_the_cache_has_room_for_the_longest_prompt_however_many_turns(generation
     )
     grown = in_turns.active_bytes[0] - turns.active_bytes[0]
     assert grown == pytest.approx(longest.active_bytes[0] - typical.active_bytes[0])
-
-
-def test_one_turn_costs_what_a_response_does_and_the_environment(generation):
-    alone = generation()
-    assert generation(turns=1) == alone
-    answered = generation(turns=1, environment_s=2.5)
-    assert (answered.seconds, answered.active_bytes) == (alone.seconds + 2.5, alone.active_bytes)
-
-
-def test_the_cache_has_room_for_the_longest_response_in_every_turn(generation):
-    sizes = {"new_tokens": Lengths.fixed(2048), "max_new_tokens": 4096}
-    in_turns, once = generation(turns=4, **sizes).active_bytes, generation(**sizes).active_bytes
-    assert in_turns == pytest.approx(once, rel=0.1), "but for what is read at a time"
 
 
 @pytest.mark.parametrize(

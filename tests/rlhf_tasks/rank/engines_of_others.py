@@ -23,6 +23,8 @@ MODE = "RLHF_TEST_FAKE_VLLM"
 class Uniform:
     """Draws LENGTH tokens of equal probability, whatever the weights are."""
 
+    draws_turns = False
+
     def __init__(self, terms: Terms) -> None:
         assert terms.tokens is not None
         self.version, self._tokens, self._engine = -1, terms.tokens, None

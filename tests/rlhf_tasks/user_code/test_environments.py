@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -231,6 +232,51 @@ def test_answers_come_in_the_order_of_the_samples_whichever_is_first(start, tmp_
     found = process.answers(episodes("a", "end", samples=(0, 2)))
     assert found == [Answer(f"end:2:{100 + n}", n / 2, True) for n in (0, 2)]
     assert process.answers(episodes("b"))[0] == Answer("b:1:100", 0.0, False), "a new batch starts again"
+
+
+def test_an_episode_goes_on_while_another_thinks(start, tmp_path):
+    """Sample 0 thinks until sample 1 has said two things."""
+    log = tmp_path / "log"
+    log.touch()
+    process = start("Room", lines=2, log=str(log))
+    process.begin()
+    for episode in episodes("a", samples=(0, 1)):
+        process.submit(episode)
+    assert process.answered(60.0) == {1: Answer("a:1:101", 0.5, False)}
+    process.submit(*episodes("a", "b", samples=(1,)))
+    found = process.answered(60.0)
+    while len(found) < 2:
+        found |= process.answered(60.0)
+    assert found == {1: Answer("b:2:101", 0.5, False), 0: Answer("a:1:100", 0.0, False)}
+
+
+def test_each_episode_has_a_deadline_of_its_own(start):
+    process, texts, late = start("Waiting", how="hangs", timeout_s=3.0, skips=True), ["a"], False
+    process.begin()
+    for episode in episodes("a", samples=(0, 1)):
+        process.submit(episode)
+    while not late:
+        for sample, answer in process.answered(60.0).items():
+            late |= sample == 1 and "step gave no answer in 3 s" in answer.reason
+            if sample == 0:
+                assert answer == ON
+                time.sleep(0.2)
+                texts.append("a")
+                process.submit(*episodes(*texts, samples=(0,)))
+    assert len(texts) > 5
+    assert process.answered(60.0) == {0: ON}, "which was asked last, and is not late"
+
+
+def test_an_episode_that_asked_nothing_when_the_process_was_lost_is_played_again_when_it_does(
+    start, tmp_path
+):
+    log = tmp_path / "log"
+    process = start("Room", log=str(log))
+    process.answers(episodes("a", samples=(1, 2)))
+    kill()
+    assert process.answers(episodes("a", "b", samples=(1,))) == [Answer("b:2:101", 0.5, False)]
+    assert process.answers(episodes("a", "c", samples=(2,))) == [Answer("c:2:102", 1.0, False)]
+    assert log.read_text().split("\n")[2:-1] == ["1 a", "1 b", "2 a", "2 c"]
 
 
 def test_a_process_that_is_killed_from_outside_is_given_all_turns_again(start, tmp_path):

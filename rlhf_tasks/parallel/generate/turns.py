@@ -1,0 +1,48 @@
+"""Responses of several turns: what generation says of them, and is answered (docs/adr/0042-turns-apart.md)."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Following(NamedTuple):
+    """What follows a turn of a sample.
+
+    ids   tokens that are read before the next turn
+    most  tokens of the next turn; 0: the response is over, and nothing is read
+    """
+
+    sample: int
+    ids: Sequence[int] = ()
+    most: int = 0
+
+
+class Partners(Protocol):
+    """Those with whom the sequences of a head talk: environments, tools. All methods return soon but `answered`."""
+
+    def begun(self, sample: int, read: int) -> None:
+        """A turn is drawn from now on, or drawn on after it had to leave. read: tokens that were read for it, but for
+        the one that its first step reads"""
+        ...
+
+    def ended(self, sample: int, turn: Sequence[int], is_cut: bool) -> None:
+        """A turn has ended with these tokens. is_cut: neither a stop id nor a stop string has ended it"""
+        ...
+
+    def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
+        """What follows those of these samples that have been answered since. Where nobody has been, of all that wait,
+        it waits for the first of them, for so many seconds at most. Raises what ends the run."""
+        ...
+
+
+class Turns(NamedTuple):
+    """Responses are drawn turn by turn.
+
+    most      tokens of the first turn of each
+    partners  on the head; None elsewhere
+    together  all continue when all have been answered and nobody is drawn, so who was faster decides nothing, not
+              even how batches round
+    """
+
+    most: int
+    partners: Partners | None
+    together: bool = False
