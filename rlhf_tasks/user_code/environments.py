@@ -218,22 +218,22 @@ class _Part:
         Where failed samples are skipped, the answer of one over which a process is lost is a FailedAnswer, and the
         others are played again: for at most MOST_LOST samples of a batch.
         """
-        found: dict[int, Answer | FailedAnswer] = {}
+        answers: dict[int, Answer | FailedAnswer] = {}
         try:
             try:
                 for reply in self.process.replies():
                     del self._pending[reply["sample"]]
                     answer = reply["answer"]
-                    found[reply["sample"]] = FailedAnswer(*answer) if len(answer) == 1 else Answer(*answer)
+                    answers[reply["sample"]] = FailedAnswer(*answer) if len(answer) == 1 else Answer(*answer)
                 self._refuse_late()
             except Lost as error:
-                found |= self._replay(error)
+                answers |= self._replay(error)
             self._end_replay()
         except RewardError:
             self.process.end()
             self._pending.clear()
             raise
-        return found
+        return answers
 
     def _refuse_late(self) -> None:
         first = min(self._pending.values(), key=lambda each: each.until_s, default=None)

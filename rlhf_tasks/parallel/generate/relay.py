@@ -105,7 +105,7 @@ class Relay:
 
 
 def _following_of(numbers: list[int]) -> list[Following]:
-    found, rest = list[Following](), iter(numbers)
+    following, rest = list[Following](), iter(numbers)
     for sample, most, count in zip(rest, rest, rest, strict=False):
-        found.append(Following(sample, [next(rest) for _ in range(count)], most))
-    return found
+        following.append(Following(sample, [next(rest) for _ in range(count)], most))
+    return following
