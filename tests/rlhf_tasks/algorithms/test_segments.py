@@ -175,8 +175,8 @@ def test_the_planner_prices_the_steps_and_the_reading_that_there_are(
         found["read"] += sum(piece.stop - piece.first for piece in pieces)
         fill(group, pieces, places)
 
-    def computed(group: Group) -> None:
-        compute(group)
+    def computed(group: Group, *wait_s: float) -> None:
+        compute(group, *wait_s)
         found["steps"] += 1
         found["rows"] += group._cache.rows
 
