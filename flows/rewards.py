@@ -9,9 +9,11 @@ import ast
 import asyncio
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from prefect_rlhf.rlhf_tasks.user_code.forms import BUILTIN, Answers, Parameters
 from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 from prefect_rlhf.rlhf_tasks.user_code.sandbox import refuse_sandbox
 
+_PYTHON = re.compile(r"python[\d.]*")
 _SECRETS = (
     "key",
     "token",
@@ -111,15 +114,17 @@ def check_environment(environment: EnvironmentConfig, is_here: bool) -> list[str
 
 
 def check_agent(agent: AgentConfig) -> None:
-    """Raises ConfigError for an agent whose program, or a Python file that its command names, is not there."""
+    """Raises ConfigError for an agent whose program, or the file that its Python runs, is not there."""
     program = agent.words[0]
     if shutil.which(program) is None:
         raise ConfigError(
             f"agent.command: there is no program {program!r} here. Install it, or give its path."
         )
-    for word in agent.words:
-        if word.endswith(".py") and not Path(word).is_file():
-            raise ConfigError(f"agent.command: there is no file {word}. Correct the path.")
+    behind = dropwhile(lambda word: not _PYTHON.fullmatch(Path(word).name), agent.words)
+    options_and_file = takewhile(lambda word: word not in ("-m", "-c"), behind)
+    file = next((word for word in options_and_file if word.endswith(".py")), None)
+    if file is not None and not Path(file).is_file():
+        raise ConfigError(f"agent.command: there is no file {file}. Correct the path.")
 
 
 def check_tools(tools: Sequence[ToolConfig], is_here: bool) -> list[str]:

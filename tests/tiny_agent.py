@@ -99,6 +99,13 @@ def stops(row: dict[str, Any], wait_s: float) -> None:
     print(json.dumps({"reward": 1}))
 
 
+def long(row: dict[str, Any], wait_s: float) -> None:
+    """Says how it is refused."""
+    for size in (10_000, 3_000_000):
+        print(post("/completions", {"prompt": size * "x"})[1]["error"]["message"], file=sys.stderr)
+    print(json.dumps({"reward": complete(row["prompt"], max_tokens=1) and 1}))
+
+
 def chats(row: dict[str, Any], wait_s: float) -> None:
     """Answers each call of a tool, for at most three turns."""
     integers = {"a": {"type": "integer"}, "b": {"type": "integer"}}

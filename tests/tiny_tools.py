@@ -22,7 +22,9 @@ CALLS = [
 ]
 """Two that are answered, one whose tool fails, and two that are malformed."""
 TEMPLATE = (
-    "{{ tools | map(attribute='function.name') | join(',') if tools }}{% for m in messages %}"
+    "{{ tools | map(attribute='function.name') | join(',') if tools }}{% set ns = namespace(called=false) %}"
+    "{% for m in messages %}{% if m.role != 'tool' %}{% set ns.called = m.tool_calls is defined %}"
+    "{% elif not ns.called %}{{ raise_exception('a tool answers, but was not called') }}{% endif %}"
     "{% if m.role == 'tool' %}<r>{{ m.content }}</r>{% else %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endif %}{% endfor %}"
@@ -124,6 +126,25 @@ class Notes:
     def read(self) -> str:
         """Read all notes."""
         return " ".join(self._texts)
+
+    @staticmethod
+    def longer(text: str, other: str) -> bool:
+        """Compare two notes.
+
+        Args:
+            text: One.
+            other: The other.
+        """
+        return len(text) > len(other)
+
+    @classmethod
+    def kind(cls, text: str) -> str:
+        """Say what a note is.
+
+        Args:
+            text: The note.
+        """
+        return f"{cls.__name__}: {text}"
 
 
 def long(a: int) -> str:

@@ -139,6 +139,11 @@ class Tokenizer:
         """One more than the largest token id, added tokens included: so many embeddings a model needs."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token; a text has no more per token."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
     def refuse_other(self, folder: str | Path) -> None:
         """Raises TokenizerError unless each token has the same id in another folder's tokenizer, if that has one."""
         path = own_or_base(Path(folder), "tokenizer.json")

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -263,6 +263,21 @@ def _fault_of(reply: Mapping[str, Any]) -> RewardError:
     return RewardError(reply["fault"], reply["traceback"], reply["place"])
 
 
+def used_memory(processes: Sequence[psutil.Process], most_bytes: int) -> int:
+    """Bytes that processes use: roughly (RSS), and where these are more than `most_bytes`, without counting shared
+    pages twice (PSS)."""
+    rough = _sum(processes, lambda process: process.memory_info().rss)
+    return rough if rough <= most_bytes else _sum(processes, lambda process: process.memory_full_info().pss)
+
+
+def _sum(processes: Sequence[psutil.Process], of: Callable[[psutil.Process], int]) -> int:
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it is ending
+            total += of(process)
+    return total
+
+
 class _TooLarge(Exception):
     """The process and those that it has started use more memory than is allowed."""
 
@@ -322,17 +337,15 @@ class _Running:
     def refuse_large(self, most_bytes: int) -> None:
         """Raises _TooLarge when the process and its children use more than `most_bytes` bytes.
 
-        Looks at most every LOOK_EVERY_S seconds: first roughly (RSS), then without counting shared pages twice (PSS).
+        Looks at most every LOOK_EVERY_S seconds.
         """
         if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()
-        with contextlib.suppress(psutil.Error):  # a process that is ending
-            processes = psutil.Process(self._keeper.pid).children(recursive=True)
-            if sum(process.memory_info().rss for process in processes) > most_bytes:
-                used_bytes = sum(process.memory_full_info().pss for process in processes)
-                if used_bytes > most_bytes:
-                    raise _TooLarge(used_bytes)
+        with contextlib.suppress(psutil.Error):  # a keeper that is ending
+            used_bytes = used_memory(psutil.Process(self._keeper.pid).children(recursive=True), most_bytes)
+            if used_bytes > most_bytes:
+                raise _TooLarge(used_bytes)
 
     def how_it_ended(self) -> str | None:
         """How it ended by itself, for sentences; None where it was killed from outside."""

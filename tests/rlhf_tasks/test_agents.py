@@ -13,7 +13,8 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import Chain
-from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked
+from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked, Drawing, read_request
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import runs_of_one
 from tests.rlhf_tasks.test_environments import (
@@ -27,6 +28,7 @@ from tests.rlhf_tasks.test_environments import (
 )
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
 from tests.rlhf_tasks.test_tools import config_of
+from tests.rlhf_tasks.user_code.tools.templates import TEMPLATES
 from tests.tiny_runs import ppo_config
 
 pytestmark = pytest.mark.dist
@@ -116,6 +118,13 @@ def test_the_sample_is_the_chain_with_the_most_drawn_tokens_and_the_others_are_c
 def test_an_answer_has_the_stop_strings_that_min_new_tokens_lets_be(run):
     settings = {"max_completion_length": 32, "min_new_tokens": 6}
     assert min(map(len, drawn(run("stops", sampling=settings))["input_ids"].split())) > 6
+
+
+def test_what_is_far_too_long_is_refused_before_it_is_read(run, capfd):
+    assert len(counts(drawn(run("long", sampling={"max_completion_length": 8}), range(1)))) == 1
+    complained = capfd.readouterr().err
+    assert "the request has 10,000 characters; a sample has at most" in complained
+    assert "a request has at most 2,097,152 bytes" in complained
 
 
 def test_each_failure_costs_one_sample(run, tmp_path):
@@ -265,6 +274,34 @@ def test_a_turn_that_a_stop_string_has_ended_goes_on_with_what_the_agent_adds(sa
 def test_nothing_takes_the_place_of_an_empty_answer(content, rest):
     messages = [USER, {**YES, "content": content}, MORE]
     assert chain(asked_for([USER]), said="").rest(asked_for(messages), rendered) == rest
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_of_calls_goes_on_with_what_tools_answer_in_any_template(name):
+    template = _environment().from_string(TEMPLATES[name])
+
+    def written(messages):
+        return template.render(messages=messages, add_generation_prompt=True)
+
+    call = {"id": "abc123456", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer = {"role": "tool", "name": "add", "tool_call_id": "abc123456", "content": "3"}
+    history = [USER, said, answer, said, answer]
+    messages = read_request({"messages": history}, True, Drawing(1.0, 1.0), {"abc123456": "as drawn"})[
+        "messages"
+    ]
+    end = "<|im_end|>"
+    for place in (1, 3):
+        begun = chain(asked_for(messages[:place]), "as drawn", end)
+        rest = begun.rest(asked_for(messages[: place + 2]), written, [end])
+        assert written(messages[: place + 2]).endswith(f"{end}{rest}")
+        assert "3" in rest.partition("<|im_start|>assistant")[0]
+    assert chain(asked_for(messages[:1]), "else", end).rest(asked_for(messages[:3]), written, [end]) is None
+
+
+def test_calls_that_the_policy_has_not_made_continue_no_empty_answer():
+    called = {**YES, "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    assert chain(asked_for([USER]), said="").rest(asked_for([USER, called, MORE]), rendered) is None
 
 
 def test_it_does_not_with_other_tools_nor_as_a_text():

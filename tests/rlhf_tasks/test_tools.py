@@ -182,6 +182,10 @@ def test_prompts_offer_the_tools_and_an_evaluation_has_them_too(folder):
             {"tools": [{"function": f"{FILE}:add", "kwargs": {"c": 1}}]},
             "its kwargs give 'c', which is none of",
         ),
+        (
+            {"tools": [{"function": f"{FILE}:Notes", "kwargs": {"frist": "a"}}]},
+            "Notes: its kwargs do not fit the class: missing a required argument: 'first'.",
+        ),
         ({"tools": [{"function": "nowhere.py:add"}]}, "nowhere.py of the tools: no such file"),
         ({"tools": 2 * TOOLS["tools"]}, "tools: two are named 'add'. Rename one"),
         (

@@ -11,7 +11,7 @@ asks one thing after the other draws the same whatever the layout; when requests
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
-from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked, Choice, Drawing
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import RAW, Asked, Choice, Drawing, Refused
 from prefect_rlhf.rlhf_tasks.user_code.agents.process import AgentProcess, Ended
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 
@@ -114,10 +114,13 @@ class Chain:
         """Tokens."""
         return len(self.data["input_ids"])
 
-    def rest(self, request: Asked, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str | None:
+    def rest(
+        self, request: Asked, render: Callable[[Sequence[Mapping[str, Any]]], str], ends: Sequence[str] = ()
+    ) -> str | None:
         """The text that a request adds after the answer; None where it does not continue it.
 
         render  messages -> text in which the assistant's turn is open
+        ends    texts of the tokens that end a turn
         """
         before = self.request.messages
         if before is None or request.messages is None:
@@ -127,11 +130,24 @@ class Chain:
         goes_on = request.messages[:place] == before and request.tools == self.request.tools
         if not goes_on or [each["role"] for each in request.messages[place : place + 1]] != ["assistant"]:
             return None
-        added = self._added(request.messages[place]["content"])
+        message = request.messages[place]
+        calls = message.get("tool_calls", [])
+        said = message.get(RAW) if calls else message["content"]
+        added = None if said is None else self._added(said)
+        if added is None or (added and self.is_over):
+            return None
         # The template may write a turn that is over otherwise than one that it opens: only what follows it counts.
-        turn = {"role": "assistant", "content": _TURN}
+        # Where it has calls, they are written, since templates look for them before the answers of tools.
+        turn = {**message, "content": "" if calls else _TURN}
+        if calls:
+            last = {**calls[-1]["function"], "arguments": {"value": _TURN}}
+            turn["tool_calls"] = [*calls[:-1], {**calls[-1], "function": last}]
         _, is_written, after = render([*before, turn, *request.messages[place + 1 :]]).partition(_TURN)
-        if added is None or not is_written or (added and self.is_over):
+        if calls:
+            places = [after.find(end) for end in ends if end in after]
+            after = after[min(places, default=0) :]
+            is_written = is_written and bool(places)
+        if not is_written:
             return None
         return added + (after if added else after.removeprefix(self.tail))
 
@@ -221,8 +237,9 @@ class _Episodes:
         if not self._draws:
             return {}
         stop = next(iter(self._draws.values())).stop
-        self._now = {number: draw for number, draw in self._draws.items() if draw.stop == stop}
-        self._draws = {number: draw for number, draw in self._draws.items() if draw.stop != stop}
+        alike = ((number, draw) for number, draw in self._draws.items() if draw.stop == stop)
+        self._now = dict(islice(alike, len(self._of)))  # for so many sequences there is memory
+        self._draws = {number: draw for number, draw in self._draws.items() if number not in self._now}
         return {"most": max(draw.most for draw in self._now.values()), "stop": stop}
 
     def _turn(self) -> tuple[list[Asked], list[Ended]]:
@@ -262,20 +279,16 @@ class _Episodes:
         episode = self._of[request.sample]
         try:
             base, ids = self._read(request, episode)
-        except TokenizerError as error:
-            self._refuse(request, str(error), "invalid_value")
+        except (TokenizerError, Refused) as error:
+            code = error.code if isinstance(error, Refused) else "invalid_value"
+            self._refuse(request, str(error), code)
             return
         length = len(ids) + (0 if base is None else base.length)
-        room = len(episode.prompt) + self._order.params.max_new_tokens - length
+        room = self._most(episode) - length
         most = room if request.most is None else request.most
         if not length or most > room or room < 1:
             asks = "no token" if not length else f"{length} tokens, and asks for {max(most, 1)} more"
-            self._refuse(
-                request,
-                f"the request has {asks}; a sample has at most {length + room}: those of the row's prompt, and "
-                f"sampling.max_completion_length={self._order.params.max_new_tokens}",
-                "context_length_exceeded",
-            )
+            self._refuse(request, *self._too_long(asks, episode))
             return
         strings = tuple(dict.fromkeys((*self._order.stop_strings, *request.stop)))
         before = {} if base is None else base.data
@@ -286,9 +299,25 @@ class _Episodes:
             self._draws[request.sample * MOST_REQUESTS + episode.draws] = draw
             episode.draws += 1
 
+    def _most(self, episode: _Episode) -> int:
+        """Tokens that a sample has at most."""
+        return len(episode.prompt) + self._order.params.max_new_tokens
+
+    def _too_long(self, asks: str, episode: _Episode) -> tuple[str, str]:
+        return (
+            f"the request has {asks}; a sample has at most {self._most(episode)}: those of the row's prompt, and "
+            f"sampling.max_completion_length={self._order.params.max_new_tokens}",
+            "context_length_exceeded",
+        )
+
     def _read(self, request: Asked, episode: _Episode) -> tuple[Chain | None, list[int]]:
-        """(the chain that a request continues, the tokens that it adds). Raises TokenizerError."""
-        tokenizer = self._context.tokenizer
+        """(the chain that a request continues, the tokens that it adds). Raises TokenizerError and Refused."""
+        tokenizer, most = self._context.tokenizer, self._most(episode)
+
+        def encode(text: str, special_tokens: bool = False) -> list[int]:
+            if len(text) > most * tokenizer.longest:  # that takes no time to see, and megabytes take seconds
+                raise Refused(400, *self._too_long(f"{len(text):,} characters", episode))
+            return tokenizer.encode(text, special_tokens)
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
             (text,) = tokenizer.render(
@@ -296,12 +325,13 @@ class _Episodes:
             )
             return text
 
+        ends = [tokenizer.decode([end], special_tokens=True) for end in tokenizer.stop_ids]
         for chain in sorted(episode.chains, key=lambda chain: chain.length, reverse=True):
-            if (rest := chain.rest(request, render)) is not None:
-                return chain, tokenizer.encode(rest)
+            if (rest := chain.rest(request, render, ends)) is not None:
+                return chain, encode(rest)
         if request.messages is None:
-            return None, tokenizer.encode(request.text, special_tokens=True)
-        return None, tokenizer.encode(render(request.messages))
+            return None, encode(request.text, special_tokens=True)
+        return None, encode(render(request.messages))
 
     def _refuse(self, request: Asked, sentence: str, code: str) -> None:
         self._answers.append((request.number, {"refused": sentence, "code": code}))
@@ -418,7 +448,8 @@ def _followed(before: Mapping[str, Tensor], ids: Sequence[int], engine: Engine) 
 
 
 def _plain(message: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """A message; what a tool has answered cannot begin another role."""
+    """A message as a template gets it; what a tool has answered cannot begin another role."""
+    message = {key: value for key, value in message.items() if key != RAW}
     if message["role"] != "tool":
         return message
     return {**message, "content": tokenizer.without_special(message["content"])}

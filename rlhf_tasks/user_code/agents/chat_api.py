@@ -15,6 +15,7 @@ from prefect_rlhf.rlhf_tasks.system.reading import shown
 from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Call, calls_of, is_schema
 
 MODEL = "policy"
+RAW = "raw"  # the key of the text of a turn of calls in its message; templates do not get it
 TURN_S = 1.0
 """At most, that a message of the rank to the process of agents waits for its answer."""
 MOST_STOPS, MOST_STOP_BYTES = 32, 256  # of a request: the table that finds them has a row for each byte
@@ -26,11 +27,29 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "functions": ([],),
+    "function_call": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
 }
 """Fields that change what is drawn -> the values that change nothing."""
+_READ = {
+    "messages",
+    "prompt",
+    "tools",
+    "n",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "logprobs",
+    "stream",
+}
+_READ |= {"stream_options", "temperature", "top_p"}
+_IGNORED = {"model", "user", "metadata", "store", "seed", "service_tier", "prediction", "safety_identifier"}
+_KNOWN = {*_READ, *_IGNORED, *_ONLY, "prompt_cache_key"}
+"""Any other field may change what is drawn. The seed is the run's."""
 
 
 class Refused(Exception):
@@ -116,8 +135,8 @@ class Limits(NamedTuple):
 def read_request(document: Any, is_chat: bool, drawing: Drawing, raws: Mapping[str, str]) -> dict[str, Any]:
     """The fields of `Asked` that a request's JSON states.
 
-    raws  id of a call of a tool -> the text of the turn in which the policy has made it. That turn is read again as
-          it was drawn, not as a template would write its calls
+    raws  id of a call of a tool -> the text of the turn in which the policy has made it. That message has it under
+          RAW, beside the calls: by it a chain is continued as it was drawn, not as a template would write the calls
     Raises Refused.
     """
     if not isinstance(document, dict):
@@ -168,10 +187,9 @@ def _refuse_other_drawing(document: Mapping[str, Any], drawing: Drawing) -> None
                 400,
                 f"{name}={shown(stated)}: this run draws with {name}={value:g}, so that it can learn from it",
             )
-    for name, values in _ONLY.items():
-        stated = document.get(name)
-        if stated is not None and stated not in values:
-            raise Refused(400, f"{name}={shown(stated)} is not supported here")
+    for name, stated in document.items():
+        if stated is not None and (name not in _KNOWN or stated not in _ONLY.get(name, (stated,))):
+            raise Refused(400, f"{name[:64]}={shown(stated)} is not supported here")
 
 
 def _whole(document: Mapping[str, Any], name: str, least: int, most: int = 2**31) -> int | None:
@@ -215,9 +233,9 @@ def _message(message: Any, raws: Mapping[str, str]) -> dict[str, Any]:
         raise Refused(400, "tool_calls: each is {id, type: function, function: {name, arguments}}")
     if not calls:
         return made
-    if (raw := raws.get(str(calls[0].get("id")))) is not None:
-        return made | {"content": raw}
-    return made | {"tool_calls": [_with_object(each) for each in calls]}
+    made["tool_calls"] = [_with_object(each) for each in calls]
+    raw = raws.get(str(calls[0].get("id")))
+    return made if raw is None else made | {RAW: raw}
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:

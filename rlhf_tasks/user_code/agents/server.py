@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -43,9 +43,11 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
 )
 from prefect_rlhf.rlhf_tasks.user_code.child import Caller
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, shortened
+from prefect_rlhf.rlhf_tasks.user_code.process import used_memory
 
 LOOPBACK = "127.0.0.1"
-MOST_BODY_BYTES = 8 << 20
+KEY = "OPENAI_API_KEY"
+MOST_BODY_BYTES = 2 << 20  # so many have half a million tokens
 MOST_LINE_BYTES = 1 << 16  # of an agent's output this much is remembered, from its end
 GATHER_S = 0.05  # that a request waits for others, which are then drawn together with it
 LOOK_EVERY_S = 0.5
@@ -176,7 +178,7 @@ class Agents:
         try:
             fault = await self._watched(agent, episode)
         finally:
-            _kill(agent)
+            _kill(agent.pid, episode.key)
             async with asyncio.timeout(LEAVE_S):
                 while agent.returncode is None:  # `wait` would also wait for all that hold its output open
                     await asyncio.sleep(0.005)
@@ -201,7 +203,7 @@ class Agents:
         """The variables that an agent finds, by the names that OpenAI's clients read."""
         return {
             "OPENAI_BASE_URL": self._url,
-            "OPENAI_API_KEY": episode.key,
+            KEY: episode.key,
             "OPENAI_MODEL": MODEL,
             "AGENT_SEED": str(episode.seed),
         }
@@ -214,11 +216,12 @@ class Agents:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(episode.over.wait(), min(left_s, LOOK_EVERY_S))
                     return episode.fault
-                used_bytes = _memory(agent.pid)
-                if used_bytes > self._limits.most_bytes:
+                most_bytes = self._limits.most_bytes
+                used_bytes = used_memory(_processes(agent.pid, episode.key), most_bytes)
+                if used_bytes > most_bytes:
                     return (
                         f"takes {used_bytes / 1e9:.1f} GB of memory; reward_memory_bytes allows "
-                        f"{self._limits.most_bytes / 1e9:.1f} GB"
+                        f"{most_bytes / 1e9:.1f} GB"
                     )
         return f"did not end in {self._limits.timeout_s:g} s, which agent.timeout_s sets"
 
@@ -237,22 +240,28 @@ class Agents:
 
     async def _counted(self, request: Request, is_chat: bool) -> Response:
         episode = self._of(request)
+        episode.bodies += 1  # each asks for an answer at least: what is too much is not read
         try:
+            self._allow(episode, episode.bodies)
             return await self._answered(episode, await _body(request), is_chat)
         except Refused:
             episode.refused += 1
             raise
 
-    async def _answered(self, episode: "_Episode", document: Any, is_chat: bool) -> Response:
-        """The answer to a request, once the policy has given it. Raises Refused."""
-        fields = read_request(document, is_chat, self._drawing, episode.raws)
-        episode.requests += fields["n"]
-        if episode.requests > self._limits.max_requests:
+    def _allow(self, episode: "_Episode", count: int) -> None:
+        """Raises Refused where an agent has asked for too many answers, or must end."""
+        if count > self._limits.max_requests:
             episode.fail(
                 f"asked for more than {self._limits.max_requests} answers, which agent.max_requests allows"
             )
         if episode.fault:
             raise Refused(429, f"the agent {episode.fault}", "rate_limit_exceeded")
+
+    async def _answered(self, episode: "_Episode", document: Any, is_chat: bool) -> Response:
+        """The answer to a request, once the policy has given it. Raises Refused."""
+        fields = read_request(document, is_chat, self._drawing, episode.raws)
+        episode.requests += fields["n"]
+        self._allow(episode, episode.requests)
         number, self._number = self._number, self._number + 1
         future = self._waiting[number] = self._loop.create_future()
         episode.waiting.add(number)
@@ -289,6 +298,7 @@ class _Episode:
     key       for its requests
     requests  answers that it has asked for
     refused   requests that were refused
+    bodies    requests that have come
     waiting   numbers of its requests that wait for the policy
     reward    that it has sent
     raws      as in `read_request`
@@ -299,7 +309,7 @@ class _Episode:
     def __init__(self, sample: int, row: str, seed: int) -> None:
         self.sample, self.row, self.seed = sample, row, seed
         self.key = secrets.token_urlsafe(24)
-        self.requests, self.refused, self.fault = 0, 0, ""
+        self.requests, self.refused, self.bodies, self.fault = 0, 0, 0, ""
         self.waiting: set[int] = set()
         self.reward: float | None = None
         self.raws: dict[str, str] = {}
@@ -377,27 +387,25 @@ def _at_exit(loop: asyncio.AbstractEventLoop, pid: int, call: Callable[[], None]
         os.close(child)
 
 
-def _tree(pid: int) -> list[psutil.Process]:
+def _processes(pid: int, key: str) -> list[psutil.Process]:
+    """An agent and all that it has started. What has lost its parent is our keeper's child then; its environment
+    says whose it is, unless it has another there."""
+    processes = list[psutil.Process]()
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    return []
+        processes = [process, *process.children(recursive=True)]
+    for process in psutil.Process(os.getppid()).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if process not in processes and process.environ().get(KEY) == key:
+                processes.append(process)
+    return processes
 
 
-def _memory(pid: int) -> int:
-    """Bytes that a process and those that it has started use."""
-    used = 0
-    for process in _tree(pid):
-        with contextlib.suppress(psutil.Error):  # it is ending
-            used += process.memory_info().rss
-    return used
-
-
-def _kill(agent: asyncio.subprocess.Process) -> None:
-    """Kill an agent and all that it has started. What has left its group after it ended ends with this process."""
-    below: Sequence[psutil.Process] = _tree(agent.pid)
+def _kill(pid: int, key: str) -> None:
+    """Kill an agent and all that it has started; what has no trace of it ends with this process."""
+    below = _processes(pid, key)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(agent.pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
     for process in below:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -47,7 +47,11 @@ class Schemas:
         target = _at(location)
         if not inspect.isclass(target):
             return [_schema(f"tool {location}", target, location.rpartition(":")[2], kwargs)]
-        methods = {name: types.MethodType(method, _NOBODY) for name, method in _methods(target)}
+        try:
+            inspect.signature(target).bind(**stated["kwargs"])
+        except TypeError as error:
+            raise RewardError(f"tool {location}: its kwargs do not fit the class: {error}.") from None
+        methods = dict(_methods(target))
         if not methods:
             raise RewardError(
                 f"tool {location}: the class has no method without _ that the model could call."
@@ -101,9 +105,14 @@ def _at(location: str) -> Callable[..., Any]:
 
 
 def _methods(target: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """A class's public methods, in the order of their definition."""
+    """A class's public methods, as an instance has them, in the order of their definition."""
     names = dict.fromkeys(name for base in reversed(target.__mro__) for name in vars(base) if name[0] != "_")
-    return ((name, method) for name in names if inspect.isfunction(method := getattr(target, name)))
+    for name in names:
+        defined, method = inspect.getattr_static(target, name), getattr(target, name)
+        if isinstance(defined, staticmethod | classmethod):
+            yield name, method
+        elif inspect.isfunction(defined):
+            yield name, types.MethodType(defined, _NOBODY)
 
 
 def _schema(who: str, function: Callable[..., Any], name: str, kwargs: Sequence[str]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from prefect_rlhf.flows.rewards import check_environment, check_rewards, literal_secrets
+from prefect_rlhf.flows.rewards import check_agent, check_environment, check_rewards, literal_secrets
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig, RewardConfig
+from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig, EnvironmentConfig, RewardConfig
 from tests.flows.checked_files import refused
 
 ROLLOUT = {
@@ -227,3 +227,18 @@ def test_its_secrets_are_looked_for_and_literal_ones_warned_of(monkeypatch):
     literal = named.model_copy(update={"kwargs": {"pwd": "x"}})
     (warning,) = check_environment(literal, is_here=True)
     assert warning.startswith("environment.kwargs.pwd is given in the configuration")
+
+
+@pytest.mark.parametrize(
+    "command", ["python nowhere.py", "python3.12 -u nowhere.py other.py", "env python3 nowhere.py"]
+)
+def test_a_file_that_the_agents_python_runs_is_there(command):
+    with pytest.raises(ConfigError, match=r"agent.command: there is no file nowhere.py. Correct the path."):
+        check_agent(AgentConfig(command=command.replace("python3.12", sys.executable)))
+
+
+@pytest.mark.parametrize(
+    "command", [f"python {__file__} nowhere.py", "python -m tests nowhere.py", "cat nowhere.py"]
+)
+def test_other_words_of_an_agents_command_may_name_files_that_it_writes(command):
+    check_agent(AgentConfig(command=command))

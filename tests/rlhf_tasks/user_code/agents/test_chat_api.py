@@ -5,6 +5,7 @@ import json
 import pytest
 
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
+    RAW,
     Choice,
     Drawing,
     Refused,
@@ -24,6 +25,15 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 NO_TOOL = "tools: each is {type: function, function: {name, parameters}}, parameters being a JSON schema"
+UNKNOWN = [
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "guided_json",
+    "reasoning_effort",
+]
 HALF = "the request has half a character: a surrogate, \\ud800 to \\udfff, without its other half"
 
 
@@ -59,6 +69,8 @@ def test_a_request_states_what_is_drawn():
         "tool_choice": "auto",
         "seed": 3,
         "store": False,
+        "user": "me",
+        "top_k": None,
     }
     assert chat(**same) == chat()
 
@@ -82,7 +94,7 @@ def test_messages_become_what_a_template_takes():
     assert assistant["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert tool == {"role": "tool", "tool_call_id": "x", "content": "1"}
     drawn = read_request({"messages": history}, True, DRAWING, {"x": f"thus{CALL}"})["messages"][1]
-    assert drawn == {"role": "assistant", "content": f"thus{CALL}"}, "a turn of calls is read as it was drawn"
+    assert drawn == {**assistant, RAW: f"thus{CALL}"}, "it has the turn as it was drawn, too"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +107,8 @@ def test_messages_become_what_a_template_takes():
         ({"top_p": 1}, "top_p=1: this run draws with top_p=0.9, so that it can learn from it"),
         ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported here"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported here"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls=False is not supported here"),
+        *(({name: 1}, f"{name}=1 is not supported here") for name in UNKNOWN),
         ({"n": 0}, "n=0: give a whole number from 1 to 128"),
         ({"max_tokens": "many"}, "max_tokens='many': give a whole number from 1 to 2147483648"),
         ({"stop": [""]}, "stop=['']: give strings that are not empty"),

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Choice, Drawing
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import RAW, Choice, Drawing
 from prefect_rlhf.rlhf_tasks.user_code.agents.process import STARTING_S, AgentProcess, longest_agents_s
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S
@@ -117,6 +117,22 @@ def test_each_failure_is_a_sentence_about_one_episode(begin):
     assert ended[-1].reward == 1.0, "though it has printed ten million characters"
 
 
+def test_memory_that_an_agent_shares_with_what_it_starts_counts_once(begin):
+    forks = (
+        "if all(os.fork() for _ in range(4)): time.sleep(2); print('{\"reward\": 1}')\nelse: time.sleep(1.5)"
+    )
+    (ended,), _ = play(
+        begin(reward_memory_bytes=500_000_000), f"much = bytearray(b'x' * 200_000_000)\n{forks}"
+    )
+    assert (ended.fault, ended.reward) == ("", 1.0)
+
+
+def test_what_is_refused_counts_too_and_no_more_of_it_is_read(begin):
+    vain = "[post('/completions', {'prompt': ''}) for _ in range(1000)]"
+    (ended,), _ = play(begin(max_requests=5), vain)
+    assert ended.fault == "asked for more than 5 answers, which agent.max_requests allows"
+
+
 def test_a_thousand_requests_at_once_cost_one_episode(begin):
     threads = (
         "from threading import Thread\nfor _ in range(1000): Thread(target=complete, args=('abc',)).start()"
@@ -141,14 +157,17 @@ def test_a_key_is_good_while_its_episode_runs(begin, tmp_path):
 
 
 def test_what_agents_start_ends_with_them_and_the_endpoint_with_its_process(begin, tmp_path):
-    log = tmp_path / "started"
+    log, ready = tmp_path / "started", tmp_path / "ready"
     says = f"open({str(log)!r}, 'w').write(str(os.getpid()) + os.environ['OPENAI_BASE_URL'])"
-    stray = f"os.setsid(); {says}; time.sleep(60)"
-    code = f"if os.fork() == 0:\n    {stray}\nwhile not os.path.exists({str(log)!r}): time.sleep(0.01)"
-    play(process := begin(), code)
-    pid, _, address = log.read_text().partition("http")
+    stray = f"os.setsid(); [os.close(n) for n in (0, 1, 2)]; {says}; os.rename({str(log)!r}, {str(ready)!r})"
+    waits = f"while not os.path.exists({str(ready)!r}): time.sleep(0.01)"
+    play(process := begin(), f"if os.fork() == 0:\n    {stray}; time.sleep(60)\n{waits}\nos._exit(0)")
+    pid, _, address = ready.read_text().partition("http")
+    until_s = time.monotonic() + 5
+    while psutil.pid_exists(int(pid)):  # its keeper takes it out of the table of processes
+        assert time.monotonic() < until_s, "it runs while the endpoint does"
+        time.sleep(0.05)
     process.close()
-    assert not psutil.pid_exists(int(pid))
     with pytest.raises(URLError, match="refused"):
         urlopen(f"http{address}/models", timeout=5)
 
@@ -235,7 +254,5 @@ def test_the_openai_client_is_answered(begin, monkeypatch):
     (ended,), requests = play(begin(), OPENAI)
     assert (ended.fault, ended.reward) == ("", 1.0)
     told = next(each.messages for each in requests if each.messages and each.messages[-1]["role"] == "tool")
-    assert told[1] == {
-        "role": "assistant",
-        "content": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
-    }
+    assert told[1][RAW] == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert told[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
