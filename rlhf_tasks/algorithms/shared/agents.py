@@ -31,6 +31,7 @@ from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
@@ -339,8 +340,10 @@ class _Episodes:
     def waiting(self) -> SampleBatch:
         """What is drawn from now, by ids of the draws."""
         contexts = [draw.context["input_ids"] for draw in self._now.values()]
-        packed = Packed(torch.cat(contexts).to(self._engine.device), tuple(map(len, contexts)))
-        return SampleBatch(tuple(self._now), {"prompt_ids": packed})
+        device = self._engine.device
+        packed = Packed(torch.cat(contexts).to(device), tuple(map(len, contexts)))
+        mosts = torch.tensor([draw.most for draw in self._now.values()], device=device)
+        return SampleBatch(tuple(self._now), {"prompt_ids": packed, MOST: Packed(mosts, (1,) * len(mosts))})
 
     def take(self, drawn: SampleBatch) -> None:
         """Record what was drawn, and answer the requests that have all their answers."""
@@ -349,12 +352,12 @@ class _Episodes:
             draw, episode = self._now[number], self._of[number // MOST_REQUESTS]
             whole = {key: parts[place] for key, parts in data.items() if key != "truncated"}
             start = len(draw.context["input_ids"])
-            stop = min(len(whole["input_ids"]), start + draw.most)
+            stop = len(whole["input_ids"])
             new = {key: whole[key][start:stop] for key in ("input_ids", "response_mask", "old_logprobs")}
             if "kept_counts" in whole:
                 new["kept_counts"] = whole["kept_counts"][start:stop]
                 new["kept_tokens"] = whole["kept_tokens"][: int(new["kept_counts"].abs().sum())]
-            cut = bool(data["truncated"][place]) or stop < len(whole["input_ids"])
+            cut = bool(data["truncated"][place])
             choice, tail = self._choice(draw, new, cut)
             joined = {key: torch.cat([draw.context[key], new[key]]) for key in new}
             episode.drawn += stop - start

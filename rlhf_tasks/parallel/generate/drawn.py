@@ -8,6 +8,7 @@ from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import generation_flops
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
@@ -27,8 +28,10 @@ def requests_of(batch: SampleBatch, order: Order) -> list[Request]:
     lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
     ids = torch.tensor(batch.ids, dtype=torch.int64)
     seeds = counter_bits(order.seed, order.purpose, order.iteration, ids, lengths).tolist()
-    most = order.params.max_new_tokens
-    return [Request(prompt, seed, most) for prompt, seed in zip(prompts, seeds, strict=True)]
+    mosts = [order.params.max_new_tokens] * len(prompts)
+    if MOST in batch.data:
+        mosts = batch[MOST].values.tolist()
+    return [Request(*each) for each in zip(prompts, seeds, mosts, strict=True)]
 
 
 def sampling_of(order: Order) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import balance
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEFORE, BEGUN, Drawing, same_prompts
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEFORE, BEGUN, MOST, Drawing, same_prompts
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
 from prefect_rlhf.rlhf_tasks.parallel.generate.slots import Group
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Turns
@@ -61,7 +61,7 @@ def generate(
 
     batch             this dp rank's samples, with the key `prompt_ids`; no prompt may be empty, the batch may be.
                       Where responses continue, `prompt_ids` ends with what was drawn of them, and there are the keys
-                      BEFORE and BEGUN of places.py
+                      BEFORE and BEGUN of places.py. MOST says of each what it may have of `max_new_tokens`
     seed, iteration, purpose  together with sample id and position, they determine the random number of each token
     groups_in_flight  groups into which the batch is cut; None: one per pipeline stage
     record_kept       also record which tokens could be drawn, for each token of a response
@@ -96,7 +96,7 @@ def generate(
     stage = engine.stage
     pays = params.max_new_tokens >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
     with PackedWeights() if pays else products(stage.device, stage.dtype):
-        prompts = _begun(batch, iteration).to(engine.device)
+        prompts = _begun(batch, iteration, params).to(engine.device)
         drawing = Drawing(
             params,
             seed,
@@ -135,7 +135,7 @@ def stream(
     batch = SampleBatch((sample,), {"prompt_ids": Packed.of([prompt])})
     drawing = Drawing(params, seed, "rollout", None, False, 1, PREFILL_TOKENS)
     with torch.inference_mode():
-        group = Group(engine, _begun(batch, 0).to(engine.device), drawing)
+        group = Group(engine, _begun(batch, 0, params).to(engine.device), drawing)
     count = 0
     while not group.done:
         with torch.inference_mode(), products(engine.stage.device, engine.stage.dtype):
@@ -146,12 +146,13 @@ def stream(
         count = len(tokens)
 
 
-def _begun(batch: SampleBatch, iteration: int) -> SampleBatch:
+def _begun(batch: SampleBatch, iteration: int, params: SamplingParams) -> SampleBatch:
     """The prompts of a batch, with the keys that say how far responses are: by default, nothing is drawn yet."""
     n = len(batch)
     new = {
         BEFORE: Packed(torch.zeros(n, dtype=torch.int64), (1,) * n),
         BEGUN: Packed(torch.full((n,), iteration, dtype=torch.int64), (1,) * n),
+        MOST: Packed(torch.full((n,), params.max_new_tokens, dtype=torch.int64), (1,) * n),
     }
     states = {key: batch.data.get(key, packed) for key, packed in new.items()}
     return SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"], **states})

@@ -130,7 +130,7 @@ class OpenAI:
                 for prompt, seed, most in requests
             ]
             samples = dict(zip(futures, ids, strict=True))
-            for future in self._as_they_end(futures, requests[0].most):
+            for future in self._as_they_end(futures, max(each.most for each in requests)):
                 if order.on_ended is not None:
                     order.on_ended(samples[future], future.result()[0].tokens)
             answers = [future.result()[0] for future in futures]

@@ -16,6 +16,9 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Turns
 BEFORE = "before"
 """The key of the number of tokens that were drawn of a response before."""
 
+MOST = "most"
+"""The key of the most tokens of a response; `max_new_tokens`, where they are the same for all."""
+
 BEGUN = "begun"
 """The key of the iteration whose random numbers a sequence has: that in which it was begun."""
 
@@ -66,7 +69,7 @@ class Responses:
         first_turn = None if drawing.turns is None else drawing.turns.most
         self._segment = drawing.segment_tokens or first_turn or drawing.params.max_new_tokens
         self.before = prompts[BEFORE].values
-        self.allowed = [drawing.params.max_new_tokens - before for before in self.before.tolist()]
+        self.allowed = (prompts[MOST].values - self.before).tolist()
         self.most = [min(self._segment, allowed) for allowed in self.allowed]
         self.most_tensor = torch.tensor(self.most, device=device)
         self.lengths = self.most_tensor.clone()

@@ -83,9 +83,9 @@ class Group:
     sequence is read again. The head alone talks to partners. At a check it says what has been answered, so all ranks
     do the same.
 
-    prompts  with three keys. `input_ids`: prompts, followed by the tokens that earlier calls have drawn after them;
+    prompts  with four keys. `input_ids`: prompts, followed by the tokens that earlier calls have drawn after them;
              these count as prompt here. BEFORE [1] int64: how many tokens that are. BEGUN [1] int64: the iteration
-             whose random numbers the sequence has
+             whose random numbers the sequence has. MOST [1] int64: tokens that may be drawn, those before included
 
     computed  whether a step was computed, or answers were shared, that are not stored yet
     done      whether all sequences have finished, or rest until the next segment

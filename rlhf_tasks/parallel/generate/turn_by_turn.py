@@ -10,6 +10,7 @@ from torch import Tensor
 from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Partners
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
@@ -30,14 +31,11 @@ def turn_by_turn(
     table = None if partners is None else _Growing(engine, batch, order, partners)
     waiting = share_batch(table and table.waiting(), engine.placement, engine.groups)
     while len(waiting):
-        most = max(waiting["most"].values.tolist())
+        most = max(waiting[MOST].values.tolist())
         params = replace(
             order.params, max_new_tokens=most, min_new_tokens=min(order.params.min_new_tokens, most)
         )
-        drawn = draw(
-            SampleBatch(waiting.ids, {"prompt_ids": waiting["prompt_ids"]}),
-            order._replace(params=params, turns=None),
-        )
+        drawn = draw(waiting, order._replace(params=params, turns=None))
         if table is not None:
             assert drawn is not None, "this rank is a head"
             table.add(drawn)
@@ -77,7 +75,7 @@ class _Growing:
 
     def waiting(self) -> SampleBatch:
         """When all have been answered: the contexts of those that continue, by `prompt_ids`, and the tokens of their
-        turns, `most` [1]."""
+        turns, MOST [1]."""
         while self._unanswered:
             leave_if_ended()
             for sample, ids, most in self._partners.answered(self._unanswered, ANSWER_S):
@@ -91,7 +89,7 @@ class _Growing:
             self._partners.begun(sample, len(context) - 1)
         data = {
             "prompt_ids": Packed(torch.cat([none, *contexts]), tuple(map(len, contexts))),
-            "most": Packed(torch.tensor([*self._most.values()], dtype=torch.int64), one),
+            MOST: Packed(torch.tensor([*self._most.values()], dtype=torch.int64), one),
         }
         return SampleBatch(tuple(self._most), data).to(self._engine.device)
 

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.drawn import requests_of, samples_of
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
 from tests.rlhf_tasks.parallel.generate.test_generation import STOPS, build, prompts
 
@@ -30,3 +32,11 @@ def test_answers_become_the_samples_of_generate(early: int):
     for key, packed in wanted.data.items():
         assert found[key].lengths == packed.lengths, key
         assert torch.equal(found[key].values, packed.values), key
+
+
+def test_a_request_has_the_most_tokens_of_its_sample():
+    batch, order = prompts(), Order(SamplingParams(max_new_tokens=12), 7, 2)
+    assert {request.most for request in requests_of(batch, order)} == {12}
+    mosts = list(range(1, len(batch) + 1))
+    own = SampleBatch(batch.ids, {**batch.data, MOST: Packed(torch.tensor(mosts), (1,) * len(batch))})
+    assert [request.most for request in requests_of(own, order)] == mosts

@@ -14,6 +14,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_s
 from prefect_rlhf.rlhf_tasks.parallel.generate import slots
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments, generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import KVCache
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -238,6 +239,19 @@ def test_tokens_do_not_depend_on_the_batch():
     )
     assert reverse.ids == batch.ids[::-1]
     assert responses(reverse) == together
+
+
+def test_each_response_has_at_most_its_own_tokens():
+    engine, batch = build("llama", torch.float64), prompts()
+    whole = responses(draw(engine, batch, max_new_tokens=16, stop_ids=STOPS))
+    mosts = torch.tensor([1 + 3 * (place % 6) for place in range(len(batch))])
+    own = SampleBatch(batch.ids, {**batch.data, MOST: Packed(mosts, (1,) * len(batch))})
+    samples = draw(engine, own, max_new_tokens=16, stop_ids=STOPS, groups_in_flight=2)
+    assert responses(samples) == {
+        sample: whole[sample][:most] for sample, most in zip(batch.ids, mosts.tolist(), strict=True)
+    }
+    ends = [response[-1] in STOPS for response in responses(samples).values()]
+    assert samples["truncated"].values.tolist() == [not end for end in ends]
 
 
 def test_seed_and_iteration_change_the_tokens():
