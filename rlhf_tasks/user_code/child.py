@@ -75,8 +75,8 @@ def serve(stacks: str, kind: str) -> None:
 class Apart(Protocol):
     """What answers each request as soon as it can, whichever comes first."""
 
-    async def answered(self, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The reply to a request; None: there is none. Raises RewardError, which ends the process."""
+    async def answered(self, request: Mapping[str, Any], say: Callable[[Mapping[str, Any]], None]) -> None:
+        """Say the reply to a request, if it has one. Raises RewardError, which ends the process."""
         ...
 
 
@@ -87,13 +87,10 @@ async def _serve_apart(answering: Apart, requests: Requests) -> None:
 
     async def reply(request: Mapping[str, Any]) -> None:
         try:
-            answer = await answering.answered(request)
+            await answering.answered(request, requests.reply)
         except BaseException as error:  # noqa: BLE001  also a cancellation that the user's code has raised
             if not ended.done():
                 ended.set_exception(error)
-        else:
-            if answer is not None:
-                requests.reply(answer)
 
     def read() -> None:
         nonlocal unread

@@ -195,7 +195,13 @@ class _Part:
         self._pending, self._lost, self._alone = {}, None, None
         self._played.clear()
         self._n_lost, self._replays_s = 0, _replays_s(self._config)
-        if self.process.pid is not None:
+        if self.process.pid is None:
+            return
+        try:
+            self.process.replies()
+        except RewardError:  # it has ended since the last batch, over no episode
+            self.process.end()
+        else:
             self.process.submit({"begins": True})
 
     def submit(self, episode: Episode) -> None:
@@ -223,6 +229,7 @@ class _Part:
             try:
                 for reply in self.process.replies():
                     del self._pending[reply["sample"]]
+                    self._again.discard(reply["sample"])
                     answer = reply["answer"]
                     answers[reply["sample"]] = FailedAnswer(*answer) if len(answer) == 1 else Answer(*answer)
                 self._refuse_late()

@@ -88,8 +88,8 @@ class Environments:
             raise RewardError(f"{self._name}: {name!r} is neither a class nor a function.")
         return factory
 
-    async def answered(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer to a request's episode: `sample`, and `answer` as a list.
+    async def answered(self, request: Mapping[str, Any], say: Callable[[Mapping[str, Any]], None]) -> None:
+        """Say the answer to a request's episode: `sample`, and `answer` as a list.
 
         request  `episode`; or `begins`: a new batch begins, so that all environments are dropped
         Raises RewardError, whose `place` is the sample, where the episode fails or is late; where such are skipped,
@@ -97,19 +97,32 @@ class Environments:
         """
         if "begins" in request:
             self._running.clear()
-            return None
+            return
         episode = Episode(*request["episode"])
         until_s, timeout_s = request["until_s"], request["timeout_s"]
         # Tools answer before the turn is late:
         UNTIL_S.set(until_s - MARGIN_S - min(MARGIN_S, timeout_s / 10))
-        task = asyncio.ensure_future(self._answer(episode))
+        is_over = False
+
+        async def answer() -> None:
+            nonlocal is_over
+            answered = await self._answer(episode)
+            if not is_over:  # said before another episode's code runs, which may take long or end the process
+                is_over = True
+                say({"sample": episode.sample, "answer": answered})
+
+        task = asyncio.ensure_future(answer())
         late = await late_ones([task], until_s - MARGIN_S)
         if task not in late:
-            return {"sample": episode.sample, "answer": task.result()}
+            task.result()  # raises what it failed with
+            return
+        if is_over:
+            return
+        is_over = True
         where = at_line(late[task], self._file)
         message = late_message(f"{self._name}: step", timeout_s, where, TIMEOUT_KEY)
-        answer = self._failed(RewardError(message, traced(late[task]), episode.sample))
-        return {"sample": episode.sample, "answer": answer}
+        failed = self._failed(RewardError(message, traced(late[task]), episode.sample))
+        say({"sample": episode.sample, "answer": failed})
 
     def _failed(self, error: RewardError) -> FailedAnswer:
         if not self._skips:

@@ -171,14 +171,16 @@ class UserProcess:
         lines, has_ended = running.lines.arrived()
         self._unread += [line for line in lines if not self._is_call(line)]
         replies = [line for line in self._unread if "fault" not in line]
-        if replies or not (self._unread or has_ended):
+        if replies:
             self._unread = [line for line in self._unread if "fault" in line]
-            try:
-                running.refuse_large(self._terms.most_bytes)
-            except _TooLarge as error:
-                raise self._large(running, error) from None
             return replies
-        raise _fault_of(self._unread[0]) if self._unread else self._ended(running)
+        if self._unread or has_ended:
+            raise _fault_of(self._unread[0]) if self._unread else self._ended(running)
+        try:
+            running.refuse_large(self._terms.most_bytes)
+        except _TooLarge as error:
+            raise self._large(running, error) from None
+        return []
 
     def watch(self, waiting: select.poll) -> None:
         """Have a wait end where a reply comes."""

@@ -167,6 +167,8 @@ class Group:
             samples = {self._ids[place] for place in self._unanswered}
             following = [] if self._partners is None else self._partners.answered(samples, wait_s)
             self._relay.share_following(following)
+        elif self._unanswered and self._partners is not None and self._is_check(self._step):
+            self._partners.answered((), 0.0)  # nobody is taken yet, but their pipes must not fill
 
     def _is_check(self, step: int) -> bool:
         return (step + 1) % self._pace.check_every == 0

@@ -30,7 +30,8 @@ class Partners(Protocol):
 
     def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
         """What follows those of these samples that have been answered since. Where nobody has been, of all that wait,
-        it waits for the first of them, for so many seconds at most. Raises what ends the run."""
+        it waits for the first of them, for so many seconds at most. It is called at every check while any wait, for
+        no samples too, so that what is sent to partners and comes from them moves. Raises what ends the run."""
         ...
 
 

@@ -18,7 +18,7 @@ from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
 pytestmark = pytest.mark.cluster
 
 CODE = '''
-import asyncio, os, time
+import asyncio, os, threading, time
 from pathlib import Path
 
 class Room:
@@ -139,6 +139,52 @@ class Slower:
         if os.path.exists(self.file):
             time.sleep(self.slow_s)
         return f"turn {self.turns}", 0, False
+
+class Logged:
+    """Sample 3 ends the process."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def reset(self, row, seed):
+        self.n = row["n"]
+
+    def step(self, text):
+        with open(self.log, "a") as file:
+            file.write(f"{self.n} ")
+        if self.n == 3:
+            os._exit(4)
+        return "on", 0, False
+
+class Later:
+    """Ends its process when it has answered, once."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def reset(self, row, seed):
+        pass
+
+    def step(self, text):
+        if not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            threading.Timer(0.2, os._exit, (1,)).start()
+        return "on", 0, False
+
+class Gated:
+    """Answers a turn when its file is there."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def reset(self, row, seed):
+        self.n, self.turns = row["n"], 0
+
+    async def step(self, text):
+        self.turns += 1
+        while not os.path.exists(f"{self.folder}/{self.n}-{self.turns}"):
+            await asyncio.sleep(0.01)
+        return "on", 0, False
 
 class Counted:
     """Says how many there are."""
@@ -292,6 +338,38 @@ def kill() -> None:
     """Kill the only helper process, as the system does when memory runs out."""
     [keeper] = [child for child in psutil.Process().children() if "episodes" in " ".join(child.cmdline())]
     os.kill(keeper.children(recursive=True)[-1].pid, signal.SIGKILL)
+
+
+def test_an_answer_is_taken_before_the_next_episode_ends_the_process(start, tmp_path):
+    process = start("Logged", skips=True, log=str(tmp_path / "log"))
+    assert process.answers(episodes("a"))[:3] == [ON] * 3
+    assert sorted((tmp_path / "log").read_text().split()) == ["0", "1", "2", "3"], "none is played again"
+
+
+def test_a_process_that_ends_between_two_batches_costs_nothing(start, tmp_path):
+    process = start("Later", mark=str(tmp_path / "mark"))
+    process.answers(episodes("a", samples=(0,)))
+    [helper] = [child for child in psutil.Process().children() if "episodes" in " ".join(child.cmdline())]
+    psutil.wait_procs(helper.children(recursive=True), timeout=60)
+    assert process.answers(episodes("a", samples=(1, 2, 3))) == [ON] * 3
+
+
+def test_a_replay_is_over_when_each_has_been_answered_though_some_have_asked_again(start, tmp_path):
+    """So a second process may be killed."""
+    process = start("Gated", folder=str(tmp_path))
+    process.begin()
+    for episode in episodes("a", samples=(0, 1)):
+        process.submit(episode)
+    assert process.answered(1.0) == {}
+    kill()
+    (tmp_path / "1-1").touch()
+    assert process.answered(60.0) == {1: ON}
+    process.submit(*episodes("a", "b", samples=(1,)))
+    (tmp_path / "0-1").touch()
+    assert process.answered(60.0) == {0: ON}
+    kill()
+    (tmp_path / "1-2").touch()
+    assert process.answered(60.0) == {1: ON}
 
 
 @pytest.mark.whole

@@ -95,6 +95,21 @@ def played(engine: Engine, game: Game, batch: SampleBatch | None = None, **optio
     return generate(engine, batch or prompts(LENGTHS), params, 7, 2, turns=turns, **given)
 
 
+def test_partners_are_asked_at_each_check_though_all_are_taken_together():
+    """What they send, and what is sent to them, must not fill their pipes."""
+    waits: list[float] = []
+
+    class Asked(Game):
+        def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
+            waits.append(wait_s)
+            return super().answered(set(samples), wait_s)
+
+    params = SamplingParams(max_new_tokens=MOST, stop_ids=STOPS)
+    turns = Turns(MOST_OF_TURN, Asked(together=True), together=True)
+    generate(build("llama", torch.float64), prompts(LENGTHS), params, 7, 2, turns=turns)
+    assert 0.0 in waits
+
+
 def one_after_the_other(engine: Engine, batch: SampleBatch, **options: Any) -> dict[int, list[int]]:
     """The responses, each turn a generation of its own whose prompt is all that is before it."""
     found = {}
