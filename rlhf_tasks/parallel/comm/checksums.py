@@ -3,8 +3,8 @@
 What is summed are words of 64 bits, in rows; each row's sum is weighted by an odd number of its place, all modulo
 2**64. So whatever changes within one word changes the checksum, and rows that change places do. Words that change
 places within a row of 2,048 do not, nor does an even number of flips of words' highest bits. A CPU reads words
-several times faster than it copies memory, and narrower integers, which it has to widen first, twenty times slower; a GPU
-reads faster than anything arrives (docs/adr/0037-digests.md).
+several times faster than it copies memory, and narrower integers, which it has to widen first, twenty times slower; a
+GPU reads faster than anything arrives (docs/adr/0037-digests.md).
 """
 
 from collections.abc import Iterable
