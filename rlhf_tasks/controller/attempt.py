@@ -66,6 +66,8 @@ from prefect_rlhf.rlhf_tasks.system.failpoints import Point, at, reach
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.2
+OF_RANKS = {Ledger.rank_entered, Ledger.rank_done, Ledger.rank_moved}
+"""News that come from every rank for every node. Without instructions, the flow may enter what it could before."""
 # Ranks wait in collectives for one that still loads a large commit. The ledger ends a wait without progress, long
 # before the groups' own timeout.
 GROUP_TIMEOUT_FLOOR_S = 24 * 3600.0
@@ -324,7 +326,10 @@ class Attempt:
     def _feed(self, stimulus: Callable[..., list[Any]], *facts: Any) -> None:
         """Give the ledger a stimulus and carry out its instructions. An internal error ends the attempt."""
         try:
-            self._apply(stimulus(*facts, asyncio.get_running_loop().time()))
+            instructions = stimulus(*facts, asyncio.get_running_loop().time())
+            self._apply(instructions)
+            if instructions or getattr(stimulus, "__func__", None) not in OF_RANKS:
+                self._offer()
         except Exception as error:
             logger.exception("run %s: the ledger or one of its instructions has failed", self.spec.run)
             reason = f"internal error: {type(error).__name__}: {error}"
@@ -337,6 +342,9 @@ class Attempt:
             self._act.get(type(instruction), self._tell)(
                 instruction
             )  # what the ledger tells is told as it is
+
+    def _offer(self) -> None:
+        """Tell the flow which iteration it may enter, where that has changed."""
         enterable = self.ledger.enterable
         place = None if enterable is None else (enterable, self.ledger.generation)
         if place != self._enterable:

@@ -229,6 +229,10 @@ class Ledger:
         except DecisionError as fault:
             where = _cause(result.rank, result.key, str(fault))
             return self._end_by(replace(where, ranks=(), lasting=True), now)
+        if (
+            not instructions
+        ):  # the hot path of 1,024 ranks: until a node has ended, nothing else has become possible
+            return []
         iteration = result.key.iteration
         if self.account.decisions.stops(iteration):
             self.last_iteration = min(self.last_iteration, iteration)
