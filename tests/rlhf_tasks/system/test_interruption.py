@@ -29,12 +29,12 @@ def test_only_the_job_that_has_ended_is_left():
 def test_a_decode_loop_is_left_at_its_next_step():
     ended, steps = threading.Event(), []
 
-    def compute():
+    def compute(wait_s: float):
         steps.append(len(steps))
         if len(steps) == 3:
             ended.set()
 
-    endless = SimpleNamespace(done=False, computed=False, compute=compute)
+    endless = SimpleNamespace(done=False, computed=False, runs=True, compute=compute)
     with interruptible(ended), pytest.raises(JobEnded):
         generation._decode([endless])
     assert len(steps) == 3
