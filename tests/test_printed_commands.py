@@ -155,6 +155,8 @@ def named_files(printed_hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> P
     del ppo["num_generations"], ppo["lora"]
     (folder / "ppo.yaml").write_text(yaml.safe_dump(ppo))
     (folder / "deployments" / "examples").mkdir(parents=True)
+    agent = ROOT / "deployments" / "examples" / "guessing_agent.py"
+    shutil.copy(agent, folder / "deployments" / "examples")
     for example in (ROOT / "deployments" / "examples").glob("*.yaml"):
         text = example.read_text()
         is_planned_only = example.name.startswith("plan-")
