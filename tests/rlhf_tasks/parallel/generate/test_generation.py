@@ -510,7 +510,7 @@ def test_where_blocks_run_out_the_last_sequences_are_drawn_later_with_the_same_t
     monkeypatch, check_every: int, family: str
 ):
     """Responses are taken to end at once, so more sequences enter than have room in the end."""
-    engine, batch = build(family, torch.float64), repeated(6, (2, 20, 3, 35, 2, 20, 3, 17, 2, 20))
+    engine, batch = build(family, torch.float64), repeated(9, (2, 20, 3, 35, 2, 20, 3, 17, 2, 20))
     options: dict[str, Any] = {"max_new_tokens": 60, "stop_ids": STOPS[:2], "record_kept": True, "top_k": 20}
     options |= {"stop_strings": StopStrings(("abc",), TEXTS)}
     whole = draw(engine, batch, **options)
@@ -529,8 +529,8 @@ def test_where_blocks_run_out_the_last_sequences_are_drawn_later_with_the_same_t
         slots.Queue, "come_back", lambda queue, *state: left.append(state[0]) or come_back(queue, *state)
     )
     short = draw(engine, batch, micro_batches=20, **options)
-    assert len(left) > 5
-    assert len(set(left)) < len(left) or family != "llama", "some twice"
+    assert len(left) > 10
+    assert len(set(left)) < len(left), "some twice"
     assert responses(short) == responses(whole)
     for key in ("truncated", "kept_tokens"):
         assert torch.equal(short[key].values, whole[key].values)
