@@ -17,7 +17,7 @@ from prefect_rlhf.flows.view.terminal import tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config, resolve_paths
 from prefect_rlhf.rlhf_tasks.algorithms.examples import prompt_tokens
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
-from prefect_rlhf.rlhf_tasks.data.dataset import data_set
+from prefect_rlhf.rlhf_tasks.data.dataset import Row, data_set
 from prefect_rlhf.rlhf_tasks.data.recognition import Columns, recognised
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters
@@ -89,18 +89,20 @@ def init(
     folder = local_model(model, weights=False)
     shape = read_shape(folder)
     if data is None:
-        rows = _sums(Tokenizer.from_folder(folder).has_chat_template)
+        rows = _sums()
         columns = Columns("answers", right="answer", is_number=True)
         write_output(example, "".join(json.dumps(row) + "\n" for row in rows))
     else:
-        place = _located(_drafted(model, data, {}, "sft", shape)).data
-        columns = recognised(data, [placed.row for placed in data_set(place).some(LOOKED_AT)])
+        place = _located(_drafted(model, {"train": data}, "sft", shape)).data
+        rows = [placed.row for placed in data_set(place).some(LOOKED_AT)]
+        columns = recognised(data, rows)
+    section = _section(data or str(example), columns, rows, folder)
     proposal = OF_KIND[columns.kind]
     if proposal.algorithm == "grpo":
         _refuse_existing(rewards)
-    local = _located(_drafted(model, data or str(example), columns.column_map, proposal.algorithm, shape))
+    local = _located(_drafted(model, section, proposal.algorithm, shape))
     longest, count = max(prompt_tokens(local), default=1), data_set(local.data).count()
-    text = _configuration(model, data or str(example), out, columns, proposal, shape, longest, count)
+    text = _configuration(model, section, out, columns, proposal, shape, longest, count)
     make_config(yaml.safe_load(text))  # what is written is sound
     if proposal.algorithm == "grpo":
         write_output(rewards, _reward_file(columns, out))
@@ -113,6 +115,18 @@ def init(
     )
 
 
+def _section(data: str, columns: Columns, rows: Sequence[Row], model: str) -> dict[str, Any]:
+    """The section `data` of the rows: their columns, and whether their text is put into the model's chat template."""
+    section: dict[str, Any] = {"train": data}
+    if columns.column_map:
+        section["column_map"] = dict(columns.column_map)
+    prompt = next((name for name, expected in columns.column_map.items() if expected == "prompt"), "prompt")
+    is_text = any(isinstance(row.get(prompt), str) for row in rows)
+    if is_text and Tokenizer.from_folder(model).has_chat_template:
+        section["as_messages"] = True
+    return section
+
+
 def _located(draft: RunConfig) -> RunConfig:
     """The same with the files of what it names, downloaded from the Hub where that is needed; no weights."""
     return fetched(resolve_paths(draft, Path.cwd()), weights=False).config
@@ -123,11 +137,9 @@ def _refuse_existing(*paths: Path) -> None:
         raise ConfigError(f"{path} already exists. Remove it, or name another folder: --out FOLDER/run.yaml.")
 
 
-def _drafted(
-    model: str, data: str, column_map: Mapping[str, str], algorithm: str, shape: ModelShape
-) -> RunConfig:
+def _drafted(model: str, section: Mapping[str, Any], algorithm: str, shape: ModelShape) -> RunConfig:
     """A configuration that reads all rows, to see what they are like."""
-    rows = {"train": data, "column_map": dict(column_map), "max_prompt_tokens": shape.context}
+    rows = {**section, "max_prompt_tokens": shape.context}
     document: dict[str, Any] = {"type": algorithm, "models": {"actor": model}, "total_iterations": 1}
     if algorithm == "grpo":
         document |= {"sampling": {"max_completion_length": 1}, "rewards": [{"function": "builtin:length"}]}
@@ -137,7 +149,7 @@ def _drafted(
 
 def _configuration(
     model: str,
-    data: str,
+    section: Mapping[str, Any],
     out: Path,
     columns: Columns,
     proposal: Proposal,
@@ -161,11 +173,11 @@ def _configuration(
         "models:",
         _commented(f"  actor: {_value(model)}", f"{weights:,} parameters"),
         "data:",
-        _commented(f"  train: {_value(data)}", f"{count:,} rows"),
+        _commented(f"  train: {_value(section['train'])}", f"{count:,} rows"),
     ]
-    if columns.column_map:
-        renamed = f"  column_map: {_value(dict(columns.column_map))}"
-        lines.append(_commented(renamed, "name in the file: name that is expected"))
+    for key, comment in _OF_ROWS.items():
+        if key in section:
+            lines.append(_commented(f"  {key}: {_value(section[key])}", comment))
     lines += [
         _commented(
             f"  max_prompt_tokens: {limit}",
@@ -194,6 +206,10 @@ def _configuration(
     return "\n".join(lines) + "\n"
 
 
+_OF_ROWS = {
+    "column_map": "name in the file: name that is expected",
+    "as_messages": "prompts are the user's messages, in the model's chat template",
+}
 _PER_ITERATION = {
     "grpo": "answers per iteration: 8 prompts",
     "sft": "rows per iteration; they are packed without padding",
@@ -243,13 +259,12 @@ def _passes(rows: int, count: int) -> str:
     return f"{'about ' if passes % 1 else ''}{passes:.2g} passes over the rows"
 
 
-def _sums(as_messages: bool) -> Sequence[dict[str, Any]]:
+def _sums() -> Sequence[Row]:
     """Rows of an example: sums of two numbers."""
     pairs = [(7 * i % 50 + 1, 11 * i % 40 + 2) for i in range(64)]
-    prompts = [f"What is {a} + {b}? Answer with the number alone." for a, b in pairs]
     return [
-        {"prompt": [{"role": "user", "content": text}] if as_messages else text, "answer": str(a + b)}
-        for text, (a, b) in zip(prompts, pairs, strict=True)
+        {"prompt": f"What is {a} + {b}? Answer with the number alone.", "answer": str(a + b)}
+        for a, b in pairs
     ]
 
 

@@ -206,7 +206,8 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit", t
     names = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
     for name in (*names, "chat_template.jinja"):
         digest.update(_content(own_or_base(config.models.tokenizer, name)))
-    digest.update(repr([sorted(data.column_map.items()), [str(file.path) for file in data.files]]).encode())
+    files = [str(file.path) for file in data.files]
+    digest.update(repr([sorted(data.column_map.items()), data.as_messages, files]).encode())
     if config.data.max_rows is not None or _skips(config):
         digest.update(repr([config.data.max_rows, _skips(config) and limit.most]).encode())
     if len(config.data.sources) > 1:

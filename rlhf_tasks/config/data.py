@@ -75,6 +75,11 @@ class DataConfig(Settings):
     column_map: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: {name in the file: expected name}."
     )
+    as_messages: bool = Field(
+        default=False,
+        description="Of rows with a prompt, text becomes a message: a prompt the user's, an answer the assistant's. "
+        "So the model's chat template is applied.",
+    )
     max_prompt_tokens: int = Field(
         default=1024,
         gt=0,

@@ -322,6 +322,8 @@ for path in itertools.islice(glob.iglob(sys.argv[1], recursive=True), int(sys.ar
 """
 
 CONVERSATIONS = ("messages", "conversations")
+SPEAKER_OF = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
+"""Who says the text of a column, where `as_messages` makes a message of it."""
 
 
 def refuse(where: str, error: DataError) -> None:
@@ -347,13 +349,15 @@ class PlacedRow(NamedTuple):
 class DataSet:
     """The files of a data set, with their columns renamed.
 
-    name     as the configuration has it: files, globs or folders
-    sources  number of the source of each file
+    name         as the configuration has it: files, globs or folders
+    as_messages  whether texts of `SPEAKER_OF`'s columns become messages
+    sources      number of the source of each file
     """
 
     name: str
     files: tuple[RowFile, ...]
     column_map: Mapping[str, str]
+    as_messages: bool
     sources: tuple[int, ...]
 
     @cached_property
@@ -405,7 +409,8 @@ class DataSet:
             if first:
                 self._check_renamed(row, where)
             first = False
-            yield PlacedRow(number, line, where, self._named(row), row)
+            named = self._named(row)
+            yield PlacedRow(number, line, where, _spoken(named) if self.as_messages else named, row)
         if empty:
             raise DataError(f"{self.name}: has no rows.")
 
@@ -438,6 +443,19 @@ class DataSet:
         return named
 
 
+def _spoken(row: Row) -> Row:
+    """The row with a message in the place of each text that somebody says. Without a prompt it stays as it is: its
+    answers are whole conversations then."""
+    if row.get("prompt") is None:
+        return row
+    return {
+        name: [{"role": SPEAKER_OF[name], "content": value}]
+        if name in SPEAKER_OF and isinstance(value, str)
+        else value
+        for name, value in row.items()
+    }
+
+
 def row_hash(row: Row) -> bytes:
     """HASH_BYTES that name a row's content as its file has it, whatever its place and the order of its columns."""
     text = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False, separators=(",", ":"))
@@ -460,7 +478,7 @@ def data_set(data: DataConfig) -> DataSet:
         for path in data.files_of(source.path) or _paths(source.path):
             files.append(row_file(path))
             sources.append(number)
-    return DataSet(data.name, tuple(files), data.column_map, tuple(sources))
+    return DataSet(data.name, tuple(files), data.column_map, data.as_messages, tuple(sources))
 
 
 def _paths(pattern: str) -> list[Path]:

@@ -218,7 +218,7 @@ class Tokenizer:
         elif conversations:
             raise TokenizerError(
                 "the rows are conversations, but the model has no chat template. Add chat_template.jinja "
-                "to its folder, or give prompts as text."
+                "to its folder, or give prompts as text, without data.as_messages."
             )
 
 

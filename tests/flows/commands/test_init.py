@@ -10,6 +10,10 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config
 from tests.flows.marked_command import MarkedCommand
 from tests.tiny_runs import write_model
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 ROWS = {
     "grpo": {"prompt": "2 + 2 = ", "answer": "4"},
     "dpo": {"prompt": "Say a", "chosen": "aa", "rejected": "b"},
@@ -104,6 +108,18 @@ def test_where_there_is_no_right_answer_the_reward_that_is_written_is_0(begin, w
     module: dict = {}
     exec((out.parent / "rewards.py").read_text(), module)
     assert module["correct"](["?"] * 3, ["None of these.", "none", ""], **rights) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_text_is_put_into_the_models_chat_template_where_it_has_one(call, tmp_path, write_rows, kind):
+    model = write_model(tmp_path / "chats")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "mine").mkdir()
+    out = tmp_path / "mine" / "run.yaml"
+    status, _, err = call("init", "--model", str(model), "--data", write_rows(ROWS[kind]), "--out", str(out))
+    assert status == 0, err
+    assert load_config(out).data.as_messages
+    assert call("config", "validate", str(out), *(["--rewards"] if kind == "grpo" else []))[0] == 0
 
 
 def test_without_data_an_example_is_written(call, begin):

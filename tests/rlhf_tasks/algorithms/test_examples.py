@@ -78,6 +78,41 @@ def test_rows_of_verl_are_read_as_they_are(chat: Tokenizer):
     assert json.loads(example.columns) == row
 
 
+@pytest.mark.parametrize(
+    ("reader", "row", "told"),
+    [
+        (prompt_example, {"prompt": "hi"}, {"prompt": [USER]}),
+        (completion_example, {"prompt": "hi", "completion": "ho"}, {"messages": [USER, ANSWER]}),
+        (
+            pair_example,
+            {"prompt": "hi", "chosen": "ho", "rejected": "hi"},
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "hi"}]},
+        ),
+        (
+            labelled_examples,
+            {"prompt": "hi", "completion": "ho", "label": True},
+            {"prompt": [USER], "completion": [ANSWER], "label": True},
+        ),
+    ],
+)
+def test_text_as_messages_is_read_as_rows_of_messages_are(
+    tmp_path: Path, chat: Tokenizer, reader: Reader[Any], row: dict[str, Any], told: dict[str, Any]
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    spoken = next(iter(data_set(DataConfig(train=str(path), as_messages=True)))).row
+    example = read_row(reader, dict(spoken), chat)
+    assert example == read_row(reader, told, chat)
+    assert example != read_row(reader, row, chat)
+
+
+def test_answers_without_a_prompt_stay_text(tmp_path: Path):
+    """They are whole conversations (HH-RLHF)."""
+    path, row = tmp_path / "rows.jsonl", {"chosen": "H: hi A: ho", "rejected": "H: hi A: no"}
+    path.write_text(json.dumps(row))
+    assert next(iter(data_set(DataConfig(train=str(path), as_messages=True)))).row == row
+
+
 def test_prompt_and_completion_learn_the_completion_and_its_end(plain: Tokenizer):
     example = read_row(completion_example, {"prompt": "ab", "completion": "ba"}, plain)
     assert text(plain, example.input_ids) == "abba<eos>"
