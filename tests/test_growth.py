@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 369,
-    "hundreds of lines": 791,
+    "hundreds of lines": 794,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 158,

@@ -24,7 +24,14 @@ from prefect_rlhf.flows.cluster.this_machine import (
 from prefect_rlhf.planner.plan.build import PlanError
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
-from prefect_rlhf.planner.plan.workload import EvaluationWork, Lengths, OtherEngine, RoleModel, Workload
+from prefect_rlhf.planner.plan.workload import (
+    EvaluationWork,
+    Lengths,
+    OtherEngine,
+    RoleModel,
+    Thinking,
+    Workload,
+)
 from prefect_rlhf.planner.pricing.analytic import computed_profile, recalibrated
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.device_classes import (
@@ -66,6 +73,7 @@ from prefect_rlhf.rlhf_tasks.config.generation import OPENAI, VLLM, longest_wait
 from prefect_rlhf.rlhf_tasks.config.hub_names import FORM_OF_MODEL
 from prefect_rlhf.rlhf_tasks.config.models import Role
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
+from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
@@ -344,8 +352,7 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         longest_prompt=max(prompt_tokens) if uneven and longest is not None else None,
         new_tokens=Lengths(points=tuple(sorted(shares.items()))),
         max_new_tokens=longest,
-        turns=1 if played is None else played.turns_of(mean),
-        environment_s=0.0 if played is None else planning.environment_seconds_per_turn,
+        thinking=None if played is None else _thinking(config, played, mean),
         answers=2 if pairs else 1,
         # Where `planning.prompt_tokens` counts instead of the data, nobody knows what the answers of a pair share.
         shared_tokens=shared_tokens(config) if pairs and planning.prompt_tokens is None else 0.0,
@@ -360,6 +367,15 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         evaluation=_evaluation(config),
         sync_every=config.ref_model_sync_steps if isinstance(config, MovesReference) else 1,
         other=_other_engine(config),
+    )
+
+
+def _thinking(config: RunConfig, played: EnvironmentConfig, tokens: float) -> Thinking:
+    """For how long environments are waited for: as long for each turn as is stated. tokens: of a response"""
+    seconds = played.turns_of(tokens) * config.planning.environment_seconds_per_turn
+    # Other engines draw one turn at a time.
+    return Thinking(
+        together=played.together or _other_engine(config) is not None, mean_s=seconds, longest_s=seconds
     )
 
 

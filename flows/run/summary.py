@@ -29,8 +29,9 @@ from prefect_rlhf.flows.view.clocks import (
     spans_of,
 )
 from prefect_rlhf.planner.plan.steady_state import steady_state
+from prefect_rlhf.planner.plan.workload import fullest_share
 from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
-from prefect_rlhf.planner.pricing.figures import RanCall, drifted, keep_figures
+from prefect_rlhf.planner.pricing.figures import RanCall, RanTurns, drifted, keep_figures
 from prefect_rlhf.planner.pricing.plans import PlanPrice, price_plan
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.report import figures_source, not_measured
@@ -271,6 +272,7 @@ def planned_and_measured(
     most, and at most, by device.
 
     lineage  of the iterations that went by the plan
+    turns    call -> what was measured of its turns, in the median, where environments answer
     drifted  which calls, `iteration`, and which calls' memory, are off by more than the planner's limit
              (planner/pricing/figures.py)
 
@@ -281,8 +283,9 @@ def planned_and_measured(
     one without an evaluation, if there is such. Rounds after the first are left out.
     """
     if not lineage:  # no iteration went by the plan
-        none: dict[str, Any] = {"drifted": [], "calls": {}, "call_memory_bytes": {}, "peak_memory_bytes": {}}
-        return {"source": expected.source, "note": expected.note, "iterations": 0, "iteration": {}, **none}
+        empty = ("turns", "calls", "call_memory_bytes", "peak_memory_bytes")
+        none = {"drifted": [], "iteration": {}} | {key: dict[str, Any]() for key in empty}
+        return {"source": expected.source, "note": expected.note, "iterations": 0, **none}
     spans: dict[tuple[str, int], float] = {}
     peaks: dict[str, int] = defaultdict(int)
     held: dict[str, int] = defaultdict(int)
@@ -321,11 +324,27 @@ def planned_and_measured(
         "source": expected.source,
         "note": expected.note,
         "iterations": len(iterations),
+        "turns": _turns(plan, counted, lineage),
         "drifted": [name for name, pair in judged.items() if drifted(*pair)],
         "iteration": _pair(*iteration),
         "calls": {name: _pair(*pair) for name, pair in calls.items()},
         "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
         "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
+    }
+
+
+def _turns(
+    plan: ExecutionPlan, iterations: Sequence[int], lineage: Sequence[JournalRow]
+) -> dict[str, dict[str, float]]:
+    """Call -> the median of each figure of its turns, where environments answer."""
+    found: dict[str, dict[str, list[float]]] = {}
+    calls = {node.name: call for call, nodes in plan.calls.items() for node in nodes}
+    for row in lineage:
+        if row["iteration"] in iterations:
+            for name, value in row.get("turns", {}).items():
+                found.setdefault(calls[row["node"]], defaultdict(list))[name].append(value)
+    return {
+        call: {name: median(values) for name, values in of_call.items()} for call, of_call in found.items()
     }
 
 
@@ -406,6 +425,7 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, figures: Mapping[str, Any
             assignment=nodes[0].assignment,
             seconds=measured[call],
             active_bytes=_most_active_bytes([node.name for node in nodes], expected, figures),
+            turns=_ran_turns(nodes[0], figures["turns"].get(call)),
         )
         for call, nodes in calls.items()
         if LEAST_S <= measured[call] <= MOST_S
@@ -416,6 +436,19 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, figures: Mapping[str, Any
         logger.warning("the measured figures of this run are not kept: %s", error)
         return False
     return True
+
+
+def _ran_turns(node: CallNode, played: Mapping[str, float] | None) -> RanTurns | None:
+    """What is kept of a call's turns, if it has some."""
+    if played is None:
+        return None
+    return RanTurns(
+        drawn=played["completions/mean_length"],
+        observed=played["turns/observed"],
+        mean_s=played["throughput/think_s"],
+        longest_s=played["throughput/longest_think_s"],
+        among=fullest_share(node.call, node.assignment.placement.strategy.dp),
+    )
 
 
 def _most_active_bytes(nodes: Sequence[str], expected: Planned, figures: Mapping[str, Any]) -> float | None:

@@ -1,5 +1,6 @@
 """What one iteration processes: sequence lengths, passes over the data, bytes per number."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -99,6 +100,30 @@ class OtherEngine(Frozen):
     kv_bytes: int | None = Field(default=None, gt=0)
 
 
+class Thinking(Frozen):
+    """For how long environments keep the sequences of a rank waiting (docs/adr/0042-turns-apart.md).
+
+    together   no sequence continues before all have been answered
+    mean_s     seconds in which all turns of a response are answered
+    longest_s  the same of the longest of `among` responses; where all wait for all, of the longest answer to each
+               turn, added up
+    among      1: all take as long
+    """
+
+    together: bool = True
+    mean_s: float = Field(default=0.0, ge=0)
+    longest_s: float = Field(default=0.0, ge=0)
+    among: int = Field(default=1, gt=0)
+
+    def longest_of(self, responses: float) -> float:
+        """The same as `longest_s` of so many responses: it grows with their logarithm, as the longest of times that
+        are distributed exponentially does."""
+        if self.among == 1:
+            return self.longest_s
+        spread_s = (self.longest_s - self.mean_s) / math.log(self.among)
+        return self.mean_s + spread_s * math.log(max(responses, 1.0))
+
+
 class Workload(Frozen):
     """Sizes of an iteration, in addition to those in the graph.
 
@@ -107,8 +132,7 @@ class Workload(Frozen):
     longest_prompt   tokens of the longest prompt, for which the KV cache has room; None: all are alike
     new_tokens       distribution of the tokens that are generated
     max_new_tokens   generated tokens per sequence that the KV cache has room for; default: the longest of new_tokens
-    turns            turns of a response, which an environment answers
-    environment_s    seconds until an environment has answered a turn
+    thinking         of the environments that answer turns; None: there are none
     answers          sequences of a sample: 2 for a pair of answers. A length is that of all of them together
     shared_tokens    mean first tokens that a pair's answers have in common, and that are computed once
     top_k, top_p     whether tokens are drawn from the likeliest only
@@ -128,8 +152,7 @@ class Workload(Frozen):
     longest_prompt: int | None = Field(None, gt=0)
     new_tokens: Lengths
     max_new_tokens: int | None = Field(None, gt=0)
-    turns: int = Field(1, gt=0)
-    environment_s: float = Field(0.0, ge=0)
+    thinking: Thinking | None = None
     answers: int = Field(1, gt=0)
     shared_tokens: float = Field(0.0, ge=0)
     top_k: bool = False

@@ -6,8 +6,7 @@ and enter), kv_cache.py. All figures are per device, in seconds and bytes. The s
 decide. The terms of the formulas, such as the seconds of a layer, come from a profile (planner/pricing/rooflines.py).
 
 Where an environment answers turn by turn (docs/adr/0042-turns-apart.md), nothing is read twice, and observations are
-read as fast as tokens are drawn. The longest sequence has all its turns after each other, so their environments are
-waited for.
+read as fast as tokens are drawn.
 """
 
 import math
@@ -323,9 +322,26 @@ def _drawing_bytes(mesh: OnMesh, logits: float) -> float:
 
 
 def generate_in_turns(mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-    """The cost of a generation of `workload.turns` turns, each followed by `workload.environment_s` seconds."""
-    cost, workload = generate(mesh, call, micro_batches), mesh.workload
-    return replace(cost, seconds=cost.seconds + workload.turns * workload.environment_s)
+    """The cost of a generation whose turns environments answer.
+
+    Where all wait for all, those that are drawn last in a turn wait for the longest answer to any of them; answers
+    before come while others are drawn. Else work hides all thinking but that of the longest response, whose tokens
+    are drawn together with as many others as do not wait then.
+    """
+    cost, workload, thinking = generate(mesh, call, micro_batches), mesh.workload, mesh.workload.thinking
+    if thinking is None:
+        return cost
+    share = mesh.share(call)
+    groups = min(mesh.strategy.pp, share)
+    states = mesh.local.state > 0
+    at_once = decoded_at_once(workload, share, groups, call.group_size, micro_batches, states)
+    if thinking.together:
+        return replace(cost, seconds=cost.seconds + thinking.longest_of(at_once))
+    context, steps = workload.prompt_tokens + _halfway(workload.new_tokens), workload.new_tokens.longest
+    drawn_s = _steps_s(mesh, groups, steps, at_once, context)
+    beside = min(at_once, share * drawn_s / (drawn_s + thinking.mean_s))
+    alone_s = _steps_s(mesh, groups, steps, beside, context) + thinking.longest_of(share)
+    return replace(cost, seconds=max(cost.seconds, alone_s))
 
 
 def generate_beside(

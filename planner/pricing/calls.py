@@ -26,6 +26,7 @@ from prefect_rlhf.planner.pricing.figures import (
     ProfileError,
     ProfileTables,
     RanCall,
+    as_it_ran,
     factor_elsewhere,
     factor_of,
 )
@@ -76,7 +77,8 @@ class CostModel:
               are priced by `device`
     history   figures of earlier runs of the same calls. Under an assignment that ran, a call costs what it did then.
               Under any other assignment its price is multiplied by a factor: how far off the prices of the
-              assignments that ran were (planner/pricing/figures.py)
+              assignments that ran were (planner/pricing/figures.py). Responses of several turns are priced as the
+              newest were
     Raises ValueError for a profile of a model that no role has or of a device that the cluster does not have, and
     when a strategy has more tp ranks than heads or more stages than layers.
     """
@@ -104,12 +106,14 @@ class CostModel:
         self._costs: dict[tuple[Any, ...], dict[int, CallCost]] = {}
         self._evaluations: dict[tuple[Any, ...], CallCost] = {}
         self.history = tuple(history)
+        self._as_it_ran = as_it_ran(workload, history)
         self._factors: dict[str, dict[tuple[_Circumstances, int], Factor]] = {}
 
     def without_history(self) -> "CostModel":
         """The same prices, not corrected by earlier runs."""
         model = copy(self)
         model.history, model._costs, model._evaluations, model._factors = (), {}, {}, {}
+        model._as_it_ran = self.workload
         return model
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
@@ -192,7 +196,7 @@ class CostModel:
                 "inference": infer,
                 "train_step": train,
             }[call.kind]
-            mesh = self._mesh(call.role, where, self.workload)
+            mesh = self._mesh(call.role, where, self._as_it_ran)
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
 

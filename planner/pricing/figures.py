@@ -31,7 +31,7 @@ from uuid import uuid4
 from pydantic import Field, TypeAdapter, model_validator
 
 from prefect_rlhf.planner.plan.mesh import Cluster
-from prefect_rlhf.planner.plan.workload import RoleModel, Workload
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
 from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
 from prefect_rlhf.rlhf_tasks.config.files import read_document
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape
@@ -446,17 +446,33 @@ class FiguresError(ValueError):
     """A file of measured figures cannot be used; the message names it."""
 
 
+class RanTurns(Frozen):
+    """What a call's responses of several turns were, in the median of the iterations.
+
+    drawn, observed    tokens of a response that were drawn, and that environments said; means
+    mean_s, longest_s, among  as of Thinking (planner/plan/workload.py); the longest in the mean of the dp ranks
+    """
+
+    drawn: float = Field(ge=1, le=MOST_BYTES, allow_inf_nan=False)
+    observed: float = Field(ge=0, le=MOST_BYTES, allow_inf_nan=False)
+    mean_s: float = Field(ge=0, le=MOST_S, allow_inf_nan=False)
+    longest_s: float = Field(ge=0, le=MOST_S, allow_inf_nan=False)
+    among: int = Field(gt=0, le=MOST_BYTES)
+
+
 class RanCall(Frozen):
     """A call as it ran.
 
     seconds       median of its durations; of a call that is cut, the mean over its parts
     active_bytes  memory beyond parameters on the fullest device, if it drifted; else None
+    turns         None: its responses have no turns
     """
 
     call: str
     assignment: CallAssignment
     seconds: float = Field(ge=LEAST_S, le=MOST_S, allow_inf_nan=False)
     active_bytes: float | None = Field(default=None, ge=0, le=MOST_BYTES, allow_inf_nan=False)
+    turns: RanTurns | None = None
 
 
 class Factor(NamedTuple):
@@ -513,13 +529,32 @@ def read_figures(path: Path) -> tuple[RanCall, ...]:
 
 
 def keep_figures(path: Path, found: Sequence[RanCall]) -> None:
-    """Add figures to a file; they replace those of the same call under the same assignment. Raises OSError."""
+    """Add figures to a file, as its last; they replace those of the same call under the same assignment. Raises
+    OSError."""
     before, warnings = read_kept(path, read_figures, ())
     for warning in warnings:
         logger.warning(warning)
-    kept = {(ran.call, ran.assignment): ran for ran in (*before, *found)}
+    new = {(ran.call, ran.assignment): ran for ran in found}
+    kept = {key: ran for ran in before if (key := (ran.call, ran.assignment)) not in new} | new
     path.parent.mkdir(parents=True, exist_ok=True)
     write_kept(path, _FIGURES.dump_json(tuple(kept.values()), indent=1))
+
+
+def as_it_ran(workload: Workload, history: Sequence[RanCall]) -> Workload:
+    """The workload with the lengths and the thinking of the newest responses of several turns that were measured."""
+    turns = next((ran.turns for ran in reversed(history) if ran.turns is not None), None)
+    if turns is None or workload.thinking is None:
+        return workload
+    tokens = min(round(turns.drawn + turns.observed), workload.longest_response)
+    thought = turns.model_dump(include={"mean_s", "longest_s", "among"})
+    return workload.model_copy(
+        update={
+            "new_tokens": Lengths.fixed(tokens),
+            "max_new_tokens": workload.longest_response,
+            "counted_tokens": turns.drawn,
+            "thinking": workload.thinking.model_copy(update=thought),
+        }
+    )
 
 
 def factor_of(ran: RanCall, seconds: float, active_bytes: float) -> Factor:

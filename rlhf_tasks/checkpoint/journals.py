@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from prefect_rlhf.rlhf_tasks.config.responses import TURNS
 from prefect_rlhf.rlhf_tasks.protocol.decisions import DECIDED
 from prefect_rlhf.rlhf_tasks.spec import Frozen, NodeResult
 from prefect_rlhf.rlhf_tasks.system.durable import CHUNK_BYTES, append_lines, no_link
@@ -224,17 +225,21 @@ def reported(iteration: int, results: IterationResults) -> dict[str, float]:
 
 def lineage_lines(iteration: int, results: IterationResults) -> Iterator[str]:
     """A JSON line per node: attempt, generation, clocks (s), versions, bytes sent, FLOPs, peak bytes, digest; where
-    something is decided at its end, also of which numbers, and what."""
+    something is decided at its end, also of which numbers, and what; of responses of several turns also what was
+    measured of these."""
     for node, ranks in results.items():
         if not ranks:
             continue
         first = next(iter(ranks.values()))
         decided = {DECIDED: first.details[DECIDED]} if DECIDED in first.details else {}
+        is_played = "turns/count" in first.metrics
+        turns = {name: first.metrics[name] for name in ("completions/mean_length", *TURNS) if is_played}
         yield json.dumps(
             {
                 "iteration": iteration,
                 "node": node,
                 **decided,
+                **({"turns": turns} if turns else {}),
                 "attempt": first.key.attempt,
                 "generation": first.key.generation,
                 "clocks": {

@@ -332,6 +332,19 @@ def routed(value: Any) -> Any:
     ]
 
 
+TURNS = (
+    "turns/read_again",
+    "turns/count",
+    "turns/observed",
+    "throughput/think_s",
+    "throughput/longest_think_s",
+)
+"""Metrics of responses of several turns, means of a response: tokens that were read again, since others took the room
+in the cache; its turns; tokens of observations; seconds that its environment took to answer. The last one is of a
+rank's response that waited longest for answers, or, where all wait for all, of the longest answer to each turn, added
+up."""
+
+
 class EnvironmentConfig(Settings):
     """What answers the model turn by turn: an object of the user's for each response, with `reset(row, seed)` and
     `step(text) -> (observation, reward, done)`."""

@@ -193,6 +193,11 @@ def test_scores_are_the_sum_of_environment_and_rewards(run, tmp_path):
     reward = f"{Path(__file__).parents[1]}/tiny_reward.py:length_reward"
     metrics, store = run(rewards=[{"function": reward, "weight": 2.0}]).iterate(0)
     assert metrics["turns/read_again"] == 0
+    assert metrics["throughput/longest_think_s"] > metrics["throughput/think_s"] > 0
+    masks = store.get(range(16), ["response_mask"])["response_mask"].split()
+    turns = [[drawn for drawn, _ in groupby(mask[mask.int().argmax() :].tolist())] for mask in masks]
+    assert metrics["turns/count"] == sum(map(sum, turns)) / 16
+    assert metrics["turns/observed"] == sum(int((~mask[mask.int().argmax() :]).sum()) for mask in masks) / 16
     samples = store.get(range(16), ["scores", "environment_rewards"])
     assert metrics["rewards/Echo/mean"] == pytest.approx(samples["environment_rewards"].values.mean().item())
     judged = (samples["scores"].values - samples["environment_rewards"].values).mean().item()

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     TOOL_CALLS,
 )
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
-from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
+from prefect_rlhf.rlhf_tasks.config.responses import TURNS, SamplingConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -52,9 +53,8 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout and micro-batches.
     Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
     truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second); with an environment
-    turns/read_again (tokens of a response that were read again, since others took the room in the cache); with tools
-    tools/calls, tools/malformed and tools/failed, with an agent agent/requests, agent/refused and agent/left_out, per
-    response.
+    those of TURNS (responses.py); with tools tools/calls, tools/malformed and tools/failed, with an agent
+    agent/requests, agent/refused and agent/left_out, per response.
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"
@@ -76,11 +76,11 @@ def respond(
     """
     sampling = sampling_params(settings, context.tokenizer)
     started = time.perf_counter()
-    answered, read_again = draw(engine, batch, context, sampling, record_kept)
+    answered, played = draw(engine, batch, context, sampling, record_kept)
     elapsed_s = time.perf_counter() - started
     is_played = isinstance(context.config, Scores) and context.config.environment is not None
     key, counted = _counted(context.config)
-    names = ["turns/read_again"] * is_played + [*counted]
+    names = [*(TURNS if is_played else ()), *counted]
     mine = torch.zeros(5 + len(names), dtype=torch.float64)
     if answered is not None:
         mine[0] = len(answered)
@@ -88,8 +88,7 @@ def respond(
         mine[2] = answered["truncated"].values.sum()
         mine[3] = elapsed_s
         mine[4] = 1
-        if is_played:
-            mine[5] = read_again
+        mine[5 : 5 + len(played)] = torch.tensor(played)
         if counted:
             mine[-len(counted) :] = answered[key].values.view(-1, len(counted)).sum(0)
     return CallOutput(answered, generation_metrics(context.all_parts(engine.sum_over_dp(mine)), names))
@@ -144,10 +143,10 @@ def _stop_strings(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings
 
 
 class Drawn(NamedTuple):
-    """What was drawn, on the head; None elsewhere. read_again: tokens that were read more than once, of turns"""
+    """What was drawn, on the head; None elsewhere. played: where environments answer, sums by TURNS"""
 
     batch: SampleBatch | None
-    read_again: int = 0
+    played: Sequence[float] = ()
 
 
 def draw(
@@ -183,10 +182,10 @@ def draw(
         on_ended = asking_early(batch, context) if engine.is_head else None
         return Drawn(generator.draw(batch, order._replace(on_ended=on_ended)))
     most = sampling.max_new_tokens
-    dialogues = _Dialogues(batch, context, config, most, purpose) if engine.is_head else None
-    first = min(config.environment.max_turn_tokens or most, most)
-    turns = Turns(first, dialogues, config.environment.together)
     whole = getattr(generator, "draws_turns", False)  # a user's own engine may be older than turns
+    together = config.environment.together or not whole
+    dialogues = _Dialogues(batch, context, config, most, purpose, together) if engine.is_head else None
+    turns = Turns(min(config.environment.max_turn_tokens or most, most), dialogues, together)
     drawn = (
         generator.draw(batch, order._replace(turns=turns))
         if whole
@@ -194,7 +193,7 @@ def draw(
     )
     if drawn is None or dialogues is None:
         return Drawn(None)
-    return Drawn(dialogues.completed(drawn), dialogues.read_again)
+    return Drawn(dialogues.completed(drawn), dialogues.figures())
 
 
 class _Dialogue:
@@ -205,6 +204,7 @@ class _Dialogue:
     texts      of its turns
     last       the token that was drawn last
     is_cut     whether its last turn did not end
+    think_s    seconds that its environment took to answer each of its turns
     reward     sum of the environment's
     truncated  whether the environment has not ended it
     fault      how the environment has failed; "" where it has not
@@ -214,6 +214,9 @@ class _Dialogue:
     def __init__(self, prompt_tokens: int, row: Mapping[str, Any], seed: int, most: int) -> None:
         self.row, self.seed, self.room, self.new = row, seed, most, prompt_tokens - 1
         self.texts: list[str] = []
+        self.think_s: list[float] = []
+        self.asked_s = 0.0  # time.monotonic() when its last turn had ended
+        self.observed = 0  # tokens
         self.last, self.is_cut = 0, False
         self.reward, self.truncated, self.fault = 0.0, True, ""
         self.calls = Counter[str]()
@@ -226,11 +229,17 @@ class _Dialogues:
     """
 
     def __init__(
-        self, batch: SampleBatch, context: CallContext, config: Scores, most: int, purpose: str
+        self,
+        batch: SampleBatch,
+        context: CallContext,
+        config: Scores,
+        most: int,
+        purpose: str,
+        together: bool,
     ) -> None:
         assert context.environment is not None, "the rank has no environment process"
         assert config.environment is not None, "the run has an environment"
-        self.read_again = 0
+        self.read_again, self._together = 0, together
         self._context, self._config, self._limits = context, config, config.environment
         self._environment = context.environment
         self._environment.begin()
@@ -262,6 +271,7 @@ class _Dialogues:
         dialogue.room -= len(turn)
         dialogue.last, dialogue.is_cut = turn[-1], is_cut
         dialogue.texts.append(self._said(turn))
+        dialogue.asked_s = time.monotonic()
         self._open += 1
         try:
             self._environment.submit(Episode(sample, dialogue.row, dialogue.seed, dialogue.texts))
@@ -271,15 +281,16 @@ class _Dialogues:
     def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
         """What follows from the environments' answers; nothing where all are to be taken together, and some are
         still to come, or some sequences are drawn."""
-        together = self._limits.together
-        waits = self._open > len(self._answered) and (together or not self._answered)
+        waits = self._open > len(self._answered) and (self._together or not self._answered)
         try:
             answers = self._environment.answered(wait_s if waits else 0.0)
         except RewardError as error:
             raise RewardError(f"{error}{self._about(error.place)}", error.traceback) from None
         for sample, answer in answers.items():
+            dialogue = self._dialogues[sample]
+            dialogue.think_s.append(time.monotonic() - dialogue.asked_s)
             self._answered[sample] = self._following(sample, answer)
-        if together and (not wait_s or self._open > len(self._answered)):
+        if self._together and (not wait_s or self._open > len(self._answered)):
             return []
         taken = [self._answered.pop(each) for each in sorted(samples & self._answered.keys())]
         self._open -= len(taken)
@@ -326,7 +337,19 @@ class _Dialogues:
             return over
         dialogue.room -= len(ids)
         dialogue.new = len(ids)
+        dialogue.observed += len(ids)
         return Following(sample, ids, min(self._limits.max_turn_tokens or dialogue.room, dialogue.room))
+
+    def figures(self) -> list[float]:
+        """Sums over the responses, by TURNS."""
+        played = self._dialogues.values()
+        thought = [each.think_s for each in played]
+        if self._together:
+            longest_s = sum(max(of_turn) for of_turn in zip_longest(*thought, fillvalue=0.0))
+        else:
+            longest_s = max(map(sum, thought), default=0.0)
+        turns, observed_tokens = sum(map(len, thought)), sum(each.observed for each in played)
+        return [self.read_again, turns, observed_tokens, sum(map(sum, thought)), len(thought) * longest_s]
 
     def completed(self, drawn: SampleBatch) -> SampleBatch:
         """What was drawn, with what the environments have said of it, by the keys of `draw`."""

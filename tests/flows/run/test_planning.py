@@ -10,6 +10,7 @@ from prefect_rlhf.flows.run import prepare as prepare_module
 from prefect_rlhf.flows.run.planning import hardware_of, problem_of, typed, users_seconds, workload_of
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.plan.workload import Thinking
 from prefect_rlhf.planner.pricing.figures import cache_file, write_profiles
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import rows_at_once
@@ -118,8 +119,20 @@ def test_turns_are_planned_for_where_an_environment_answers():
         workload_of(PPOConfig.model_validate(ppo(planning=planning, environment=environment)))
         for environment in (None, played)
     )
-    assert (alone.turns, alone.environment_s) == (1, 0.0)
-    assert (answered.turns, answered.environment_s) == (2, 0.5)
+    assert alone.thinking is None
+    assert answered.thinking == Thinking(mean_s=1.0, longest_s=1.0), "two turns of half a second"
+
+
+@pytest.mark.parametrize(
+    ("together", "engine", "waits"),
+    [(True, "builtin", True), (False, "builtin", False), (False, "vllm", True)],
+)
+def test_all_wait_for_all_by_choice_or_where_another_engine_draws(together, engine, waits):
+    played = {"factory": "builtin:GuessingGame", "together": together}
+    document = ppo(planning={"prompt_tokens": 16}, environment=played, generation={"engine": engine})
+    thinking = workload_of(PPOConfig.model_validate(document)).thinking
+    assert thinking is not None
+    assert thinking.together is waits
 
 
 INF = float("inf")

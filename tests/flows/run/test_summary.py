@@ -21,7 +21,7 @@ from prefect_rlhf.flows.run.summary import (
 from prefect_rlhf.flows.view.artifacts import _planned_row
 from prefect_rlhf.planner.plan.steady_state import SteadyState, steady_state
 from prefect_rlhf.planner.pricing.devices import preset
-from prefect_rlhf.planner.pricing.figures import RanCall, keep_figures, read_figures
+from prefect_rlhf.planner.pricing.figures import RanCall, RanTurns, keep_figures, read_figures
 from prefect_rlhf.planner.text import plan_table
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import RunPlan
 from prefect_rlhf.rlhf_tasks.config.hub_names import hub_model
@@ -194,6 +194,25 @@ def lineage_of(seconds: float, iterations: int):
         for t in range(iterations)
         for name in ("generate", "actor_train", "critic_train")
     ]
+
+
+def test_what_was_measured_of_turns_is_kept_beside_their_calls_seconds(expected):
+    """In the median of the iterations, but for the first."""
+    plan, lineage = small_plan(), lineage_of(1.5, 4)
+    thought = {0: 90.0, 1: 3.0, 2: 5.0, 3: 4.0}
+    for line in lineage:
+        if line["node"] == "generate":
+            seconds = {"throughput/think_s": thought[line["iteration"]], "throughput/longest_think_s": 9.0}
+            line["turns"] = seconds | {
+                "completions/mean_length": 12.5,
+                "turns/observed": 6.0,
+                "turns/count": 2.0,
+            }
+    assert keep_drift(plan, expected, planned_and_measured(plan, expected, lineage))
+    ran = {one.call: one.turns for one in read_figures(expected.figures)}
+    assert plan.node("generate").call.n_seqs == 8
+    wanted = RanTurns(drawn=12.5, observed=6.0, mean_s=4.0, longest_s=9.0, among=4)
+    assert ran == {"generate": wanted, "actor_train": None, "critic_train": None}
 
 
 @pytest.mark.parametrize(("iterations", "kept"), [(2, False), (3, True)])

@@ -3,9 +3,12 @@
 import pytest
 
 from prefect_rlhf.planner.plan.mesh import Cluster
-from prefect_rlhf.planner.plan.workload import Lengths
-from prefect_rlhf.planner.pricing.call_formulas import blocks_of_cache, decoded_at_once
+from prefect_rlhf.planner.plan.workload import Lengths, Thinking, Workload
+from prefect_rlhf.planner.pricing.call_formulas import blocks_of_cache, decoded_at_once, generate_in_turns
+from prefect_rlhf.planner.pricing.rooflines import sizes
+from prefect_rlhf.planner.pricing.terms import Crossings, OnMesh
 from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
 
 CLUSTER = Cluster(2, 8)
 
@@ -21,13 +24,78 @@ def generation(make_graph, ppo_cost, assign):
     return price
 
 
+class Paced:
+    """A decoding step takes a second, and a tenth of one for each sequence; nothing else takes time."""
+
+    def layer_s(self, kind, tokens, context):
+        return tokens / 10 if kind == "decode" else 0.0
+
+    def head_s(self, kind, tokens, context):
+        return 1.0 if kind == "decode" else 0.0
+
+    def embedding_s(self, kind, tokens):
+        return 0.0
+
+    def exchange_s(self, kind, ranks, size_bytes, crosses_hosts):
+        return 0.0
+
+
+@pytest.fixture
+def played(make_graph, llama):
+    """Seconds in which 10 tokens each are drawn for so many sequences, ten at a time, whose environments think."""
+
+    def price(thinking, n_seqs=10):
+        call = make_graph(n_seqs=n_seqs).call("actor_generate")
+        local = sizes(llama(num_hidden_layers=1), "lm", 1)
+        workload = Workload(
+            prompt_tokens=10,
+            new_tokens=Lengths.fixed(10),
+            itemsize=4,
+            recompute="none",
+            thinking=thinking,
+        )
+        mesh = OnMesh(Paced(), workload, local, local, ParallelStrategy(), Crossings(False, False, False))
+        return generate_in_turns(mesh, call, n_seqs // 10).seconds
+
+    return price
+
+
+def test_the_longest_of_more_responses_thinks_longer():
+    """By hand: a second on the mean, and three more of the longest of ten; of a hundred twice as many more."""
+    thinking = Thinking(mean_s=1.0, longest_s=4.0, among=10)
+    assert [thinking.longest_of(n) for n in (1, 10, 100)] == pytest.approx([1.0, 4.0, 7.0])
+    assert Thinking(mean_s=2.0, longest_s=2.0).longest_of(100) == 2.0
+
+
+def test_where_all_wait_for_all_the_longest_answers_are_added_to_the_work(played):
+    """By hand: ten steps of ten sequences take 10 x (1 + 10 / 10) s."""
+    assert played(None) == pytest.approx(20.0)
+    assert played(Thinking(mean_s=3.0, longest_s=9.0, among=10)) == pytest.approx(20.0 + 9.0)
+    assert played(Thinking(mean_s=3.0, longest_s=9.0, among=100)) == pytest.approx(20.0 + 6.0)
+    more = played(Thinking(mean_s=3.0, longest_s=9.0, among=10), n_seqs=20) - played(None, n_seqs=20)
+    assert more == pytest.approx(9.0), "who was drawn first is answered while the others are drawn"
+
+
+def test_where_nobody_waits_for_others_the_longest_response_or_the_work_decides(played):
+    """By hand: of 40 s that a response takes, 20 s are thought, so five are drawn at a time: 10 x (1 + 5 / 10) s."""
+    thinking = Thinking(together=False, mean_s=20.0, longest_s=24.0, among=10)
+    assert played(thinking) == pytest.approx(15.0 + 24.0)
+    assert played(thinking.model_copy(update={"mean_s": 0.0, "longest_s": 0.0})) == pytest.approx(20.0)
+    # Of 50, ten are drawn at a time, which takes longer than the longest alone does: 20 s and what it thinks.
+    brief = Thinking(together=False, mean_s=20.0, longest_s=24.0, among=50)
+    assert played(None, n_seqs=50) > 20.0 + 24.0
+    assert played(brief, n_seqs=50) == played(None, n_seqs=50)
+    long = brief.model_copy(update={"longest_s": 1000.0})
+    assert played(long, n_seqs=50) == pytest.approx(20.0 + 1000.0)
+
+
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("dp", [4, 8])
 def test_turns_cost_what_the_whole_response_does_and_their_environments(generation, group_size, dp):
     """What was read before a turn is not read again for it."""
     lengths = Lengths(points=((40, 0.5), (80, 0.5)))
     once = generation(group_size, dp, new_tokens=lengths)
-    found = generation(group_size, dp, new_tokens=lengths, turns=3, environment_s=7.0)
+    found = generation(group_size, dp, new_tokens=lengths, thinking=Thinking(mean_s=21.0, longest_s=21.0))
     assert found.seconds == pytest.approx(once.seconds + 3 * 7.0, rel=1e-12)
     assert found.active_bytes == once.active_bytes
 
@@ -39,7 +107,8 @@ def test_the_cache_has_room_for_the_longest_prompt_however_many_turns(generation
         generation(max_new_tokens=240).active_bytes[0] - typical.active_bytes[0]
     )
     turns, in_turns = (
-        generation(turns=2, longest_prompt=prompt, new_tokens=Lengths.fixed(40)) for prompt in (None, 240)
+        generation(thinking=Thinking(), longest_prompt=prompt, new_tokens=Lengths.fixed(40))
+        for prompt in (None, 240)
     )
     grown = in_turns.active_bytes[0] - turns.active_bytes[0]
     assert grown == pytest.approx(longest.active_bytes[0] - typical.active_bytes[0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefect_rlhf.planner.plan.build import build_plan
 from prefect_rlhf.planner.plan.mesh import Cluster
-from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Thinking, Workload
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
 from prefect_rlhf.planner.pricing.devices import preset
@@ -21,6 +21,7 @@ from prefect_rlhf.planner.pricing.figures import (
     ProfileError,
     ProfileTables,
     RanCall,
+    RanTurns,
     Table,
     cache_file,
     cached,
@@ -371,6 +372,41 @@ def test_memory_that_drifted_is_the_calls_own_where_it_ran_and_never_less_than_p
             [max(factor, 1) * size for size in problem.model.call(call, both).active_bytes]
         )
         assert model.call(call, both).seconds == problem.model.call(call, both).seconds
+
+
+def test_turns_are_priced_as_the_newest_were(make_graph, ppo_cost, assign):
+    """By the formulas of a workload that says the same: 20 tokens a response, answered in 3 s, the longest in 9 s."""
+    call, one, two = make_graph(n_seqs=8).call("actor_generate"), assign([0]), assign([0, 1], dp=2)
+    cluster, stated = Cluster(1, 2), Thinking(mean_s=1.0, longest_s=1.0)
+    model = ppo_cost(cluster, thinking=stated)
+    older, newer = (
+        RanTurns(drawn=12.0, observed=8.0, mean_s=3.0, longest_s=longest_s, among=8)
+        for longest_s in (70.0, 9.0)
+    )
+    as_found = Thinking(mean_s=3.0, longest_s=9.0, among=8)
+    same = ppo_cost(cluster, thinking=as_found, new_tokens=Lengths.fixed(20), max_new_tokens=128)
+    seconds = same.call(call, one).seconds
+    ran = [
+        RanCall(call=call.name, assignment=two, seconds=1.0, turns=older),
+        RanCall(call=call.name, assignment=one, seconds=seconds, turns=newer),
+    ]
+    corrected = CostModel(cluster, model.classes, model.models, model.workload, history=ran[1:])
+    assert corrected.call(call, one).seconds == pytest.approx(seconds)
+    assert corrected.call(call, two).seconds == pytest.approx(same.call(call, two).seconds)
+    assert corrected.call(call, two).active_bytes == model.call(call, two).active_bytes, "of the longest"
+    both = CostModel(cluster, model.classes, model.models, model.workload, history=ran)
+    assert both.call(call, one).seconds == pytest.approx(seconds), "the newest counts"
+    assert both.without_history().call(call, one) == model.call(call, one)
+
+
+def test_figures_of_turns_come_back_and_the_newest_are_last(tmp_path, assign):
+    path, one, two = tmp_path / "ran.json", assign([0]), assign([0, 1], dp=2)
+    turns = RanTurns(drawn=3.5, observed=2.0, mean_s=0.5, longest_s=4.0, among=16)
+    first = [RanCall(call="a", assignment=where, seconds=1.0, turns=turns) for where in (one, two)]
+    keep_figures(path, first)
+    again = first[0].model_copy(update={"turns": turns.model_copy(update={"mean_s": 0.75})})
+    keep_figures(path, [again])
+    assert read_figures(path) == (first[1], again)
 
 
 def test_options_and_plans_go_by_the_figures(small_problem, assign):

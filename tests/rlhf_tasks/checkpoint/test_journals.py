@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from prefect_rlhf.rlhf_tasks.checkpoint.journals import MetricsLines
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import MetricsLines, lineage_lines
+from prefect_rlhf.rlhf_tasks.config.responses import TURNS
 from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeResult
 
 
@@ -21,6 +22,22 @@ def test_values_that_are_not_finite_stand_as_null():
     nothing = dict.fromkeys(("loss/policy", "grad_norm/actor", "kl"))
     times = {"time/actor_train": 1.5, "time/iteration": 1.5}
     assert line == {"iteration": 3, "reward": 0.5, **times, **nothing}
+
+
+def test_lineage_has_what_was_measured_of_turns_and_of_no_other_call():
+    """The next plan is made by it (planner/pricing/figures.py)."""
+    measured = {name: float(place) for place, name in enumerate(("completions/mean_length", *TURNS))}
+    metrics = {"generate": {**measured, "reward": 1.0}, "train": {"completions/mean_length": 3.0}}
+    results = {
+        node: {
+            0: NodeResult(
+                key=NodeKey("r", 1, 0, 0, node), rank=0, started_s=1.0, ended_s=2.0, metrics=of_node
+            )
+        }
+        for node, of_node in metrics.items()
+    }
+    lines = {line["node"]: line.get("turns") for line in map(json.loads, lineage_lines(0, results))}
+    assert lines == {"generate": measured, "train": None}
 
 
 def ran(iteration, *spans, generation=0, attempt=1):
