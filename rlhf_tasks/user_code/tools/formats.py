@@ -45,7 +45,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 _TYPED = json.JSONDecoder(parse_constant=lambda name: _refuse(f"{name} is no JSON"))
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _SPACES = re.compile(r"[\s;,]*")
 _THOUGHT = "</think>"
 _MOST_REFERENCES = 16  # of schemas, one to the next
@@ -118,22 +119,38 @@ def _xml(text: str, schemas: Schemas) -> Iterator[Read]:
         yield (
             Malformed("text follows </function>", called)
             if after.strip()
-            else _of_parameters(called, body, schemas)
+            else _of_parameters(_PARAMETER, called, body, schemas)
         )
 
 
-def _of_parameters(called: str, body: str, schemas: Schemas) -> Read:
+def _glm(text: str, schemas: Schemas) -> Iterator[Read]:
+    """`<tool_call>NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` for each, then `</tool_call>`.
+
+    Values are as in `_xml`.
+    """
+    for inner, is_closed in _between(text, "<tool_call>", "</tool_call>"):
+        name = re.match(r"\s*([^<\s]+)", inner)
+        if name is None:
+            yield Malformed("the tool's name must follow <tool_call>")
+        elif not is_closed:
+            yield Malformed("</tool_call> is missing", name[1])
+        else:
+            yield _of_parameters(_PAIR, name[1], inner[name.end() :], schemas)
+
+
+def _of_parameters(pattern: re.Pattern[str], called: str, body: str, schemas: Schemas) -> Read:
     arguments: dict[str, Any] = {}
     place = 0
-    while written := _PARAMETER.match(body, place):  # a search would take quadratic time
-        key, value = written[1].strip(), written[2].removeprefix("\n").removesuffix("\n")
+    while written := pattern.match(body, place):  # a search would take quadratic time
+        key, value = written[1].strip(), written[2]
         if key in arguments:
             return Malformed(f"the parameter {key!r} stands there twice", called)
         root = schemas.get(called, {})
         arguments[key] = _of_text(value, _referred(_properties(root).get(key, {}), root), root)
         place = written.end()
     if body[place:].strip():
-        return Malformed("between the parameters stands other text, or </parameter> is missing", called)
+        end = pattern.pattern.rpartition("<")[2]
+        return Malformed(f"between the parameters stands other text, or <{end} is missing", called)
     return Call(called, arguments)
 
 
@@ -148,9 +165,10 @@ def _of_text(value: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> 
 
 
 def _llama(text: str, schemas: Schemas) -> Iterator[Read]:
-    """`{"name": ..., "parameters": {...}}` as the whole turn, maybe behind <|python_tag|>; several with ; between."""
+    """`{"name": ..., "parameters": {...}}` as the whole turn, maybe behind <|python_tag|>, or what Llama 4 writes for
+    it; several with ; between, or nothing."""
     text = text.strip()
-    body = text.removeprefix("<|python_tag|>")
+    body = text.removeprefix("<|python_tag|>").removeprefix("<|python_start|><|python_end|>")
     if body is text and re.match(r'\{\s*"name"', text) is None:
         return
     yield from _one_after_another(body.strip())
@@ -205,12 +223,13 @@ def _harmony(text: str, schemas: Schemas) -> Iterator[Read]:
 
 FORMATS: Mapping[str, Format] = {
     "xml": Format([["<tool_call>", "<function="]], _xml),
+    "glm": Format([["<tool_call>", "<arg_key>"]], _glm),
     "hermes": Format([["<tool_call>"]], _hermes),
     "mistral": Format([["[TOOL_CALLS]"]], _mistral),
-    "harmony": Format([["<|channel|>", "to=functions."]], _harmony),
+    "harmony": Format([["<|channel|>commentary", "functions."]], _harmony),
     "llama": Format([["<|python_tag|>"], ["ipython", '"parameters": ']], _llama),
 }
-"""Name -> format: of Qwen3-Coder and 3.5, of Hermes and Qwen 2.5 and 3, of Mistral, of GPT-OSS, of Llama 3."""
+"""Name -> format: of Qwen3-Coder and 3.5, GLM 4.5, Hermes and Qwen 2.5 and 3, Mistral, GPT-OSS, Llama 3 and 4."""
 
 
 def _between(text: str, opening: str, closing: str) -> list[tuple[str, bool]]:

@@ -1,56 +1,25 @@
 """The packages whose environments are played, each in a folder of its own, made once on a machine."""
 
 import json
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from prefect_rlhf.flows.cli import run_command
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.config.packages import PACKAGES
 from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
 from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
+from tests.registry import folder_of
 
-CACHE = Path(tempfile.gettempdir()) / "prefect-rlhf-test-packages"
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "openenv": ("fastmcp>=3", "openai>=2.7.2", "tomli-w>=1.2", "websockets>=15.0.1"),
 }
 """Kind -> what is installed of its package's requirements, where that is not all: OpenEnv's `gradio`, which only its
 web pages need, takes no huggingface-hub of version 2."""
-INSTALL_S = 900
-
-
-def pip(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
-    return subprocess.run(command, check=True, timeout=INSTALL_S, stdout=subprocess.PIPE, text=True).stdout
-
-
-def install(kind: str) -> Path:
-    """The folder of a kind's package and of what it needs beside what is installed here, in the versions that fit."""
-    package = PACKAGES[kind]
-    wanted = f"{package.name}=={package.version}"
-    target = CACHE / wanted
-    with FileLock(CACHE / f"{wanted}.lock", timeout=2 * INSTALL_S):
-        if target.exists():
-            return target
-        fixed = CACHE / f"{wanted}.constraints"
-        fixed.write_text("".join(f"{each.name}=={each.version}\n" for each in distributions()))
-        found = pip("--dry-run", "--report", "-", "-c", str(fixed), *NEEDS.get(kind, (wanted,)))
-        new = [each["metadata"] for each in json.loads(found)["install"]]
-        exact = {wanted, *(f"{each['name']}=={each['version']}" for each in new)}
-        begun = CACHE / f"{wanted}.begun"
-        shutil.rmtree(begun, ignore_errors=True)
-        pip("--no-deps", "--target", str(begun), *exact)
-        begun.rename(target)
-    return target
 
 
 @pytest.fixture
@@ -58,8 +27,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Make a kind's package one that the processes of environments find."""
 
     def make(kind: str) -> Path:
-        CACHE.mkdir(exist_ok=True)
-        folder = install(kind)
+        package = PACKAGES[kind]
+        wanted = f"{package.name}=={package.version}"
+        folder = folder_of(wanted, NEEDS.get(kind, (wanted,)))
         monkeypatch.setenv("PYTHONPATH", str(folder))  # of a server
         monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])  # of the processes of environments
         return folder

@@ -86,7 +86,7 @@ def test_what_reset_adds_must_stand_in_the_prompt_and_a_rollout_func_is_refused(
 
 
 def test_a_format_that_there_is_not_is_one_sentence(table, vault):
-    with pytest.raises(RewardError, match=r"tool_format='json' is none of xml, hermes, "):
+    with pytest.raises(RewardError, match=r"tool_format='json' is none of xml, glm, "):
         table(vault, tool_format="json").play({"prompt": "?"}, "!")
 
 

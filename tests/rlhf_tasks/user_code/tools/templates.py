@@ -37,6 +37,11 @@ TEMPLATES = {
         "\n<parameter={{ key }}>\n{{ value if value is string else value | tojson }}\n</parameter>{%- endfor -%}"
         "\n</function>\n</tool_call>"
     ),
+    "glm": _template(
+        "\n<tool_call>{{ f.name }}\n{%- for key, value in f.arguments | items -%}"
+        "\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value if value is string else value | tojson }}</arg_value>"
+        "{%- endfor -%}\n</tool_call>"
+    ),
     "llama": _template(
         "{% if loop.first %}<|python_tag|>{% else %}; {% endif %}"
         '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'

@@ -150,21 +150,25 @@ def enclosed(name, body, tool="say"):
     return {
         "hermes": f'<tool_call>\n{{"name": "{tool}", "arguments": {body}}}\n</tool_call>',
         "xml": f"<tool_call>\n<function={tool}>{body}\n</function>\n</tool_call>",
+        "glm": f"<tool_call>{tool}{body}\n</tool_call>",
         "llama": f'{{"name": "{tool}", "parameters": {body}}}',
         "mistral": f"[TOOL_CALLS]{tool}[ARGS]{body}",
         "harmony": f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>{body}",
     }[name]
 
 
+PARAMETER = {
+    "xml": "\n<parameter={}>\n{}\n</parameter>",
+    "glm": "\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>",
+}
+
+
 def of_arguments(name, **arguments):
     """Arguments as a format writes them."""
-    return (
-        "".join(f"\n<parameter={key}>\n{value}\n</parameter>" for key, value in arguments.items())
-        if (name == "xml")
-        else "{"
-        + ", ".join(f'"{key}": {value if key == "a" else _quoted(value)}' for key, value in arguments.items())
-        + "}"
-    )
+    if name in PARAMETER:
+        return "".join(PARAMETER[name].format(*each) for each in arguments.items())
+    written = (f'"{key}": {value if key == "a" else _quoted(value)}' for key, value in arguments.items())
+    return f"{{{', '.join(written)}}}"
 
 
 def _quoted(value):
@@ -179,8 +183,9 @@ def test_malformed_calls_say_what_to_change(name):
         assert read.name == tool
         return read.reason
 
-    broken = "\n<parameter=text>\nx" if name == "xml" else '{"text": '
-    assert ("</parameter> is missing" if name == "xml" else "no valid JSON") in reason(broken)
+    broken = PARAMETER[name].format("text", "x").rpartition("<")[0] if name in PARAMETER else '{"text": '
+    missing = {"xml": "or </parameter> is missing", "glm": "or </arg_value> is missing"}
+    assert missing.get(name, "no valid JSON") in reason(broken)
     assert reason(of_arguments(name, text="x"), "shout") == (
         "there is no tool 'shout'; there are add, say, any, walk"
     )
@@ -193,7 +198,7 @@ def test_malformed_calls_say_what_to_change(name):
     )
     assert reason(of_arguments(name, a="1.5"), "add") == ('the argument \'a\' must be of {"type": "integer"}')
     assert reason(of_arguments(name, a="true"), "add") == reason(of_arguments(name, a="1.5"), "add")
-    if name != "xml":
+    if name not in PARAMETER:
         assert reason("[1]") == "the arguments are no JSON object"
 
 
@@ -213,6 +218,8 @@ def test_malformed_calls_say_what_to_change(name):
             "<tool_call><function=say>" + 2 * "<parameter=text>x</parameter>" + "</function></tool_call>",
             "the parameter 'text' stands there twice",
         ),
+        ("glm", "<tool_call></tool_call>", "the tool's name must follow <tool_call>"),
+        ("glm", "<tool_call>say", "</tool_call> is missing"),
         ("llama", "<|python_tag|>print(1)", "it is no valid JSON: Expecting value at character 0"),
         (
             "mistral",
@@ -248,7 +255,7 @@ def test_an_answer_has_no_calls(name, text):
     assert calls_of(text, name, SCHEMAS) == []
 
 
-@pytest.mark.parametrize("name", ["hermes", "xml"])
+@pytest.mark.parametrize("name", ["hermes", "xml", "glm"])
 def test_what_ends_thoughts_may_stand_in_an_argument(name):
     say = Call("say", {"text": "</think>"})
     assert calls_of(written(name, [say, CALLS[1]]), name, SCHEMAS) == without_ids([say, CALLS[1]])
