@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 369,
-    "hundreds of lines": 794,
+    "files": 370,
+    "hundreds of lines": 796,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 158,

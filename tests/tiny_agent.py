@@ -44,11 +44,11 @@ def echo(row: dict[str, Any], wait_s: float) -> None:
 
 
 def branches(row: dict[str, Any], wait_s: float) -> None:
-    """Asks two things of the prompt, and goes on with the first."""
+    """Asks two things of the prompt, and goes on with the first, twice."""
     first = complete(row["prompt"])
-    complete(row["prompt"] + "!", max_tokens=3)
-    complete(f"{row['prompt']}{first}?", max_tokens=4)
-    print(json.dumps({"reward": 1}))
+    other = complete(row["prompt"] + "!", max_tokens=3)
+    complete(f"{row['prompt']}{first}?", max_tokens=4, n=2)
+    print(json.dumps({"reward": len(first + other) / 16}))
 
 
 def moody(row: dict[str, Any], wait_s: float) -> None:

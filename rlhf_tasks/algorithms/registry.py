@@ -28,6 +28,7 @@ from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.responses import SamplingConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.rows import DatasetValue, Reader
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 from prefect_rlhf.rlhf_tasks.system.reading import (
     ConfigError,
@@ -109,7 +110,8 @@ class Algorithm:
         calls = self.graph(config)
         if isinstance(config, Scores) and config.played is not None:
             counts = [TOOL_CALLS] if config.tools else [AGENT_COUNTS] if config.agent else []
-            calls = with_environment(calls, config.on_reward_error == "skip", counts)
+            lengths = [LENGTHS] if config.agent else []
+            calls = with_environment(calls, config.on_reward_error == "skip", counts, lengths)
         if isinstance(config, PolicyConfig):
             calls = from_older_versions(calls, config)
         calls = in_parts(calls, config.chunks if isinstance(config, Scores) else 1)

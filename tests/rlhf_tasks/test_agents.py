@@ -12,7 +12,7 @@ import torch
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
-from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import Chain
+from prefect_rlhf.rlhf_tasks.algorithms.shared.chains import Chain
 from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked, Drawing, read_request
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
@@ -33,6 +33,7 @@ from tests.tiny_runs import ppo_config
 
 pytestmark = pytest.mark.dist
 
+WIDE = {"max_completion_length": 80}  # has room for all branches
 FILE = Path(__file__).parents[1] / "tiny_agent.py"
 SDK_PYTHON = os.environ.get("PREFECT_RLHF_TEST_AGENTS", "")
 """The interpreter of an environment with openai-agents."""
@@ -62,20 +63,21 @@ def run(folder, tmp_path):
 
 
 def counts(batch):
-    """(requests, refused, left out) of each sample."""
+    """(requests, refused, branches, left out) of each sample."""
     return [tuple(each.tolist()) for each in batch["agent_counts"].split()]
 
 
 @other_plans(PLANS)
+@pytest.mark.parametrize("name", ["echo", pytest.param("branches", marks=pytest.mark.slow)])
 @pytest.mark.whole
-def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, names):
-    config: Any = partial(ppo_config, sampling=SAMPLING, **agent("echo"))
+def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, name, names):
+    config: Any = partial(ppo_config, sampling=WIDE if name == "branches" else SAMPLING, **agent(name))
     reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
     assert len({seen["actor_train/loss/policy"] for seen in reference}) == 3
     assert all(seen["actor_generate/agent/requests"] > 1 for seen in reference)
     assert all(seen["actor_train/policy/mismatch"] < 1e-5 for seen in reference)
-    for name in names:
-        assert not differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config)), name
+    for plan in names:
+        assert not differences(reference, trajectory(ranks, tmp_path, *PLANS[plan], config)), plan
 
 
 def test_what_an_agent_adds_is_context_and_a_turn_is_never_tokenised_again(run):
@@ -83,7 +85,7 @@ def test_what_an_agent_adds_is_context_and_a_turn_is_never_tokenised_again(run):
     batch = drawn(begun)
     found = responses(begun, batch)
     assert {"x" * 8, "x" * 8 + "..." + "x" * 8} <= {marks for _, marks in found}
-    assert [marks.count(".") // 3 + 1 for _, marks in found] == [each for each, _, _ in counts(batch)]
+    assert [marks.count(".") // 3 + 1 for _, marks in found] == [each for each, *_ in counts(batch)]
     first = [ids[:8] for ids, marks in found if "." in marks]
     again = [begun.tokenizer.encode(begun.tokenizer.decode(ids)) for ids in first]
     assert first != again, "the model draws tokens that its texts would not have"
@@ -91,8 +93,9 @@ def test_what_an_agent_adds_is_context_and_a_turn_is_never_tokenised_again(run):
     assert set(batch["environment_rewards"].values.tolist()) > {0.5, 1.0}
 
 
-def test_the_gradient_is_that_of_the_drawn_tokens_alone(run, folder):
-    refuse_other_gradient(run("echo", sampling=SAMPLING, beta=0.0), folder)
+@pytest.mark.parametrize("name", ["echo", "branches"])
+def test_the_gradient_is_that_of_the_drawn_tokens_alone(run, folder, name):
+    refuse_other_gradient(run(name, sampling=WIDE, beta=0.0), folder)
 
 
 def test_an_agent_that_asks_one_thing_after_the_other_draws_the_same_whatever_its_timing(run):
@@ -104,15 +107,34 @@ def test_an_agent_that_asks_one_thing_after_the_other_draws_the_same_whatever_it
     assert responses(run("echo"), some) == responses(run("echo"), whole)[5:12]
 
 
-def test_the_sample_is_the_chain_with_the_most_drawn_tokens_and_the_others_are_counted(run):
-    begun = run("branches")
+def test_a_sample_is_all_branches_of_its_episode_and_each_token_that_was_drawn_counts_once(run):
+    begun = run("branches", sampling={**WIDE, "top_k": 200})
     batch = drawn(begun)
-    for (_, marks), (requests, refused, left_out) in zip(responses(begun, batch), counts(batch), strict=True):
-        assert marks[:9] == "xxxxxxxx."
-        assert set(marks[9:]) == {"x"}
-        assert (requests, refused) == (3, 0)
-        assert 1 <= left_out <= 3
-    assert begun.iterate(1)[0]["agent/left_out"] == pytest.approx(3, abs=0.5)
+    assert counts(batch) == [(4, 0, 3, 0)] * 16
+    whole = batch.sequences()
+    assert torch.equal(whole["input_ids"].values, batch["input_ids"].values)
+    for place in range(16):
+        (_, first), (_, second), (_, third) = responses(begun, whole.take(range(3 * place, 3 * place + 3)))
+        assert (set(first), second[:9], set(second[9:]), set(third)) == ({"x"}, "xxxxxxxx.", {"x"}, {"x"})
+        ids = whole["input_ids"].split()[3 * place : 3 * place + 3]
+        assert torch.equal(ids[1][: -len(second) + 9], ids[2][: -len(third)]), (
+            "both go on after the same turn"
+        )
+    kept = [int(each.abs().sum()) for each in whole["kept_counts"].split()]
+    assert list(whole["kept_tokens"].lengths) == kept
+    assert torch.equal(whole["kept_counts"].values != 0, whole["response_mask"].values)
+
+
+def test_branches_without_room_are_left_out_those_with_the_fewest_drawn_tokens_first(run):
+    begun = run("branches")
+    for (requests, refused, branches, left_out), ids in zip(
+        counts(drawn(begun)), drawn(begun)["input_ids"].split(), strict=True
+    ):
+        assert (requests, refused) == (4, 0)
+        assert branches < 3
+        assert 1 <= left_out <= 7
+        assert len(ids) <= 30 + 9
+    assert begun.iterate(1)[0]["agent/left_out"] > 2
 
 
 def test_an_answer_has_the_stop_strings_that_min_new_tokens_lets_be(run):
@@ -177,8 +199,8 @@ def test_a_conversation_goes_on_with_the_calls_as_they_were_drawn(run, tmp_path_
     begun = run("chats", make=lambda _, **more: config_of(tools, **changes | more))
     batch = drawn(begun)
     calls = 0
-    for (ids, marks), (_, _, left_out) in zip(responses(begun, batch), counts(batch), strict=True):
-        assert left_out == 0, "each request continues the one before it"
+    for (ids, marks), (_, _, branches, _) in zip(responses(begun, batch), counts(batch), strict=True):
+        assert branches == 1, "each request continues the one before it"
         said = begun.tokenizer.decode(ids, special_tokens=True)
         calls += "<r>" in said
         assert marks.startswith("x")
@@ -199,12 +221,12 @@ def test_openais_agents_sdk_is_a_rollout_as_it_is(run, tmp_path_factory):
     assert stays.sum() >= 12, metrics
     assert batch["environment_rewards"].values.max() >= 3, "a call, its answer, and what was said of it"
     assert metrics["agent/requests"] > 1
-    assert metrics["agent/left_out"] == 0, "each request continues the one before it"
+    assert metrics["agent/branches"] == 1, "each request continues the one before it"
 
 
 def chain(request, said="yes", tail="<eos>"):
     """An answer; with a tail in <> an end token has ended it, with another a stop string."""
-    return Chain(request, (said, said), tail, {}, 1, cut=False, is_over=tail[:1] == "<")
+    return Chain(request, (said, said), tail, {}, (0,), 1, cut=False, is_over=tail[:1] == "<")
 
 
 def asked_for(messages=None, text="", tools=()):

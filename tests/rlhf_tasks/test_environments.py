@@ -16,6 +16,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_
 from prefect_rlhf.rlhf_tasks.algorithms.functions import fetch
 from prefect_rlhf.rlhf_tasks.algorithms.grpo.functions import STD_EPSILON
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, runs_of_one
@@ -213,9 +214,12 @@ def test_the_gradient_is_that_of_the_drawn_tokens_alone(run, folder):
 
 def refuse_other_gradient(begun, folder):
     """The first gradient is as plain transformers computes it, from GRPO's formula: what was observed is context, and
-    nothing else."""
+    nothing else. Where a sample is several sequences, its loss is the mean over what was drawn in all."""
     metrics, store = begun.iterate(0)
     batch = store.get(range(16), ["input_ids", "response_mask", "scores"])
+    of_samples = batch["input_ids"].lengths
+    if begun.config.agent is not None:
+        of_samples = [part.tolist() for part in store.get(range(16), [LENGTHS])[LENGTHS].split()]
     scores = batch["scores"].values.view(-1, 4)
     advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + STD_EPSILON)
 
@@ -223,12 +227,21 @@ def refuse_other_gradient(begun, folder):
         model = AutoModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float64)
         loss = torch.zeros((), dtype=torch.float64)
         samples = zip(
-            batch["input_ids"].split(), batch["response_mask"].split(), advantages.flatten(), strict=True
+            batch["input_ids"].split(),
+            batch["response_mask"].split(),
+            of_samples,
+            advantages.flatten(),
+            strict=True,
         )
-        for ids, mask, advantage in samples:
-            logits = model(ids[None]).logits[0, :-1, : begun.rows.vocabulary]  # the model's has more tokens
-            logprobs = logits.log_softmax(-1)
-            loss = loss - advantage * logprobs.gather(1, ids[1:, None])[counts(mask)[1:], 0].mean() / 16
+        for tokens, masks, lengths, advantage in samples:
+            drawn = []
+            for ids, mask in zip(tokens.split(lengths), masks.split(lengths), strict=True):
+                logits = model(ids[None]).logits[
+                    0, :-1, : begun.rows.vocabulary
+                ]  # the model's has more tokens
+                logprobs = logits.log_softmax(-1)
+                drawn.append(logprobs.gather(1, ids[1:, None])[counts(mask)[1:], 0])
+            loss = loss - advantage * torch.cat(drawn).mean() / 16
         loss.backward()
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         return torch.cat([each.flatten() for each in gradients]).norm().item()

@@ -29,7 +29,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     lengths = batch["input_ids"].lengths
     chosen = good_responses(batch["scores"].values, batch.ids, config)
     learned = batch["response_mask"].values & on_tokens(chosen, lengths)
-    samples = SampleBatch(batch.ids, {"input_ids": batch["input_ids"], "learned": Packed(learned, lengths)})
+    samples = SampleBatch(batch.ids, {**batch.read(), "learned": Packed(learned, lengths)})
 
     def loss(logits: Tensor, micro: MicroBatch) -> LossTerms:
         return LossTerms(-engine.logprobs(logits, micro).sum(), {})

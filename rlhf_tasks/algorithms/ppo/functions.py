@@ -139,7 +139,7 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
     learned = SampleBatch(
         batch.ids,
         {
-            "input_ids": batch["input_ids"],
+            **batch.read(),
             "response_mask": batch["response_mask"],
             "old_values": Packed(before.normalize(batch["values"].values), lengths),
             "returns": Packed(after.normalize(targets.returns), lengths),

@@ -2,7 +2,7 @@
 
 What an agent asks and is answered is recorded as tokens. A request that begins with an earlier one and its answer
 continues their tokens: they are read as they were drawn, never tokenised again. Any other request begins a new
-*chain*. The sample of an episode is its chain with the most drawn tokens, the last of several; the others leave.
+*chain*. All chains of an episode are one sample: its sequences, in which each drawn token counts once.
 
 Only the head knows requests. It draws those together that wait at the same time; a broadcast tells the other ranks of
 its replica what to draw from. Random numbers belong to the sample and to the number of its request, so an agent that
@@ -17,6 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prefect_rlhf.rlhf_tasks.algorithms.shared.chains import (
+    Chain,
+    followed,
+    joined,
+    read_up_to,
+    sequences,
+)
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     AGENT_COUNTS,
@@ -33,6 +40,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
@@ -40,10 +48,9 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import RAW, Asked, Choice
 from prefect_rlhf.rlhf_tasks.user_code.agents.process import AgentProcess, Ended
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 
-_TURN = "c2a7q9"  # stands for a turn, to see what the template writes after it
-COUNTS = ("requests", "refused", "left_out")
-"""What is counted of an episode: answers it has asked for, requests that were refused, drawn tokens that are in a
-chain that is not the sample."""
+COUNTS = ("requests", "refused", "branches", "left_out")
+"""What is counted of an episode: answers it has asked for, requests that were refused, sequences of its sample, drawn
+tokens of those for which the sample had no room."""
 
 
 def play_agents(
@@ -89,94 +96,19 @@ def play_agents(
             episodes.close()
 
 
-@dataclass(frozen=True)
-class Chain:
-    """What an agent was answered, with all that it had read before.
-
-    request  that was answered
-    said     the answer, with special tokens and without: an agent may know either
-    tail     text of the tokens that ended it, which the agent may write again or not
-    data     key of `generate` -> its tensor, of all tokens
-    drawn    number of tokens that were drawn
-    cut      whether the answer ended by length
-    is_over  whether an end token has ended it: nothing can follow in the same turn of a conversation
-    """
-
-    request: Asked
-    said: tuple[str, str]
-    tail: str
-    data: Mapping[str, Tensor]
-    drawn: int
-    cut: bool
-    is_over: bool
-
-    @property
-    def length(self) -> int:
-        """Tokens."""
-        return len(self.data["input_ids"])
-
-    def rest(
-        self, request: Asked, render: Callable[[Sequence[Mapping[str, Any]]], str], ends: Sequence[str] = ()
-    ) -> str | None:
-        """The text that a request adds after the answer; None where it does not continue it.
-
-        render  messages -> text in which the assistant's turn is open
-        ends    texts of the tokens that end a turn
-        """
-        before = self.request.messages
-        if before is None or request.messages is None:
-            added = self._added(request.text, self.request.text)
-            return added if before is request.messages else None
-        place = len(before)
-        goes_on = request.messages[:place] == before and request.tools == self.request.tools
-        if not goes_on or [each["role"] for each in request.messages[place : place + 1]] != ["assistant"]:
-            return None
-        message = request.messages[place]
-        calls = message.get("tool_calls", [])
-        said = message.get(RAW) if calls else message["content"]
-        added = None if said is None else self._added(said)
-        if added is None or (added and self.is_over):
-            return None
-        # The template may write a turn that is over otherwise than one that it opens: only what follows it counts.
-        # Where it has calls, they are written, since templates look for them before the answers of tools.
-        turn = {**message, "content": "" if calls else _TURN}
-        if calls:
-            last = {**calls[-1]["function"], "arguments": {"value": _TURN}}
-            turn["tool_calls"] = [*calls[:-1], {**calls[-1], "function": last}]
-        _, is_written, after = render([*before, turn, *request.messages[place + 1 :]]).partition(_TURN)
-        if calls:
-            places = [after.find(end) for end in ends if end in after]
-            after = after[min(places, default=0) :]
-            is_written = is_written and bool(places)
-        if not is_written:
-            return None
-        return added + (after if added else after.removeprefix(self.tail))
-
-    def _added(self, text: str, before: str = "") -> str | None:
-        """What a text says after another and the answer, which may be nothing in a turn of a conversation. Any text
-        begins with an empty answer: then it must continue with the tail."""
-        for said in self.said:
-            if text.startswith(before + said) and (text != before or not before):
-                after = text[len(before) + len(said) :]
-                added = after.removeprefix(self.tail)
-                if said or not after or added != after:
-                    return added
-        return None
-
-
 class _Draw(NamedTuple):
     """An answer that is to be drawn.
 
     request  that it answers
+    base     the chain that it continues
     context  what is drawn from, as `Chain.data`
-    before   tokens of it that were drawn
     most     tokens
     stop     strings
     """
 
     request: Asked
+    base: Chain | None
     context: Mapping[str, Tensor]
-    before: int
     most: int
     stop: tuple[str, ...]
 
@@ -186,6 +118,7 @@ class _Episode:
     """A sample on its head.
 
     prompt  of its row
+    chains  by the numbers of their own answers
     drawn   tokens, of all chains
     draws   that were begun: the next one's number
     ended   how; None while it runs
@@ -196,10 +129,6 @@ class _Episode:
     drawn: int = 0
     draws: int = 0
     ended: Ended | None = None
-
-    def sample(self) -> Chain | None:
-        """The chain that is the sample; None where nothing was drawn."""
-        return max(reversed(self.chains), key=lambda chain: chain.drawn, default=None)
 
 
 class _Episodes:
@@ -293,8 +222,7 @@ class _Episodes:
             return
         strings = tuple(dict.fromkeys((*self._order.stop_strings, *request.stop)))
         before = {} if base is None else base.data
-        drawn = 0 if base is None else base.drawn
-        draw = _Draw(request, _followed(before, ids, self._engine), drawn, most, strings)
+        draw = _Draw(request, base, followed(before, ids, self._engine.dtype_of_rows), most, strings)
         self._choices[request.number] = []
         for _ in range(request.n):
             self._draws[request.sample * MOST_REQUESTS + episode.draws] = draw
@@ -359,11 +287,20 @@ class _Episodes:
                 new["kept_tokens"] = whole["kept_tokens"][: int(new["kept_counts"].abs().sum())]
             cut = bool(data["truncated"][place])
             choice, tail = self._choice(draw, new, cut)
-            joined = {key: torch.cat([draw.context[key], new[key]]) for key in new}
             episode.drawn += stop - start
-            said, count = (choice.raw, choice.text), draw.before + stop - start
+            line, count = ((), 0) if draw.base is None else (draw.base.line, draw.base.drawn)
             is_over = int(new["input_ids"][-1]) in self._order.params.stop_ids
-            episode.chains.append(Chain(draw.request, said, tail, joined, count, cut, is_over))
+            chain = Chain(
+                draw.request,
+                said=(choice.raw, choice.text),
+                tail=tail,
+                data=joined(draw.context, new),
+                line=(*line, len(episode.chains)),
+                drawn=count + stop - start,
+                cut=cut,
+                is_over=is_over,
+            )
+            episode.chains.append(chain)
             self._answer(draw, choice)
         self._now = {}
 
@@ -393,25 +330,35 @@ class _Episodes:
 
     def samples(self) -> SampleBatch:
         """The samples of all episodes, by the keys of `draw`."""
-        episodes, device = list(self._of.values()), self._engine.device
-        chains = [episode.sample() or self._nothing(episode) for episode in episodes]
+        episodes, device, dtype = list(self._of.values()), self._engine.device, self._engine.dtype_of_rows
+        made = [
+            sequences(episode.chains, self._most(episode)) or [(self._nothing(episode), 0)]
+            for episode in episodes
+        ]
+        nothing = followed({}, [], dtype)
+        samples = [
+            joined(nothing, *(read_up_to(start, chain.data, dtype) for chain, start in of_sample))
+            for of_sample in made
+        ]
         data = {}
         for key in _keys(self._order.record_kept):
-            parts = [chain.data[key] for chain in chains]
-            nothing = _followed({}, [], self._engine)[key]
-            data[key] = Packed(torch.cat([nothing, *parts]).to(device), tuple(map(len, parts)))
-        one = (1,) * len(chains)
+            parts = [sample[key] for sample in samples]
+            data[key] = Packed(torch.cat([nothing[key], *parts]).to(device), tuple(map(len, parts)))
+        counts = [len(of_sample) for of_sample in made]
+        lengths = [chain.length for of_sample in made for chain, _ in of_sample]
+        data[LENGTHS] = Packed(torch.tensor(lengths, dtype=torch.int64, device=device), tuple(counts))
+        one = (1,) * len(samples)
         ends = [episode.ended for episode in episodes if episode.ended is not None]
-        truncated = torch.tensor([chain.cut for chain in chains], dtype=torch.bool, device=device)
+        truncated = torch.tensor([of_sample[-1][0].cut for of_sample in made], device=device).bool()
         rewards = torch.tensor([end.reward or 0.0 for end in ends], dtype=torch.float64, device=device)
         data |= {"truncated": Packed(truncated, one), ENVIRONMENT_REWARDS: Packed(rewards, one)}
-        counts = [
-            count
-            for episode, chain, end in zip(episodes, chains, ends, strict=True)
-            for count in (end.requests, end.refused, max(episode.drawn - chain.drawn, 0))
+        learned = [int(sample["response_mask"].sum()) for sample in samples]
+        numbers = [
+            (end.requests, end.refused, count, max(episode.drawn - tokens, 0))
+            for episode, end, count, tokens in zip(episodes, ends, counts, learned, strict=True)
         ]
-        numbers = torch.tensor(counts, dtype=torch.int64, device=device)
-        data[AGENT_COUNTS] = Packed(numbers, (len(COUNTS),) * len(chains))
+        of_all = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1)
+        data[AGENT_COUNTS] = Packed(of_all, (len(COUNTS),) * len(samples))
         if self._config.on_reward_error == "skip":
             faults = [end.fault.encode(errors="backslashreplace") for end in ends]
             text = torch.tensor(list(b"".join(faults)), dtype=torch.uint8, device=device)
@@ -422,10 +369,10 @@ class _Episodes:
         """In place of a sample that failed before anything was drawn: the row's prompt and an end token. It leaves
         the batch, or counts as 0 in an evaluation."""
         end = self._context.tokenizer.eos_id
-        data = dict(_followed({}, [*episode.prompt.tolist(), end], self._engine))
+        data = dict(followed({}, [*episode.prompt.tolist(), end], self._engine.dtype_of_rows))
         data["response_mask"] = torch.arange(len(episode.prompt) + 1) == len(episode.prompt)
         nothing = Asked(0, 0, None, "", [], 1, None, [])
-        return Chain(nothing, ("", ""), "", data, 1, cut=True, is_over=True)
+        return Chain(nothing, ("", ""), "", data, (0,), 1, cut=True, is_over=True)
 
     def close(self) -> None:
         """Close the endpoint, and end all agents."""
@@ -435,19 +382,6 @@ class _Episodes:
 def _keys(record_kept: bool) -> tuple[str, ...]:
     kept = ("kept_counts", "kept_tokens") if record_kept else ()
     return ("input_ids", "response_mask", "old_logprobs", *kept)
-
-
-def _followed(before: Mapping[str, Tensor], ids: Sequence[int], engine: Engine) -> dict[str, Tensor]:
-    """The data of some tokens, and of others after them that the policy has only read."""
-    none = torch.zeros(len(ids), dtype=engine.dtype_of_rows)
-    read = {
-        "input_ids": torch.tensor(ids, dtype=torch.int64),
-        "response_mask": none.bool(),
-        "old_logprobs": none,
-        "kept_counts": none.int(),
-        "kept_tokens": none[:0].int(),
-    }
-    return {key: torch.cat([before[key], part]) if key in before else part for key, part in read.items()}
 
 
 def _plain(message: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
     truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second); with an environment
     those of TURNS (responses.py); with tools tools/calls, tools/malformed and tools/failed, with an agent
-    agent/requests, agent/refused and agent/left_out, per response.
+    agent/requests, agent/refused, agent/branches and agent/left_out, per response.
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.protocol.decisions import pure
 from prefect_rlhf.rlhf_tasks.spec import WHOLE, CallKind, Decision, ModelFunctionCall, Part
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
@@ -487,18 +488,19 @@ TOOL_CALLS = "tool_calls"
 
 
 AGENT_COUNTS = "agent_counts"
-"""The key of an episode's numbers of requests, of refused ones, and of drawn tokens that are not in the sample."""
+"""The key of an episode's numbers of requests, of refused ones, of sequences, of drawn tokens that are left out."""
 
 
 def with_environment(
-    calls: Sequence[ModelFunctionCall], skips: bool, counts: Sequence[str] = ()
+    calls: Sequence[ModelFunctionCall], skips: bool, counts: Sequence[str] = (), lengths: Sequence[str] = ()
 ) -> list[ModelFunctionCall]:
     """The calls of a graph whose `actor_generate` an environment answers, or an agent asks.
 
     It also reads `columns`, the rows, and gives ENVIRONMENT_REWARDS, which the call that gives `scores` reads.
-    skips  whether samples on which the environment fails are skipped: then it also gives ENVIRONMENT_FAULT, which the
-           same call reads
-    counts further keys that it gives and the same call reads: TOOL_CALLS or AGENT_COUNTS
+    skips    whether samples on which the environment fails are skipped: then it also gives ENVIRONMENT_FAULT, which
+             the same call reads
+    counts   further keys that it gives and the same call reads: TOOL_CALLS or AGENT_COUNTS
+    lengths  LENGTHS, where samples are several sequences: it gives them, and all calls that read samples do so too
 
     Raises ConfigError where the graph draws responses in another call too, or has no scores.
     """
@@ -518,12 +520,12 @@ def with_environment(
     )
     result = []
     for call in calls:
+        inputs, outputs = (*call.inputs, *(lengths if "input_ids" in call.inputs else ())), call.outputs
         if call.name == "actor_generate":
-            inputs, outputs = (*call.inputs, "columns"), (*call.outputs, *keys)
-            call = call.model_copy(update={"inputs": inputs, "outputs": outputs})
+            inputs, outputs = (*inputs, "columns"), (*outputs, *keys, *lengths)
         elif call.name in scoring:
-            call = call.model_copy(update={"inputs": (*call.inputs, *keys)})
-        result.append(call)
+            inputs = (*inputs, *keys)
+        result.append(call.model_copy(update={"inputs": inputs, "outputs": outputs}))
     return result
 
 
@@ -568,7 +570,7 @@ def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig
                         name="actor_inference",
                         role="actor",
                         kind="inference",
-                        inputs=(*SEQUENCES, *(key for key in KEPT if key in call.inputs)),
+                        inputs=(*SEQUENCES, *(key for key in (*KEPT, LENGTHS) if key in call.inputs)),
                         outputs=proximal,
                         n_seqs=call.n_seqs,
                         group_size=call.group_size,

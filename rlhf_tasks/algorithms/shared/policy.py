@@ -412,8 +412,8 @@ def _read_by_terms(
     ref = ("ref_logprobs",) if objective.beta > 0 else ()
     proximal = (PROXIMAL,) if config.infers_proximal else ()
     kept = KEPT if config.records_kept else ()
-    read = ("input_ids", "response_mask", "old_logprobs", *ref, *proximal, *kept)
-    return SampleBatch(batch.ids, {key: batch[key] for key in read} | own)
+    read = ("response_mask", "old_logprobs", *ref, *proximal, *kept)
+    return SampleBatch(batch.ids, batch.read() | {key: batch[key] for key in read} | own)
 
 
 def _terms(

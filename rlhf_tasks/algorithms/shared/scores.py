@@ -136,7 +136,8 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     raw = None
     if config.scoring_role == "reward":
         rows = engine.inference(batch, last_value, context.micro_batches)
-        raw = None if rows is None else rows.values.double().cpu()
+        if rows is not None:  # the model judges the last sequence of a sample
+            raw = torch.cat([rows.values[:0], *(part[-1:] for part in rows.split())]).double().cpu()
     if answers is None:
         return None
     began_s = time.monotonic()

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,11 @@ class Packed:
     def split(self) -> list[Tensor]:
         """One view [length, ...] per sample."""
         return list(self.values.split(list(self.lengths)))
+
+    def joined(self, counts: Sequence[int]) -> "Packed":
+        """The first counts[0] samples as one, the next counts[1] as another, and so on."""
+        lengths = iter(self.lengths)
+        return Packed(self.values, tuple(sum(islice(lengths, count)) for count in counts))
 
     def texts(self) -> list[str]:
         """The strings that `of_texts` packed."""
@@ -113,6 +121,27 @@ class SampleBatch:
     def repeat(self, n: int) -> "SampleBatch":
         """Each sample n times, side by side, under its id."""
         return self.take([place for place in range(len(self)) for _ in range(n)])
+
+    def sequences(self) -> "SampleBatch":
+        """The sequences of all samples, each under its sample's id, by the keys that have rows for tokens."""
+        if LENGTHS not in self.data:
+            return self
+        of_samples = [part.tolist() for part in self[LENGTHS].split()]
+        ids = tuple(sample for sample, of_one in zip(self.ids, of_samples, strict=True) for _ in of_one)
+        lengths, tokens = tuple(chain.from_iterable(of_samples)), self["input_ids"].lengths
+        data = {
+            key: Packed(packed.values, lengths)
+            for key, packed in self.data.items()
+            if packed.lengths == tokens
+        }
+        if "kept_tokens" in self.data:
+            counts = [int(part.abs().sum()) for part in data["kept_counts"].split()]
+            data["kept_tokens"] = Packed(self["kept_tokens"].values, tuple(counts))
+        return SampleBatch(ids, data)
+
+    def read(self) -> dict[str, Packed]:
+        """The keys by which a model reads the samples: `input_ids`, and LENGTHS where they have it."""
+        return {key: self.data[key] for key in ("input_ids", LENGTHS) if key in self.data}
 
     def chunk(self, n: int) -> list["SampleBatch"]:
         """n parts of consecutive samples, equal but for one sample; `concat` is the inverse."""

@@ -19,6 +19,10 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 
 Balance = Literal["count", "tokens"]
 
+LENGTHS = "sequence_lengths"
+"""The key of the numbers of tokens of a sample's sequences, which lie one after the other in its per-token keys:
+[sequences] int64. Without the key a sample is one sequence."""
+
 
 class Slices(NamedTuple):
     """The same rows of several parameters that are split in the same way; `rows` is None for whole parameters."""

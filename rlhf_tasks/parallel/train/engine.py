@@ -20,6 +20,7 @@ from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_gather, all_reduce, group_size
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import Copier
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import pass_flops
 from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import (
     Vocabulary,
@@ -148,12 +149,15 @@ class Engine:
     ) -> Packed | None:
         """A forward pass without gradients, followed by `output` on the last stage.
 
-        batch          this replica's samples, with `input_ids`; the same on all its ranks
+        batch          this replica's samples, with `input_ids`, and LENGTHS where they are several sequences; the
+                       same on all its ranks
         micro_batches  most micro-batches into which the batch is cut; more where `micro_batch_tokens` asks for them
         counted        see `train_step`
-        Returns the rows of `output` in the batch's order on all ranks of the last stage, None on the others.
+        Returns the rows of `output` in the batch's order on all ranks of the last stage, None on the others. A sample
+        has the rows of all its sequences.
         """
-        micros = split(batch, micro_batches, self.micro_batch_tokens)
+        sequences = batch.sequences()
+        micros = split(sequences, micro_batches, self.micro_batch_tokens)
 
         def run(x: Tensor, micro: MicroBatch) -> Tensor:
             y, micro = self._stage_output(x, micro, counted)
@@ -167,12 +171,13 @@ class Engine:
             for _ in range(passes - len(micros)):
                 shares.pass_by()
             shares.leave()
-        self.count(self._flops_of(batch, micros, counted))
+        self.count(self._flops_of(sequences, micros, counted))
         if not self.is_last_stage:
             return None
         if not micros:
             return Packed(torch.zeros(0, dtype=self.dtype_of_rows, device=self.device), ())
-        return _in_order(batch, micros, rows)
+        in_order = _in_order(sequences, micros, rows)
+        return in_order.joined(batch[LENGTHS].lengths) if LENGTHS in batch.data else in_order
 
     def train_step(
         self,
@@ -217,13 +222,14 @@ class Engine:
             sums.add_(torch.stack([values[name].detach().double() for name in names]))
             return terms.total / denominator
 
+        sequences = batch.sequences()
         with products(self.device, self.stage.dtype):
-            micros = split(batch, micro_batches, self.micro_batch_tokens)
+            micros = split(sequences, micro_batches, self.micro_batch_tokens)
             optimizer.gradients.begin(len(micros))
             self.pipeline.forward_backward(micros, run, optimizer.gradients.end_pass)
             optimizer.gradients.end_passes()
         reach(Point.BACKWARD)
-        self.count(self._flops_of(batch, micros, counted, training=True))
+        self.count(self._flops_of(sequences, micros, counted, training=True))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
         totals["loss"] /= denominator
         applied = optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))

@@ -64,6 +64,20 @@ def test_concat_is_the_inverse_of_chunk(n):
         concat([BATCH, BATCH.select("tokens")])
 
 
+def test_a_sample_of_several_sequences_is_taken_apart_and_joined_again():
+    several = {"input_ids": BATCH["tokens"], "response_mask": BATCH["mask"], "score": BATCH["score"]}
+    several["kept_counts"] = Packed(torch.tensor([0, -2, 1, 0, 3]), LENGTHS)
+    several["kept_tokens"] = Packed(torch.arange(6), (2, 0, 4))
+    several["sequence_lengths"] = Packed(torch.tensor([2, 1, 2]), (1, 0, 2))
+    apart = SampleBatch(BATCH.ids, several).sequences()
+    assert apart.ids == (7, 9, 9)
+    assert [part.tolist() for part in apart["input_ids"].split()] == [[70, 71], [90], [91, 92]]
+    assert [part.tolist() for part in apart["kept_tokens"].split()] == [[0, 1], [2], [3, 4, 5]]
+    assert apart.data.keys() == several.keys() - {"score", "sequence_lengths"}
+    assert apart["response_mask"].joined((1, 0, 2)).lengths == LENGTHS
+    assert BATCH.sequences() is BATCH
+
+
 def test_unpad_is_the_inverse_of_pad():
     padded = BATCH.pad("tokens", fill=-1)
     assert padded.tolist() == [[70, 71, -1], [-1, -1, -1], [90, 91, 92]]
