@@ -55,7 +55,7 @@ from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import (
 )
 from prefect_rlhf.rlhf_tasks.rehearsal.rehearsal import RehearsalRequest, Rehearsed
 from prefect_rlhf.rlhf_tasks.rehearsal.story import NEAR, OWN, RUNNING, CommitMade, Story
-from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.spec import CallNode, ExecutionPlan
 
 MOST_HOURS = 24.0 * 366
 DISKS = (1e6, 1e13)  # bytes per second, from a slow network to more than any host has
@@ -168,7 +168,7 @@ class Rehearsable:
             run="rehearsal",
             attempt=1,
             ranks=tuple(f"rank-{rank}" for rank in range(plan.n_devices)),
-            plan=plan,
+            plan=_undecided(plan),
             config=config.model_dump(mode="json"),
             run_folder="",
             iterations=config.total_iterations,
@@ -184,6 +184,17 @@ class Rehearsable:
         price = price_plan(plan, problem.model)
         made = priced(self.config, part.of(self.hardware), problem, plan, price, self.cores, self.profile)
         return rehearsal.Smaller(part.slots, made.spec, made.costs)
+
+
+def _undecided(plan: ExecutionPlan) -> ExecutionPlan:
+    """The same plan, whose calls all run: rehearsed ones have no metrics by which to decide."""
+    nodes = [
+        node.model_copy(update={"call": node.call.model_copy(update={"decides": (), "when": ""})})
+        if isinstance(node, CallNode)
+        else node
+        for node in plan.nodes
+    ]
+    return plan.model_copy(update={"nodes": tuple(nodes)})
 
 
 def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | None = None) -> Rehearsable:

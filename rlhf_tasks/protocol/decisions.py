@@ -172,9 +172,9 @@ class Decisions:
         self.readers: dict[str, list[_Reads]] = {}
         ended: set[str] = set()
         for node in plan.nodes if sources else ():
-            ended.add(node.name)
             if reads := [_reads(node, *sources[name], ended) for name in node.decided_by if name in sources]:
                 self.readers[node.name] = reads
+            ended.add(node.name)
         self._when = {node.name: nodes[0].call.when for nodes in plan.calls.values() for node in nodes}
         self._stop = sources[STOP][1][-1].name if STOP in sources else None
         self._values: dict[tuple[int, str, str], float] = {}  # by iteration, node after which, name

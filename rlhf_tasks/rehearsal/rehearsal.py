@@ -39,7 +39,6 @@ from prefect_rlhf.rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from prefect_rlhf.rlhf_tasks.rehearsal.ranks import Process, SimulatedRankMissing
 from prefect_rlhf.rlhf_tasks.rehearsal.story import OWN, Story, WaitLog, Window
 from prefect_rlhf.rlhf_tasks.rehearsal.time_and_disk import CommitsOnDisk, SimulatedSnapshots, VirtualTime
-from prefect_rlhf.rlhf_tasks.spec import CallNode, ExecutionPlan
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
@@ -245,7 +244,6 @@ class Rehearsal:
     def begin(self, spec: RunSpec) -> None:
         """Begin an attempt."""
         around = Surroundings(self.cluster.link, Nowhere(), self._make_snapshots)
-        spec = spec.model_copy(update={"plan": _undecided(spec.plan)})
         attempt = self.attempt = self._make_attempt(around, spec, lambda event: self.hear(attempt, event))
         self._starting = self.cluster.start(self._start(attempt))
 
@@ -543,14 +541,3 @@ class QuietTimes:
         (step, at_s, spent, n), (end, until_s, total, m) = self._marks[first], self._marks[last]
         states = {state: seconds - spent.get(state, 0.0) for state, seconds in total.items()}
         return Window(end - step, until_s - at_s, states, tuple(self._story.commits[n:m]))
-
-
-def _undecided(plan: ExecutionPlan) -> ExecutionPlan:
-    """The same plan, whose calls all run: simulated ones have no metrics by which to decide."""
-    nodes = [
-        node.model_copy(update={"call": node.call.model_copy(update={"decides": (), "when": ""})})
-        if isinstance(node, CallNode)
-        else node
-        for node in plan.nodes
-    ]
-    return plan.model_copy(update={"nodes": tuple(nodes)})

@@ -200,6 +200,10 @@ class CommitsOnDisk:
         """A commit's folder has got its name; the arguments are those of `Snapshots.commit`."""
         self.cursors[order.step] = order.cursor
 
+    def decided(self) -> list[dict[str, Any]]:
+        """The journal's lines of decisions: none, where nothing is measured."""
+        return []
+
     def prune(self, keep_last: int) -> list[int]:
         """Remove all but the newest commits; gives the removed steps."""
         old = sorted(self.cursors)[:-keep_last]
@@ -252,8 +256,8 @@ class SimulatedSnapshots:
         self._loop.takes(self._verify())
         return step, self._commits.cursors[step]
 
-    def decided(self) -> tuple[()]:
-        return ()
+    def decided(self) -> list[dict[str, Any]]:
+        return self._commits.decided()
 
     def commit(
         self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]

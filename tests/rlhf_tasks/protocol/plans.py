@@ -1,4 +1,5 @@
-"""Plans to drive the protocol with: a PPO-like one by hand, and random ones on overlapping meshes."""
+"""Plans to drive the protocol with: a PPO-like one by hand, random ones on overlapping meshes, and some that decide
+by what simulated calls measure."""
 
 import random
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from prefect_rlhf.rlhf_tasks.spec import (
     CallAssignment,
     CallKind,
     CallNode,
+    Decision,
     ExecutionPlan,
     ModelFunctionCall,
     PlanNode,
@@ -51,6 +53,48 @@ def plan_of(n_devices: int, trained: dict[str, Placement], nodes: Iterable[PlanN
 def small_plan() -> ExecutionPlan:
     """Three devices: the actor generates on a copy over all and trains on 0 and 1, the critic trains on 2."""
     return placed_plan(everywhere=on([0, 1, 2]), actor=on([0, 1]), critic=on([2]))
+
+
+def is_much(before: float, metrics: dict[str, float]) -> float:
+    """Positive in every second case."""
+    return metrics["measured"] - 0.5
+
+
+def added_up(before: float, metrics: dict[str, float]) -> float:
+    """Depends on all iterations before."""
+    return before + metrics["measured"]
+
+
+def deciding(plan: ExecutionPlan, readers: dict[str, str], stops: str, first: float) -> ExecutionPlan:
+    """A plan whose calls run by what calls decide, and which ends when what one has measured adds up.
+
+    readers  call -> the call that decides whether it runs: in the same iteration where that comes first
+    stops    the call that decides when the run ends; first: minus the sum at which it does
+    """
+    nodes = list[PlanNode]()
+    for node in plan.nodes:
+        if isinstance(node, CallNode):
+            made = [
+                Decision(name=f"runs_{reader}", function=f"{__name__}:is_much")
+                for reader, source in readers.items()
+                if source == node.name
+            ]
+            if node.name == stops:
+                made.append(Decision(name="stop", function=f"{__name__}:added_up", first=first))
+            when = f"runs_{node.name}" if node.name in readers else ""
+            node = node.model_copy(
+                update={"call": node.call.model_copy(update={"decides": tuple(made), "when": when})}
+            )
+        nodes.append(node)
+    nodes.sort(key=lambda node: isinstance(node, SaveNode))  # they read whether the iteration is the last
+    return plan.model_copy(update={"nodes": tuple(nodes)})
+
+
+def deciding_plan() -> ExecutionPlan:
+    """`small_plan`, which decides whether values are computed in the next iteration, by these whether the actor is
+    trained, and when it ends: in the first iteration neither happens, in the second both do, and it is the last."""
+    readers = {"values": "critic_train", "actor_train": "values"}
+    return deciding(small_plan(), readers, stops="critic_train", first=-1.0)
 
 
 def ahead_plan(lead: int) -> ExecutionPlan:
@@ -145,3 +189,11 @@ def random_plan(rng: random.Random, n_devices: int, n_nodes: int) -> ExecutionPl
         nodes.append(chain.pop(0))
         middle = [chain for chain in middle if chain]
     return plan_of(n_devices, trained, nodes)
+
+
+def random_deciding_plan(rng: random.Random, n_devices: int, n_nodes: int) -> ExecutionPlan:
+    """A random plan whose calls run by random ones, themselves among them."""
+    plan = random_plan(rng, n_devices, n_nodes)
+    calls = [node.name for node in plan.nodes if isinstance(node, CallNode)]
+    readers = {rng.choice(calls): rng.choice(calls) for _ in range(3)}
+    return deciding(plan, readers, rng.choice(calls), first=-rng.uniform(0, 3))

@@ -1,17 +1,21 @@
 """Rehearsals in which every instruction can be watched, messages are late, and ranks have a state.
 
 A rank carries role -> version and a chain of hashes, which is trained, saved, committed and loaded: two runs can be
-compared bit by bit. What runs in which order, and what a commit holds, is checked in every run.
+compared bit by bit. Calls measure numbers, by which plans may decide. What runs in which order, and what a commit
+holds, is checked in every run.
 """
 
 import functools
 import hashlib
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from prefect_rlhf.rlhf_tasks.checkpoint.journals import lineage_lines
 from prefect_rlhf.rlhf_tasks.controller.attempt import Attempt, Surroundings
+from prefect_rlhf.rlhf_tasks.protocol.decisions import DECIDED
 from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Committed,
     Done,
@@ -78,15 +82,20 @@ class Rank(Process):
         self.copies: dict[tuple[str, Any], int] = {}
         self.drawn: dict[int, str] = {}  # iteration -> what was generated for it
         self.first = 0
+        self.asked: NodeRequest | None = None  # what it was asked for last
 
     def carry_out(self, instructions: list[Any]) -> None:
         for instruction in instructions:
+            if isinstance(instruction, Done):
+                result = replace(instruction.result, metrics=self.metrics())
+                instruction = instruction.model_copy(update={"result": result})
             self.world.around(self, instruction, self.carry_one_out)
 
     def carry_one_out(self, instructions: list[Any]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Run):
-                self.world.record(self.rank, instruction.request)
+                self.asked = instruction.request
+                self.world.record(self.rank, self.asked)
         super().carry_out(instructions)
 
     def receive(self, message: Any, link: SimulatedLink) -> None:
@@ -142,14 +151,32 @@ class Rank(Process):
             version, chain = self.params[node.call.role]
             if lead := self.world.plan.lead:
                 assert self.drawn[now] == f"{now} by {max(0, now - lead)}"
-            self.params[node.call.role] = (version + 1, digest(chain, node.name, request.first_sample))
+            if runs(node, request):
+                chain = digest(chain, node.name, request.first_sample, request.decided)
+            self.params[node.call.role] = (version + 1, chain)
         return digest(node.name, request.first_sample, sorted(self.params.items()))
+
+    def metrics(self) -> dict[str, float]:
+        """Of what it was asked for last, where that is a call that runs: a number in 0 .. 1, equal on all ranks,
+        and another one after another decision."""
+        request = self.asked
+        assert request is not None
+        node = self.world.plan.node(request.key.node)
+        if not isinstance(node, CallNode) or not runs(node, request):
+            return {}
+        asked = digest(node.name, request.first_sample, request.versions, request.decided)
+        return {"measured": int(asked, 16) / 2**48}
 
     def details(self, key: NodeKey, node: SaveNode | SaveSamplesNode) -> dict[str, Any]:
         if isinstance(node, SaveNode):
             return {"state": self.params[node.role]}
         step = key.iteration + 1
         return {"drawn": {t: self.drawn[t] for t in range(step, step + node.lead)}}
+
+
+def runs(node: CallNode, request: NodeRequest) -> bool:
+    """Whether a call runs, by what is decided."""
+    return not node.call.when or request.decided[node.call.when] > 0
 
 
 class Controller(Attempt):
@@ -191,6 +218,10 @@ class Commits(CommitsOnDisk):
         self.plan = plan
         self.orders: dict[int, WriteCommit] = {}
         self.metrics: dict[int, dict[str, dict[int, str]]] = {}
+        self.lineage: list[dict[str, Any]] = []
+
+    def decided(self) -> list[dict[str, Any]]:
+        return [line for line in self.lineage if DECIDED in line]
 
     def add(self, order: WriteCommit, results: Results) -> None:
         """Commits are in order, never repeated, whole, and of one version."""
@@ -214,6 +245,7 @@ class Commits(CommitsOnDisk):
         for iteration, nodes in results.items():
             digests = {node: {r: one.digest for r, one in ranks.items()} for node, ranks in nodes.items()}
             self.metrics[iteration] = digests
+            self.lineage += map(json.loads, lineage_lines(iteration, nodes))
 
 
 class World(Rehearsal):
@@ -411,9 +443,10 @@ class World(Rehearsal):
 
     @property
     def final(self) -> tuple[Any, ...]:
-        """Everything that two runs must agree on: the last commit's parts, cursor, versions; all metrics."""
+        """Everything that two runs must agree on: the last commit's parts, cursor, versions; decisions; metrics."""
         last = self.commits.orders[max(self.commits.orders)]
-        return last.step, last.cursor, last.versions, last.parts, self.commits.metrics
+        decided = [(line["iteration"], line["node"], line[DECIDED]) for line in self.commits.decided()]
+        return last.step, last.cursor, last.versions, last.parts, decided, self.commits.metrics
 
 
 def rank_of(news: Any) -> int:

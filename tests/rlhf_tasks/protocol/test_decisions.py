@@ -173,6 +173,14 @@ def test_who_leads_to_the_deciding_call_reads_the_iteration_before_and_who_follo
     assert decisions.values(0, LAST) == {"more": 4.0}
 
 
+def test_a_call_that_decides_whether_it_runs_itself_reads_the_iteration_before():
+    plan = plan_of(**{LAST: {"decides": (of("above", first=1.0),), "when": "more"}})
+    decisions = Decisions(plan)
+    assert decisions.values(0, LAST) == {"more": 1.0}
+    decisions.make(0, LAST, result(0, LAST, reward=4.0))
+    assert decisions.values(1, LAST) == {"more": 5.0}
+
+
 def test_what_is_decided_and_of_what_is_in_the_result():
     decisions = Decisions(plan_of(**{LAST: {"decides": (of("above", constants={"bound": 1.0}),)}}))
     told = decisions.make(0, LAST, result(0, LAST, reward=4.0, kl=math.inf))

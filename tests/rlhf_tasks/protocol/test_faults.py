@@ -1,8 +1,10 @@
-"""A death at every transition: whatever ends when, the run ends with the same bits, and says who it was."""
+"""A death at every transition: whatever ends when, the run ends with the same bits, and says who it was. Runs that
+decide what comes next decide the same."""
 
 import functools
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -25,11 +27,13 @@ from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Told,
     WriteCommit,
 )
-from prefect_rlhf.rlhf_tasks.spec import NodeFailure
-from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, NodeFailure
+from tests.rlhf_tasks.protocol.plans import deciding_plan, random_deciding_plan, random_plan, small_plan
 from tests.rlhf_tasks.protocol.simulation import Controller, Rank, World
 
 ITERATIONS = 3
+Plans = Callable[[], ExecutionPlan]
+KINDS = pytest.mark.parametrize("plan", [small_plan, pytest.param(deciding_plan, marks=pytest.mark.whole)])
 
 
 class Trace:
@@ -65,29 +69,32 @@ def hang_itself(world: World, process: Rank | Controller) -> None:
 
 
 @functools.cache
-def undisturbed(seed: int = 0):
+def undisturbed(plan: Plans = small_plan):
     """(final state, trace) of a quiet run."""
     trace = Trace()
-    world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=trace)
+    world = World(plan(), iterations=ITERATIONS, watch=trace)
     assert isinstance(world.run_to_end(), Finished)
     return world.final, trace
 
 
-def run_with(at: dict[int, object], seed: int = 0) -> World:
-    world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=Trace(at))
+def run_with(at: dict[int, object], plan: Plans = small_plan) -> World:
+    """A run that is disturbed, and ends as the quiet one."""
+    world = World(plan(), iterations=ITERATIONS, watch=Trace(at))
     outcome = world.run_to_end()
-    assert outcome == Finished(step=ITERATIONS), outcome
+    assert isinstance(outcome, Finished), outcome
+    assert world.final == undisturbed(plan)[0], at
     world.check_orders()
     return world
 
 
-def numbers(kind: type[Rank | Controller]) -> list[int]:
-    return [n for n, (process, _, _) in enumerate(undisturbed()[1].seen) if isinstance(process, kind)]
+def numbers(kind: type[Rank | Controller], plan: Plans = small_plan) -> list[int]:
+    return [n for n, (process, _, _) in enumerate(undisturbed(plan)[1].seen) if isinstance(process, kind)]
 
 
-def test_the_trace_covers_every_instruction_of_a_quiet_run():
+@pytest.mark.parametrize("plan", [small_plan, deciding_plan])
+def test_the_trace_covers_every_instruction_of_a_quiet_run(plan):
     """The enumeration below is only worth what it enumerates."""
-    kinds = {type(instruction) for _, _, instruction in undisturbed()[1].seen}
+    kinds = {type(instruction) for _, _, instruction in undisturbed(plan)[1].seen}
     assert kinds == {
         *(Clear, Load, Run, Told, Done),
         *(ResetRank, RestoreRank, Ready, Send, NodeEnded, IterationDone),
@@ -95,46 +102,52 @@ def test_the_trace_covers_every_instruction_of_a_quiet_run():
     }
 
 
-def test_a_rank_killed_before_and_after_each_of_its_instructions():
-    expected, _ = undisturbed()
-    for number in numbers(Rank):
-        world = run_with({number: kill_itself})
-        assert world.final == expected, number
+def test_a_run_that_decides_skips_calls_and_ends_early():
+    """What is killed below has something to decide otherwise."""
+    (step, *_, decided, _), _ = undisturbed(deciding_plan)
+    assert step == 2
+    values = [made["decided"] for _, _, made in decided]
+    assert [v["runs_actor_train"]["value"] > 0 for v in values if "runs_actor_train" in v] == [False, True]
+    assert [v["stop"]["value"] > 0 for v in values if "stop" in v] == [False, True]
 
 
+@KINDS
+def test_a_rank_killed_before_and_after_each_of_its_instructions(plan):
+    for number in numbers(Rank, plan):
+        run_with({number: kill_itself}, plan)
+
+
+@KINDS
 @pytest.mark.parametrize("rank", range(3))
-def test_each_rank_killed_before_and_after_each_instruction_of_the_controller(rank):
-    expected, trace = undisturbed()
-    for number in numbers(Controller):
-        if isinstance(trace.seen[number][2], Finished):
-            continue
-        assert run_with({number: kill_rank(rank)}).final == expected, number
+def test_each_rank_killed_before_and_after_each_instruction_of_the_controller(rank, plan):
+    for number in numbers(Controller, plan):
+        if not isinstance(undisturbed(plan)[1].seen[number][2], Finished):
+            run_with({number: kill_rank(rank)}, plan)
 
 
-def test_a_rank_that_hangs_at_each_of_its_instructions_is_restarted():
-    expected, trace = undisturbed()
-    for number in numbers(Rank):
-        _, moment, instruction = trace.seen[number]
+@KINDS
+def test_a_rank_that_hangs_at_each_of_its_instructions_is_restarted(plan):
+    for number in numbers(Rank, plan):
+        _, moment, instruction = undisturbed(plan)[1].seen[number]
         if (moment, type(instruction)) in {("before", Run), ("before", Clear), ("before", Load)}:
-            world = run_with({number: hang_itself})
-            assert world.final == expected
+            world = run_with({number: hang_itself}, plan)
             assert world.now < 200, "a hang is noticed by a deadline"
 
 
-def test_the_controller_killed_before_and_after_each_of_its_instructions():
-    expected, trace = undisturbed()
-    for number in numbers(Controller):
-        if isinstance(trace.seen[number][2], Finished):
-            continue
-        world = run_with({number: kill_itself})
-        assert world.final == expected, number
-        assert world.attempt.spec.attempt == 1
+@pytest.mark.parametrize("plan", [small_plan, deciding_plan])
+def test_the_controller_killed_before_and_after_each_of_its_instructions(plan):
+    """Another attempt has what was decided from the journal."""
+    for number in numbers(Controller, plan):
+        if not isinstance(undisturbed(plan)[1].seen[number][2], Finished):
+            world = run_with({number: kill_itself}, plan)
+            assert world.attempt.spec.attempt == 1
 
 
+@KINDS
 @pytest.mark.whole
-def test_a_second_death_at_every_transition_of_the_rebuild():
+def test_a_second_death_at_every_transition_of_the_rebuild(plan):
     """Rank 1 dies in the middle of iteration 1; then anyone at any point until iterations run again."""
-    expected, trace = undisturbed()
+    _, trace = undisturbed(plan)
     first = next(
         n
         for n, (process, moment, i) in enumerate(trace.seen)
@@ -142,28 +155,29 @@ def test_a_second_death_at_every_transition_of_the_rebuild():
         and isinstance(i, Run) and i.request.key.iteration == 1
     )  # fmt: skip
     again = Trace({first: kill_itself})
-    world = World(small_plan(), iterations=ITERATIONS, watch=again)
-    world.run_to_end()
+    World(plan(), iterations=ITERATIONS, watch=again).run_to_end()
     ready = [n for n, (_, _, i) in enumerate(again.seen) if isinstance(i, Ready) and n > first]
     for number in range(first + 1, ready[0] + 2):
         for act in (kill_itself, kill_rank(0), kill_rank(1), hang_itself):
-            assert run_with({first: kill_itself, number: act}).final == expected, (number, act)
+            run_with({first: kill_itself, number: act}, plan)
 
 
 @settings(max_examples=40, derandomize=True)
 @given(seed=st.integers(0, 10**6), n_nodes=st.integers(4, 70), n_devices=st.integers(1, 7), data=st.data())
+@pytest.mark.parametrize("make", [random_plan, random_deciding_plan])
 @pytest.mark.whole
-def test_random_plans_random_deaths_and_late_messages(seed, n_nodes, n_devices, data):
+def test_random_plans_random_deaths_and_late_messages(make, seed, n_nodes, n_devices, data):
     rng = random.Random(seed)
-    plan = random_plan(rng, n_devices, n_nodes)
+    plan = make(rng, n_devices, n_nodes)
     trace = Trace()
     quiet = World(plan, iterations=ITERATIONS, watch=trace)
-    quiet.run_to_end()
+    expected = quiet.run_to_end()
     acts = st.sampled_from([kill_itself, hang_itself, *map(kill_rank, range(n_devices))])
     at = data.draw(st.dictionaries(st.integers(0, 2 * len(trace.seen)), acts, max_size=3))
     delay_s = rng.uniform(0, 0.7)
     world = World(plan, iterations=ITERATIONS, seed=seed, delay_s=delay_s, watch=Trace(at))
-    assert world.run_to_end() == Finished(step=ITERATIONS)
+    assert isinstance(expected, Finished)
+    assert world.run_to_end() == expected
     assert world.final == quiet.final
     world.check_orders()
 
