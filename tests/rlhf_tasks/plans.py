@@ -1,6 +1,9 @@
-"""Hand-made execution plans for tests of the runtime."""
+"""Hand-made execution plans for tests of the runtime, and what their ranks are told."""
+
+from typing import Any
 
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
 from prefect_rlhf.rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
@@ -24,6 +27,37 @@ def plan_of(nodes, trained, n_devices):
     roles = {role: RolePlacements(trained=True, placements=(p,)) for role, p in trained.items()}
     return ExecutionPlan(
         algorithm="fake", n_devices=n_devices, devices_per_host=n_devices, n_seqs=8, roles=roles, nodes=nodes
+    )
+
+
+def generation_spec(
+    plan: ExecutionPlan,
+    rank: int,
+    config: dict[str, Any],
+    folder: object,
+    port: int,
+    prefix: str,
+    **changes: Any,
+) -> GenerationSpec:
+    """The first generation of a new run, whose ranks meet at a store of this machine."""
+    usual: dict[str, Any] = {
+        "run": "test",
+        "attempt": 0,
+        "generation": 0,
+        "restore_step": None,
+        "iterations": 3,
+    }
+    return GenerationSpec(
+        **{**usual, **changes},
+        rank=rank,
+        n_ranks=plan.n_devices,
+        plan=plan,
+        config=config,
+        run_folder=str(folder),
+        store_host="127.0.0.1",
+        store_port=port,
+        store_prefix=prefix,
+        timeout_s=240.0,
     )
 
 

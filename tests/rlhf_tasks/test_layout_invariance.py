@@ -17,13 +17,13 @@ from torch import Tensor
 
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.rlhf_tasks.protocol.decisions import Decisions
-from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
 from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
 from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeResult, PlanNode
 from prefect_rlhf.rlhf_tasks.system.durable import replace_file
 from tests import rendezvous
 from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.plans import generation_spec
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import learning_config, ppo_config, write_model
 
@@ -95,24 +95,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
     dist.destroy_process_group()
     plan = ExecutionPlan.model_validate_json(plan_json)
     executor = NodeExecutor(rank, lambda part: None)
-    executor.load(
-        GenerationSpec(
-            run="test",
-            attempt=0,
-            generation=0,
-            rank=rank,
-            n_ranks=world,
-            plan=plan,
-            config=config,
-            run_folder=folder,
-            restore_step=None,
-            iterations=3,
-            store_host="127.0.0.1",
-            store_port=rendezvous.port,
-            store_prefix=rendezvous.prefix,
-            timeout_s=240.0,
-        )
-    )
+    executor.load(generation_spec(plan, rank, config, folder, rendezvous.port, rendezvous.prefix))
     for role, engine in executor._run._engines.changing():
         has_shares = engine.layout.placement.strategy.weight_shares > 1
         assert (engine.stage.shares is not None) == has_shares, role

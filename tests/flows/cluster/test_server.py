@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from contextlib import closing, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -34,6 +33,7 @@ from prefect_rlhf.flows.cluster.server import (
 from prefect_rlhf.flows.cluster.server_process import begin_database, empty_database, put_aside
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.system.child_processes import python_call
+from tests.loopback import served
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -326,16 +326,14 @@ def test_a_login_that_is_refused_is_said_before_the_start(status, monkeypatch):
         def log_message(self, *_):
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Answers) as served:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        api_url = f"http://127.0.0.1:{served.server_port}/api"
+    with served(HTTPServer(("127.0.0.1", 0), Answers)) as server:
+        api_url = f"http://127.0.0.1:{server.server_port}/api"
         refusal = pytest.raises(ConfigError, match=f"{api_url}: the login was refused .*{status}")
         with (
             temporary_settings({PREFECT_API_URL: api_url, PREFECT_API_AUTH_STRING: "me:mine"}),
             refusal if status in (401, 403) else nullcontext(),
         ):
             refuse_dead_server()
-        served.shutdown()
     assert set(asked) == {"Basic bWU6bWluZQ=="}
 
 

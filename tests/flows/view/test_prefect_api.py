@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from uuid import uuid4
@@ -18,6 +17,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from prefect_rlhf.flows.view import prefect_api
 from prefect_rlhf.flows.view.prefect_api import Away, CommitEvents, PrefectApi, Refused, prompt_client
 from tests.flows.events import wait_events
+from tests.loopback import served
 
 
 async def fails():
@@ -110,10 +110,8 @@ def test_a_busy_answer_is_handed_on_before_prefects_client_sleeps(monkeypatch):
                     await client.request("GET", "/flows/count")
 
     monkeypatch.setattr("prefect.client.base.anyio.sleep", sleep)
-    with HTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with served(HTTPServer(("127.0.0.1", 0), Server)) as server:
         asyncio.run(scene(f"http://127.0.0.1:{server.server_port}/api"))
-        server.shutdown()
     assert slept == []
 
 

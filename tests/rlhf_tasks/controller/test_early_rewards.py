@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from distributed import Client
@@ -12,6 +10,7 @@ from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.rlhf_tasks.protocol.messages import Faulted
 from prefect_rlhf.rlhf_tasks.system import failpoints
 from tests.committed import assert_same_run, metrics_of
+from tests.loopback import Service, served
 from tests.rlhf_tasks.attempts import attend, committed, of_type, run_undisturbed, spec_of_job
 from tests.tiny_runs import critic_free_config
 
@@ -23,38 +22,19 @@ EARLY = "throughput/rewards_early"
 EACH = dict.fromkeys(("actor_generate", "reward_inference", "ref_inference", "actor_train"), "0-1 d2")
 
 
-class Service(ThreadingHTTPServer):
-    """Rewards an answer by its length. asked: (prompt, completion) of each request"""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked = []
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        (text,) = body["completions"]
-        self.server.asked.append((body["prompts"][0], text))
-        data = json.dumps({"rewards": [len(text) / 8]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
 @pytest.fixture(scope="module")
 def service():
-    with Service() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+    """It rewards an answer by its length."""
+    with served(
+        Service(lambda body: {"rewards": [len(text) / 8 for text in body["completions"]]})
+    ) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
 def job_of(service, tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    url = f"http://127.0.0.1:{service.server_port}/score"
+    url = f"{service.url}/score"
 
     def make(**plan):
         return prepare(

@@ -39,8 +39,8 @@ from prefect_rlhf.rlhf_tasks.profiling.measurements import (
     pieces_of,
     profile_plan,
 )
-from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
 from tests import rendezvous
+from tests.rlhf_tasks.plans import generation_spec
 from tests.tiny_models import tiny_config
 
 GRID = Grid(tokens=(8, 32), lengths=(8,), rows=(1, 4), contexts=(4,))
@@ -54,22 +54,7 @@ def measure(rank: int, world: int, document: dict) -> list[dict]:
     executor = ProfileExecutor(rank, clock=lambda: float(next(ticks)))
     plan = profile_plan(spec.pieces, world, spec.devices_per_host)
     executor.load(
-        GenerationSpec(
-            run="profile",
-            attempt=1,
-            generation=0,
-            rank=rank,
-            n_ranks=world,
-            plan=plan,
-            config=document,
-            run_folder="",
-            restore_step=None,
-            iterations=1,
-            store_host="127.0.0.1",
-            store_port=rendezvous.port,
-            store_prefix=rendezvous.prefix,
-            timeout_s=240.0,
-        )
+        generation_spec(plan, rank, document, "", rendezvous.port, rendezvous.prefix, attempt=1, iterations=1)
     )
     # On GPUs a deeper model draws, of layers that do not train.
     with patch.object(profiling, "ROUNDS", 1), patch.dict(profiling.DRAWING, cpu=DEEP + 1):

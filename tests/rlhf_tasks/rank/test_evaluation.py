@@ -9,11 +9,12 @@ import torch.distributed as dist
 from prefect_rlhf.flows.run.prepare import Prepared, prepare
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import RunSnapshots
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import BEFORE
-from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, SavedPart, WriteCommit
+from prefect_rlhf.rlhf_tasks.protocol.messages import SavedPart, WriteCommit
 from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
 from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor
 from prefect_rlhf.rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.checkpoint.test_commits import Spec
+from tests.rlhf_tasks.plans import generation_spec
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config, write_prompts
 
@@ -29,21 +30,16 @@ def run(prepared: Prepared, folder: Path, iterations: range) -> tuple[Results, l
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     executor = NodeExecutor(0, parts.append)
     executor.load(
-        GenerationSpec(
-            run="test",
+        generation_spec(
+            plan,
+            0,
+            json.loads(prepared.config.model_dump_json()),
+            folder,
+            store.port,
+            "test",
             attempt=1,
-            generation=0,
-            rank=0,
-            n_ranks=1,
-            plan=plan,
-            config=json.loads(prepared.config.model_dump_json()),
-            run_folder=str(folder),
             restore_step=iterations.start or None,
             iterations=prepared.iterations,
-            store_host="127.0.0.1",
-            store_port=store.port,
-            store_prefix="test",
-            timeout_s=240.0,
         )
     )
     first = iterations.start

@@ -15,14 +15,13 @@ from prefect_rlhf.rlhf_tasks.protocol.messages import (
     Deliver,
     Done,
     Failed,
-    GenerationSpec,
     Moved,
     Reset,
     Restore,
     Told,
 )
 from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
-from tests.rlhf_tasks.plans import call, on, plan_of
+from tests.rlhf_tasks.plans import call, generation_spec, on, plan_of
 from tests.rlhf_tasks.settings import DEADLINES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -76,21 +75,17 @@ async def load(comms, plan, folder, store, config, generation=0):
         news = await read(comm)
         assert (news.kind, news.rank) == ("reset", rank)
     for rank, comm in enumerate(comms):
-        spec = GenerationSpec(
+        spec = generation_spec(
+            plan,
+            rank,
+            config,
+            folder,
+            store.port,
+            prefix,
             run="fake",
             attempt=1,
             generation=generation,
-            rank=rank,
-            n_ranks=N_RANKS,
-            plan=plan,
-            config=config,
-            run_folder=str(folder),
-            restore_step=None,
             iterations=1,
-            store_host=store.host,
-            store_port=store.port,
-            store_prefix=prefix,
-            timeout_s=240.0,
         )
         await send(comm, Restore(spec=spec))
     for comm in comms:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.rlhf_tasks.checkpoint.journals import BEFORE
 from prefect_rlhf.rlhf_tasks.data.token_file import ROWS
-from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec
 from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
 from prefect_rlhf.rlhf_tasks.rank import role_engines
 from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor
@@ -24,6 +23,7 @@ from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, NodeResult, OffloadNode,
 from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 from tests import rendezvous
 from tests.rlhf_tasks.lazy_copies import LazyCopier
+from tests.rlhf_tasks.plans import generation_spec
 from tests.rlhf_tasks.rank.test_evaluation import commit, run
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config, write_prompts
@@ -48,27 +48,6 @@ SPLIT = {
 """The actor generates with a copy, and the critic infers the values where it trains."""
 
 
-def generation(
-    plan: ExecutionPlan, rank: int, n_ranks: int, config: dict, folder: str, port: int, prefix: str
-):
-    return GenerationSpec(
-        run="test",
-        attempt=0,
-        generation=0,
-        rank=rank,
-        n_ranks=n_ranks,
-        plan=plan,
-        config=config,
-        run_folder=folder,
-        restore_step=None,
-        iterations=3,
-        store_host="127.0.0.1",
-        store_port=port,
-        store_prefix=prefix,
-        timeout_s=240.0,
-    )
-
-
 def run_iterations(
     rank: int, world: int, plan_json: str, config: dict, folder: str
 ) -> tuple[list[dict], int]:
@@ -79,7 +58,7 @@ def run_iterations(
     try:
         plan = ExecutionPlan.model_validate_json(plan_json)
         executor = NodeExecutor(rank, lambda part: None)
-        executor.load(generation(plan, rank, world, config, folder, rendezvous.port, rendezvous.prefix))
+        executor.load(generation_spec(plan, rank, config, folder, rendezvous.port, rendezvous.prefix))
         seen = []
         for iteration in range(3):
             metrics: dict[str, float] = {}
@@ -153,7 +132,7 @@ def test_parameters_are_on_the_device_only_from_the_onload_to_the_offload(tmp_pa
     config, plan = planned(tmp_path, dict.fromkeys(PLAN, "0"), 1, TRAINED)
     store, executor = new_store(), NodeExecutor(0, lambda part: None)
     executor.load(
-        generation(plan, 0, 1, json.loads(config.model_dump_json()), str(tmp_path), store.port, "held")
+        generation_spec(plan, 0, json.loads(config.model_dump_json()), str(tmp_path), store.port, "held")
     )
     engines = executor._run._engines
     (critic,) = (engine for role, engine in engines.changing() if role == "critic")
@@ -232,7 +211,7 @@ def test_where_a_stored_plan_has_no_onload_parameters_stay(tmp_path):
     for number, given in enumerate((plan, plan.model_copy(update={"nodes": tuple(kept)}))):
         store, executor = new_store(), NodeExecutor(0, lambda part: None)
         document = json.loads(config.model_dump_json())
-        executor.load(generation(given, 0, 1, document, str(tmp_path), store.port, f"plan {number}"))
+        executor.load(generation_spec(given, 0, document, str(tmp_path), store.port, f"plan {number}"))
         for request in Sequencer(given, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]:
             result = executor.execute(request, given.node(request.key.node))
             if request.key.node == "critic_train":
@@ -248,7 +227,7 @@ def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_pa
     executor, losses = NodeExecutor(0, lambda part: None), []
     for n in range(3):
         document = json.loads(config.model_dump_json())
-        executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, f"generation {n}"))
+        executor.load(generation_spec(plan, 0, document, str(tmp_path), store.port, f"generation {n}"))
         for request in Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]:
             node = plan.node(request.key.node)
             metrics = executor.execute(request, node).metrics
@@ -272,7 +251,7 @@ def test_a_model_is_refused_while_it_is_offloaded(tmp_path, offloaded, readers):
     store = new_store()
     executor = NodeExecutor(0, lambda part: None)
     document = json.loads(config.model_dump_json())
-    executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "refused"))
+    executor.load(generation_spec(plan, 0, document, str(tmp_path), store.port, "refused"))
     requests = Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]
     names = [request.key.node for request in requests if not request.key.node.startswith("onload")]
     scored = next(i for i, name in enumerate(names) if name in readers)

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from prefect_rlhf.flows.run.prepare import prepare
-from prefect_rlhf.rlhf_tasks.protocol.messages import Done, GenerationSpec, SavedPart
+from prefect_rlhf.rlhf_tasks.protocol.messages import Done, SavedPart
 from prefect_rlhf.rlhf_tasks.protocol.sequencer import Sequencer
 from prefect_rlhf.rlhf_tasks.rank.plan_nodes import NodeExecutor, Outcome
 from prefect_rlhf.rlhf_tasks.spec import NodeKey, NodeRequest
 from prefect_rlhf.rlhf_tasks.system.rank_process import OutOfMemory
 from prefect_rlhf.rlhf_tasks.user_code.rewards import read_samples
+from tests.rlhf_tasks.plans import generation_spec
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
@@ -34,21 +35,15 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     executor = NodeExecutor(0, parts.append)
     executor.load(
-        GenerationSpec(
-            run="test",
+        generation_spec(
+            plan,
+            0,
+            json.loads(config.model_dump_json()),
+            run_folder,
+            store.port,
+            "test",
             attempt=1,
-            generation=0,
-            rank=0,
-            n_ranks=1,
-            plan=plan,
-            config=json.loads(config.model_dump_json()),
-            run_folder=str(run_folder),
-            restore_step=None,
             iterations=1,
-            store_host="127.0.0.1",
-            store_port=store.port,
-            store_prefix="test",
-            timeout_s=240.0,
         )
     )
     requests = Sequencer(plan, "test", 1, DEADLINES).requests(0)[0]

@@ -2,12 +2,13 @@
 
 import pytest
 
-from prefect_rlhf.rlhf_tasks.protocol.messages import GenerationSpec, Reset, Restore
+from prefect_rlhf.rlhf_tasks.protocol.messages import Reset, Restore
 from prefect_rlhf.rlhf_tasks.protocol.progress import Pace
 from prefect_rlhf.rlhf_tasks.rehearsal.assumptions import HostFault, Machines, Noise, RankFault, SlowFault
 from prefect_rlhf.rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from prefect_rlhf.rlhf_tasks.rehearsal.story import WaitLog
 from prefect_rlhf.rlhf_tasks.rehearsal.time_and_disk import VirtualTime
+from tests.rlhf_tasks.plans import generation_spec
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import SECONDS, costs_of
 
@@ -63,22 +64,7 @@ class Clustered:
         self.links[rank].send(Reset(run="r", attempt=1, generation=0, rank=rank))
 
     def restore(self, rank):
-        spec = GenerationSpec(
-            run="r",
-            attempt=1,
-            generation=0,
-            rank=rank,
-            n_ranks=PLAN.n_devices,
-            plan=PLAN,
-            config={},
-            run_folder="",
-            restore_step=1,
-            iterations=2,
-            store_host="",
-            store_port=0,
-            store_prefix="",
-            timeout_s=1.0,
-        )
+        spec = generation_spec(PLAN, rank, {}, "", 0, "", run="r", attempt=1, restore_step=1, iterations=2)
         self.links[rank].send(Restore(spec=spec))
 
 

@@ -1,11 +1,8 @@
 """Async rewards that judge an answer alone are asked for it before the batch is there; what they give is the same."""
 
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 from tests.judged import answers
+from tests.loopback import Service, served
 
 pytestmark = pytest.mark.cluster
 
@@ -155,34 +153,16 @@ def test_an_async_reward_that_judges_answers_alone_is_asked_before_the_batch(
     assert len(said()) == N, "each answer once"
 
 
-class Service(ThreadingHTTPServer):
-    """Judges by the column `ground_truth`; `asked` are the completions of each request."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[list[str]] = []
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Any  # Service
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body["completions"])
-        pairs = zip(body["completions"], body["columns"]["ground_truth"], strict=True)
-        data = json.dumps({"rewards": [len(text) + int(truth) for text, truth in pairs]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
 @pytest.fixture
 def service() -> Iterator[Service]:
-    with Service() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+    """It judges by the column `ground_truth`."""
+
+    def says(body: dict[str, Any]) -> Any:
+        pairs = zip(body["completions"], body["columns"]["ground_truth"], strict=True)
+        return {"rewards": [len(text) + int(truth) for text, truth in pairs]}
+
+    with served(Service(says)) as service:
+        yield service
 
 
 @pytest.mark.parametrize("per_request", [1, 2])
@@ -190,14 +170,15 @@ def test_a_service_that_gets_an_answer_a_request_is_asked_before_the_batch(
     start: Any, service: Service, per_request: int
 ):
     """Several answers of a request are those of the batch: they do not depend on who ended first."""
-    url = f"http://127.0.0.1:{service.server_port}/score"
+    url = f"{service.url}/score"
     process = start(url=url, of_reward={"answers_per_request": per_request, "allow_private": True})
     ask_early(process, 2)
     if per_request == 1:
-        until(lambda: service.asked == [["c"]])
+        service.wait_for(1)
+        assert [request["completions"] for request in service.asked] == [["c"]]
     found = judged(process)
     assert found.values == {"score": VALUES}
-    assert sorted(service.asked) == (
+    assert sorted(request["completions"] for request in service.asked) == (
         [["a"], ["b"], ["b"], ["c"]] if per_request == 1 else [["a", "b"], ["c", "b"]]
     )
 

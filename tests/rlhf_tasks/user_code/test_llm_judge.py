@@ -1,11 +1,8 @@
 """A language model as a judge, behind a real HTTP server that answers as a chat API does."""
 
-import json
 import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -15,53 +12,32 @@ from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.rewards import Judged, RewardProcess
 from tests.judged import SUMS, VERL
+from tests.loopback import Service, served
 
 Says = Callable[[str, int], str]  # (what is asked, number of the request) -> the reply
 
 
-class Chat(ThreadingHTTPServer):
-    """A chat API whose replies `says` makes; `asked` are the requests."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[dict[str, Any]] = []
-        self.says: Says = lambda question, number: ""
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Chat
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.asked.append({"path": self.path, "login": self.headers.get("Authorization"), **body})
-            number = len(self.server.asked)
-        content = self.server.says(body["messages"][0]["content"], number)
-        usage = {"prompt_tokens": 10, "completion_tokens": 2}
-        data = json.dumps({"choices": [{"message": {"content": content}}], "usage": usage}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Chat]:
-    with Chat() as chat:
-        threading.Thread(target=chat.serve_forever, daemon=True).start()
-        yield chat
-        chat.shutdown()
+def server() -> Iterator[Service]:
+    with served(Service(len)) as service:
+        yield service
 
 
 @pytest.fixture
-def chat(server: Chat) -> Chat:
+def chat(server: Service) -> Service:
     server.asked.clear()
     return server
+
+
+def replies(chat: Service, says: Says) -> None:
+    """Let a chat API say something."""
+
+    def answer(body: dict[str, Any]) -> Any:
+        content = says(body["messages"][0]["content"], len(chat.asked))
+        usage = {"prompt_tokens": 10, "completion_tokens": 2}
+        return {"choices": [{"message": {"content": content}}], "usage": usage}
+
+    chat.says = answer
 
 
 def config_of(rewards: Any, **settings: Any) -> Any:
@@ -78,10 +54,10 @@ def config_of(rewards: Any, **settings: Any) -> Any:
     )
 
 
-def judged(chat: Chat, says: Says, answers: Any = SUMS, *, skip: bool = False, **kwargs: Any) -> Judged:
+def judged(chat: Service, says: Says, answers: Any = SUMS, *, skip: bool = False, **kwargs: Any) -> Judged:
     """The verdict of the built-in judge on answers."""
-    chat.says = says
-    every = {"url": chat.url, "model": "grader", "allow_private": True, **kwargs}
+    replies(chat, says)
+    every = {"url": f"{chat.url}/v1", "model": "grader", "allow_private": True, **kwargs}
     reward = {"function": "builtin:judge", "kwargs": every}
     process = RewardProcess(config_of([reward], on_reward_error="skip" if skip else "stop"))
     try:
@@ -90,7 +66,7 @@ def judged(chat: Chat, says: Says, answers: Any = SUMS, *, skip: bool = False, *
         process.close()
 
 
-def test_each_answer_is_graded_alone_and_the_cost_is_logged(chat: Chat, monkeypatch: pytest.MonkeyPatch):
+def test_each_answer_is_graded_alone_and_the_cost_is_logged(chat: Service, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_KEY", "canary")
 
     def says(question: str, number: int) -> str:
@@ -108,14 +84,14 @@ def test_each_answer_is_graded_alone_and_the_cost_is_logged(chat: Chat, monkeypa
     assert verdict.logged == {"judge": cost}
 
 
-def test_a_rubric_weighs_the_criteria_that_are_met(chat: Chat):
+def test_a_rubric_weighs_the_criteria_that_are_met(chat: Service):
     rubric = {"is short": 3.0, "is right": 1.0, "swears": -2.0}
     verdict = judged(chat, lambda q, n: 'Well {"1": true, "2": false, "3": true}', rubric=rubric)
     assert verdict.values == {"judge": [pytest.approx((3 - 2) / 4)] * 3}
     assert "2. is right" in chat.asked[0]["messages"][0]["content"]
 
 
-def test_a_comparison_asks_both_orders_so_that_a_judge_that_prefers_a_place_says_nothing(chat: Chat):
+def test_a_comparison_asks_both_orders_so_that_a_judge_that_prefers_a_place_says_nothing(chat: Service):
     verdict = judged(chat, lambda q, n: "[[A]]", against="ground_truth")
     assert verdict.values == {"judge": [0.5] * 3}
     assert len(chat.asked) == 6
@@ -127,14 +103,14 @@ def test_a_comparison_asks_both_orders_so_that_a_judge_that_prefers_a_place_says
     assert judged(chat, better, against="ground_truth").values == {"judge": [0.5, 0.5, 1.0]}
 
 
-def test_a_schema_is_sent_and_its_score_read(chat: Chat):
+def test_a_schema_is_sent_and_its_score_read(chat: Service):
     schema = {"type": "object", "properties": {"score": {"type": "number"}}}
     verdict = judged(chat, lambda q, n: '{"why": {"a": 1}, "score": 4}', schema=schema, most=5.0)
     assert verdict.values == {"judge": [0.8] * 3}
     assert chat.asked[0]["response_format"]["json_schema"]["schema"] == schema
 
 
-def test_a_reply_without_a_score_is_asked_for_again_and_then_costs_its_sample(chat: Chat):
+def test_a_reply_without_a_score_is_asked_for_again_and_then_costs_its_sample(chat: Service):
     def says(question: str, number: int) -> str:
         return "I would rather not: 11 of 10, Score: 11" if "10 + 5" in question else "Score: 5"
 
@@ -164,7 +140,7 @@ def test_a_reply_without_a_score_is_asked_for_again_and_then_costs_its_sample(ch
         ({"allow_private": False}, "in a private network"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_a_sentence(chat: Chat, wrong: dict[str, Any], sentence: str):
+def test_what_cannot_be_used_is_said_in_a_sentence(chat: Service, wrong: dict[str, Any], sentence: str):
     with pytest.raises(RewardError, match=sentence):
         judged(chat, lambda q, n: "Score: 1", **wrong)
 
@@ -180,7 +156,7 @@ def test_what_cannot_be_used_is_said_in_a_sentence(chat: Chat, wrong: dict[str, 
         "[1]",
     ],
 )
-def test_a_score_that_is_none_is_asked_for_again(chat: Chat, reply: str):
+def test_a_score_that_is_none_is_asked_for_again(chat: Service, reply: str):
     schema = {"type": "object"}
     verdict = judged(
         chat, lambda q, n: reply if n <= 3 else '{"score": 5} {"why": 1}', schema=schema, tries=4
@@ -188,9 +164,9 @@ def test_a_score_that_is_none_is_asked_for_again(chat: Chat, reply: str):
     assert verdict.values == {"judge": [0.5] * 3}
 
 
-def test_the_cost_of_a_batch_is_its_own(chat: Chat):
-    chat.says = lambda question, number: "**Score:** 5"
-    every = {"url": chat.url, "model": "grader", "allow_private": True}
+def test_the_cost_of_a_batch_is_its_own(chat: Service):
+    replies(chat, lambda question, number: "**Score:** 5")
+    every = {"url": f"{chat.url}/v1", "model": "grader", "allow_private": True}
     process = RewardProcess(config_of([{"function": "builtin:judge", "kwargs": every}]))
     try:
         both = [process.submit(SUMS).result(timeout=110).logged["judge"]["judge/requests"] for _ in range(2)]
@@ -199,7 +175,7 @@ def test_the_cost_of_a_batch_is_its_own(chat: Chat):
     assert both == [3, 3]
 
 
-def test_a_column_named_criteria_stands_in_a_template(chat: Chat):
+def test_a_column_named_criteria_stands_in_a_template(chat: Service):
     columns = {**SUMS.columns, "criteria": ["be short"] * 3}
     judged(chat, lambda q, n: "Score: 1", replace(SUMS, columns=columns), template="{criteria}: {completion}")
     assert chat.asked[0]["messages"][0]["content"].startswith("be short: ")

@@ -17,6 +17,7 @@ from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 from prefect_rlhf.rlhf_tasks.user_code.service import MOST_BYTES, Service, is_public
 from tests.judged import SUMS
+from tests.loopback import served
 
 
 class Server(ThreadingHTTPServer):
@@ -127,10 +128,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Server]:
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with served(Server()) as server:
         yield server
-        server.shutdown()
 
 
 @pytest.fixture

@@ -2,11 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 from safetensors.torch import load_file
@@ -37,18 +36,6 @@ class CompletionServer(ThreadingHTTPServer):
 
     def bodies(self, path: str) -> list[Any]:
         return [body for where, body in self.log if where == path]
-
-
-@contextmanager
-def serving(vocabulary: int, mode: str = "") -> Iterator[CompletionServer]:
-    server = CompletionServer(vocabulary, mode)
-    thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

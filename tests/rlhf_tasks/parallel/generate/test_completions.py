@@ -10,7 +10,8 @@ import pytest
 from prefect_rlhf.rlhf_tasks.parallel.generate import completions
 from prefect_rlhf.rlhf_tasks.parallel.generate.beside import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.completions import Answer, Completions
-from tests.rlhf_tasks.parallel.generate.completion_server import KEY, TOKENS, serving
+from tests.loopback import served
+from tests.rlhf_tasks.parallel.generate.completion_server import KEY, TOKENS, CompletionServer
 
 VOCABULARY = 17
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_tokens": 0, "stop_token_ids": [2], "stop": []}
@@ -22,7 +23,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_server_that_can_do_it_passes_and_answers_with_the_tokens_of_a_seed():
-    with serving(VOCABULARY) as server:
+    with served(CompletionServer(VOCABULARY)) as server:
         client = Completions(f"{server.url}/v1/", None, None, 1.0)
         client.examine(VOCABULARY, 64)
         answer, _ = client.complete([3, 4], 10, 9, SAMPLING)
@@ -56,7 +57,7 @@ def test_a_server_that_can_do_it_passes_and_answers_with_the_tokens_of_a_seed():
     ],
 )
 def test_what_a_server_cannot_do_is_one_sentence_each_time(mode: str, said: str):
-    with serving(VOCABULARY, mode) as server:
+    with served(CompletionServer(VOCABULARY, mode)) as server:
         for _ in range(2):
             with pytest.raises(GenerationFault, match=said) as raised:
                 Completions(server.url, None, None, 1.0).examine(VOCABULARY, 64)
@@ -64,19 +65,22 @@ def test_what_a_server_cannot_do_is_one_sentence_each_time(mode: str, said: str)
 
 
 def test_a_model_that_is_not_there_is_named_with_those_that_are():
-    with serving(VOCABULARY) as server, pytest.raises(GenerationFault, match="no model 'mine', but policy"):
+    with (
+        served(CompletionServer(VOCABULARY)) as server,
+        pytest.raises(GenerationFault, match="no model 'mine', but policy"),
+    ):
         Completions(server.url, "mine", None, 1.0).meet()
 
 
 def test_nobody_there_and_a_key():
     with pytest.raises(GenerationFault, match=r"does not answer: Connection refused \(4 tries\)"):
         Completions("http://127.0.0.1:9", None, None, 1.0).meet()
-    with serving(VOCABULARY, "key") as server:
+    with served(CompletionServer(VOCABULARY, "key")) as server:
         Completions(server.url, None, KEY, 1.0).examine(VOCABULARY, 64)
 
 
 def test_a_busy_server_is_asked_again():
-    with serving(VOCABULARY, "busy") as server:
+    with served(CompletionServer(VOCABULARY, "busy")) as server:
         answer, _ = Completions(server.url, None, None, 1.0).complete([1], 0, 9, SAMPLING)
         assert len(answer.tokens) == TOKENS
         assert len(server.bodies("/v1/completions")) == 3
@@ -93,7 +97,7 @@ def test_weights_that_are_not_taken(mode: str, said: str, monkeypatch: pytest.Mo
     from tests.rlhf_tasks.parallel.generate import completion_server
 
     monkeypatch.setattr(completion_server, "load_file", lambda path: {})
-    with serving(VOCABULARY, mode) as server, pytest.raises(GenerationFault, match=said):
+    with served(CompletionServer(VOCABULARY, mode)) as server, pytest.raises(GenerationFault, match=said):
         Completions(server.url, None, None, 1.0).take("/none", "7-abc")
 
 
@@ -103,7 +107,7 @@ def test_weights_that_are_not_taken(mode: str, said: str, monkeypatch: pytest.Mo
 def test_a_server_that_hangs_has_a_deadline_and_a_request_can_be_ended(
     patience: float, aborts: bool, said: str
 ):
-    with serving(VOCABULARY, "hang") as server:
+    with served(CompletionServer(VOCABULARY, "hang")) as server:
         client: Any = Completions(server.url, None, None, 1.0)
         client.meet()
         client._patience = patience
@@ -116,7 +120,7 @@ def test_a_server_that_hangs_has_a_deadline_and_a_request_can_be_ended(
 
 
 def test_a_server_that_answers_byte_by_byte_does_not_prolong_a_deadline():
-    with serving(VOCABULARY, "drips") as server:
+    with served(CompletionServer(VOCABULARY, "drips")) as server:
         began_s = time.monotonic()
         with pytest.raises(GenerationFault, match="/v1/models gave no answer in 1 s"):
             Completions(server.url, None, None, 1 / 30).examine(VOCABULARY, 64)

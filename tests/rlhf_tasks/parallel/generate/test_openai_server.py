@@ -14,7 +14,8 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.drawn import Request
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.openai_server import OpenAI
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
-from tests.rlhf_tasks.parallel.generate.completion_server import serving
+from tests.loopback import served
+from tests.rlhf_tasks.parallel.generate.completion_server import CompletionServer
 from tests.rlhf_tasks.parallel.generate.test_handover import CPU
 from tests.rlhf_tasks.parallel.generate.test_vllm_process import engine_on
 from tests.rlhf_tasks.roles_in_layouts import place
@@ -61,7 +62,7 @@ def draws(rank, world, folder, url) -> list[list[int]]:
 
 @pytest.mark.dist
 def test_one_replica_writes_the_weights_of_a_version_and_all_draw_with_them(ranks, tmp_path: Path):
-    with serving(VOCABULARY) as server:
+    with served(CompletionServer(VOCABULARY)) as server:
         first, second = ranks.run(2, draws, tmp_path, server.url)
         versions = [body["weight_version"] for body in server.bodies("/update_weights_from_disk")]
         assert [version.partition("-")[0] for version in versions] == ["0", "1", "1"], (
@@ -97,7 +98,7 @@ def dies(rank, world, folder, url) -> None:
 def test_the_weights_that_a_killed_process_has_left_are_removed_by_the_next_one_of_the_run(
     ranks, tmp_path: Path
 ):
-    with serving(VOCABULARY) as server:
+    with served(CompletionServer(VOCABULARY)) as server:
         ranks.run(1, dies, tmp_path, server.url)
 
 
@@ -108,7 +109,7 @@ def test_what_waits_in_the_servers_queue_has_time_while_other_responses_end(
     for module in (openai_server, completions):
         monkeypatch.setattr(module, "STALL_S", 1.0)
     engine: Any = SimpleNamespace(layout=SimpleNamespace(shape=SimpleNamespace(vocab=VOCABULARY)))
-    with serving(VOCABULARY, "queue") as server:
+    with served(CompletionServer(VOCABULARY, "queue")) as server:
         generator = OpenAI(terms(tmp_path, server.url))
         generator._name = server.version
         said = dict[int, Any]()
