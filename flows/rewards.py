@@ -26,6 +26,7 @@ from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig, EnvironmentCon
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.rows import prompt_example
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import own_or_base
 from prefect_rlhf.rlhf_tasks.system.reading import FUNCTIONS, module_file, names_bound, parsed
 from prefect_rlhf.rlhf_tasks.user_code import builtin_environments, builtin_rewards
 from prefect_rlhf.rlhf_tasks.user_code.child import secret_named
@@ -33,6 +34,7 @@ from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess, o
 from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, shown
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.forms import BUILTIN, Answers, Parameters, total
+from prefect_rlhf.rlhf_tasks.user_code.llm_judge import judge
 from prefect_rlhf.rlhf_tasks.user_code.rewards import RewardProcess
 from prefect_rlhf.rlhf_tasks.user_code.sandbox import refuse_sandbox
 
@@ -248,6 +250,24 @@ def _try_builtin(reward: RewardConfig, columns: Sequence[str]) -> None:
         raise ConfigError(str(error)) from None
     except TypeError as error:  # an argument that must be given is missing
         raise ConfigError(f"reward {reward.location}: {error}.") from None
+
+
+def judge_of(reward: RewardConfig, folder: str) -> tuple[judge, int]:
+    """The judge that is a role of the run, and the tokens of its longest question without prompt and response. Where
+    its tokenizer is not in `folder`, a token counts 4 characters.
+
+    Raises ConfigError where it refuses its arguments.
+    """
+    try:
+        asks = judge(**reward.kwargs)
+        texts = asks.questions("", "", dict.fromkeys(asks.columns, ""))
+    except RewardError as error:
+        raise ConfigError(str(error)) from None
+    except TypeError as error:  # an argument that it does not have
+        raise ConfigError(f"reward {reward.location}: {error}.") from None
+    if folder and own_or_base(Path(folder), "tokenizer.json").is_file():
+        return asks, max(map(len, Tokenizer.from_folder(folder).turns(texts)))
+    return asks, max(map(len, texts)) // 4
 
 
 def _refuse_lost_code(reward: RewardConfig, folder: Path | None) -> None:

@@ -482,7 +482,7 @@ def _beyond(node: CallNode, model: CostModel) -> Iterator[_Beyond]:
         profile = model.measured[number].get(shape)
         if profile is None or tp not in profile.tp_degrees:
             continue
-        for asked in asked_of(node.call, node.assignment, model.workload):
+        for asked in asked_of(node.call, node.assignment, model.workload.of_role(node.call.role)):
             tokens, context = _ends(profile, asked.operation, tp)
             what = ROWS_OR_TOKENS[asked.operation]
             if tokens >= (MOST_ROWS if asked.operation == "layer/decode" else MOST_TOKENS):

@@ -21,12 +21,12 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 370,
-    "hundreds of lines": 796,
+    "files": 371,
+    "hundreds of lines": 801,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
-    "configuration paths of PPO": 158,
-    "configuration paths of GRPO": 153,
+    "configuration paths of PPO": 159,
+    "configuration paths of GRPO": 154,
     "hundreds of words in docs": 349,
     "files that name a kind of plan node": 16,
 }

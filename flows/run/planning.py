@@ -21,11 +21,13 @@ from prefect_rlhf.flows.cluster.this_machine import (
     ranks_here,
     threads_of_ranks,
 )
+from prefect_rlhf.flows.rewards import judge_of
 from prefect_rlhf.planner.plan.build import PlanError
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import (
     EvaluationWork,
+    JudgeWork,
     Lengths,
     OtherEngine,
     RoleModel,
@@ -71,7 +73,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.generation import OPENAI, VLLM, longest_wait_s
 from prefect_rlhf.rlhf_tasks.config.hub_names import FORM_OF_MODEL
-from prefect_rlhf.rlhf_tasks.config.models import Role
+from prefect_rlhf.rlhf_tasks.config.models import JUDGE, Role
 from prefect_rlhf.rlhf_tasks.config.reference import MovesReference
 from prefect_rlhf.rlhf_tasks.config.responses import EnvironmentConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
@@ -367,6 +369,23 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         evaluation=_evaluation(config),
         sync_every=config.ref_model_sync_steps if isinstance(config, MovesReference) else 1,
         other=_other_engine(config),
+        judge=_judge(config, prompt, max(prompt_tokens), round(mean)),
+    )
+
+
+def _judge(config: RunConfig, prompt: int, longest: int, response: int) -> JudgeWork | None:
+    """What the run's judge reads and draws for a sample; None where it has none.
+
+    prompt, longest  tokens of the mean and the longest prompt; response: mean tokens of a response
+    """
+    if not isinstance(config, Scores) or (reward := config.judged_by_a_role) is None:
+        return None
+    asks, template = judge_of(reward, config.roles()[JUDGE].folder)
+    return JudgeWork(
+        prompt_tokens=template + prompt + response,
+        longest=template + longest + config.sampling.max_completion_length,
+        new_tokens=asks.max_tokens,
+        questions=asks.asks,
     )
 
 
@@ -431,6 +450,15 @@ def _check_dtype(config: RunConfig, classes: DeviceClasses) -> None:
 
 def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:
     for role, shape in shapes.items():
+        work = workload.judge
+        if role == JUDGE and work is not None:
+            if work.longest + work.new_tokens > shape.context:
+                raise ConfigError(
+                    f"a question to the judge of {work.longest} tokens (its template, a prompt and an answer) and a "
+                    f"reply up to max_tokens={work.new_tokens} more exceed the {shape.context} positions of role "
+                    f"{role!r}. Shorten them or choose another model."
+                )
+            continue
         if workload.prompt_tokens + workload.longest_response > shape.context:
             raise ConfigError(
                 f"a prompt of {workload.prompt_tokens} tokens and an answer up to "

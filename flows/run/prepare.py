@@ -52,7 +52,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import CHANGES, PLAN, RunPlan, logged_changes, read_plan
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.hub_names import name_of_folder
-from prefect_rlhf.rlhf_tasks.config.models import ActorOnly
+from prefect_rlhf.rlhf_tasks.config.models import JUDGE, ActorOnly
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.data.dataset import data_set
@@ -152,7 +152,9 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None, weights:
     if "actor" in shapes:
         check_generation(config, shapes["actor"])
     of_weights = _check_models(config, shapes, weights)
-    tokenizer = _shared_tokenizer(config, min(shape.vocab for shape in shapes.values()))
+    _check_judge(config, shapes)
+    vocabulary = min(shape.vocab for role, shape in shapes.items() if role != JUDGE)
+    tokenizer = _shared_tokenizer(config, vocabulary)
     rows = prepared_rows(config, folder)
     of_rewards = _check_scores(config, rows.columns, folder)
     held_out, of_evaluation = _held_out(config, folder)
@@ -240,9 +242,22 @@ def _shared_tokenizer(config: RunConfig, vocabulary: int) -> Tokenizer:
             f"sampling.stop has {config.sampling.stop_token_ids[-1]}, but models.actor's tokenizer has "
             f"{tokenizer.size} tokens, from 0. Name ids of its tokens."
         )
-    for role in config.roles().values():
-        tokenizer.refuse_other(role.folder)
+    for name, role in config.roles().items():
+        if name != JUDGE:  # it reads texts
+            tokenizer.refuse_other(role.folder)
     return tokenizer
+
+
+def _check_judge(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Raises ConfigError where the run's judge has no tokenizer, or no embeddings for all its tokens."""
+    if JUDGE in shapes:
+        folder = config.roles()[JUDGE].folder
+        tokens, rows = Tokenizer.from_folder(folder).size, shapes[JUDGE].vocab
+        if tokens > rows:
+            raise ConfigError(
+                f"the tokenizer of models.judge has {tokens} tokens, and the model embeddings for {rows}. Name a "
+                "folder whose tokenizer is the model's."
+            )
 
 
 def _check_scores(config: RunConfig, columns: Sequence[str], folder: Path | None) -> list[str]:

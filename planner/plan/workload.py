@@ -9,6 +9,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from prefect_rlhf.rlhf_tasks.config.models import JUDGE, JUDGE_REPLIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Recompute
 from prefect_rlhf.rlhf_tasks.spec import Frozen, ModelFunctionCall, SavedShape
@@ -124,6 +125,21 @@ class Thinking(Frozen):
         return self.mean_s + spread_s * math.log(max(responses, 1.0))
 
 
+class JudgeWork(Frozen):
+    """What the judge reads and draws for a sample.
+
+    prompt_tokens  mean tokens of a question: its template, the prompt and the response
+    longest        tokens of the longest question
+    new_tokens     most tokens of a reply
+    questions      about a sample
+    """
+
+    prompt_tokens: int = Field(gt=0)
+    longest: int = Field(gt=0)
+    new_tokens: int = Field(gt=0)
+    questions: int = Field(1, gt=0)
+
+
 class Workload(Frozen):
     """Sizes of an iteration, in addition to those in the graph.
 
@@ -145,6 +161,7 @@ class Workload(Frozen):
     evaluation       of the role that the graph has evaluated
     sync_every       iterations from one blend to the next of a role that follows another
     other            that draws instead of the ranks; None: they do
+    judge            of the role that grades responses by its replies; None: there is none
     """
 
     prompt_tokens: int = Field(gt=0)
@@ -166,6 +183,23 @@ class Workload(Frozen):
     evaluation: EvaluationWork | None = None
     sync_every: int = Field(1, gt=0)
     other: OtherEngine | None = None
+    judge: JudgeWork | None = None
+
+    def of_role(self, role: str) -> "Workload":
+        """The workload of a role's calls: the judge reads questions, each with one response, and draws replies."""
+        if role != JUDGE or self.judge is None:
+            return self
+        of_judge = {
+            "prompt_tokens": self.judge.prompt_tokens,
+            "prompt_lengths": None,
+            "longest_prompt": self.judge.longest,
+            "new_tokens": Lengths.fixed(self.judge.new_tokens),
+            "max_new_tokens": None,
+            "thinking": None,
+            "top_k": False,
+            "top_p": False,
+        }
+        return self.model_copy(update=of_judge)
 
     @property
     def mean_tokens(self) -> float:
@@ -248,6 +282,12 @@ def key_bytes(key: str, workload: Workload) -> float:
         return _SAMPLE_BYTES[key]
     if key in ("columns", "columns_of_number"):
         return COLUMN_BYTES * workload.prompt_tokens
+    if key.endswith(JUDGE_REPLIES):
+        return (
+            0
+            if workload.judge is None
+            else COLUMN_BYTES * workload.judge.new_tokens * workload.judge.questions
+        )
     tokens = workload.prompt_tokens if key == "prompt_ids" else workload.mean_tokens
     return _TOKEN_BYTES.get(key, 4) * tokens
 

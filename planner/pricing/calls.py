@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from prefect_rlhf.planner.plan.mesh import Cluster
-from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
+from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload, fullest_share
 from prefect_rlhf.planner.pricing.analytic import with_measured_moves
 from prefect_rlhf.planner.pricing.call_formulas import (
     generate_beside,
@@ -42,6 +42,7 @@ from prefect_rlhf.planner.pricing.rooflines import (
     stage_sizes,
 )
 from prefect_rlhf.planner.pricing.terms import AtStage, CallCost, Crossings, OnMesh
+from prefect_rlhf.rlhf_tasks.config.models import JUDGE
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.shares import Gathering, gathering
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout, check_context_parallel
@@ -196,9 +197,19 @@ class CostModel:
                 "inference": infer,
                 "train_step": train,
             }[call.kind]
-            mesh = self._mesh(call.role, where, self._as_it_ran)
-            known.update((count, price(mesh, call, count)) for count in missing)
+            mesh = self._mesh(call.role, where, self._as_it_ran.of_role(call.role))
+            sequences = self._sequences(call, where)
+            known.update((count, price(mesh, sequences, count)) for count in missing)
         return [known[count] for count in counts]
+
+    def _sequences(self, call: ModelFunctionCall, where: _Circumstances) -> ModelFunctionCall:
+        """A call as the sequences that it computes. The judge's are as many as its questions about the fullest rank's
+        samples, and each has a prompt of its own."""
+        work = self.workload.judge
+        if call.role != JUDGE or work is None:
+            return call
+        n_seqs = fullest_share(call, where.strategy.dp) * where.strategy.dp * call.blocks * work.questions
+        return call.model_copy(update={"n_seqs": n_seqs, "group_size": 1})
 
     def _generated(self, mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
         """The price of a generation by whoever draws and has the weights. Another engine knows no micro-batches."""

@@ -28,6 +28,13 @@ ModelSource = Annotated[
 config.json, without weights: enough to plan, not to run."""
 
 
+JUDGE = "judge"
+"""The role of a language model that grades responses by its replies (docs/adr/0045-a-judge-of-the-run.md)."""
+JUDGE_REPLIES = "judge_replies"
+"""The key of its replies about a sample, a JSON list, and the column that rewards get: a text for each question, None
+for one that has no room in the judge's context."""
+
+
 class ActorOnly(Settings):
     """The model of the one role of SFT and reward modelling: ORG/NAME[@REVISION] on the Hugging Face Hub, or a
     folder. Planning also accepts a mapping, the content of a config.json."""
@@ -68,6 +75,20 @@ class RolloutModels(ActorOnly):
     reward: ModelSource | None = Field(
         default=None, description="Folder of a reward model that also scores; default: none."
     )
+    judge: ModelSource | None = Field(
+        default=None,
+        description="Folder of a frozen language model that the reward builtin:judge asks; default: none.",
+    )
+
+    @property
+    def judges(self) -> "dict[str, Role]":
+        """The roles of the models that judge responses: reward and judge, where they are named."""
+        roles = dict[str, Role]()
+        if self.reward is not None:
+            roles["reward"] = Role.of(self.reward, "scalar")
+        if self.judge is not None:
+            roles[JUDGE] = Role.of(self.judge, "lm")
+        return roles
 
 
 class GRPOModels(ReferenceModels, RolloutModels):

@@ -292,6 +292,11 @@ class RewardConfig(Settings):
         return self.function or self.url or ""
 
     @property
+    def asks_a_role(self) -> bool:
+        """Whether it is the built-in judge and names no service: then the run's role `judge` replies."""
+        return self.function == "builtin:judge" and "url" not in self.kwargs
+
+    @property
     def arguments(self) -> Mapping[str, Any]:
         """What it is given, which may name secrets."""
         return self.kwargs if self.url is None else self.headers

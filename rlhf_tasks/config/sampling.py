@@ -12,12 +12,14 @@ from prefect_rlhf.rlhf_tasks.config.base import Groups, Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.data import RunRows
 from prefect_rlhf.rlhf_tasks.config.generation import ENGINE_PAIRS, GenerationConfig
 from prefect_rlhf.rlhf_tasks.config.models import (
+    JUDGE,
     Role,
     RolloutModels,
 )
 from prefect_rlhf.rlhf_tasks.config.responses import (
     AgentConfig,
     EnvironmentConfig,
+    RewardConfig,
     RewardModelScore,
     SamplingConfig,
     ToolConfig,
@@ -103,6 +105,13 @@ class Scores(Samples, Judges):
             "{first} cuts responses of one turn, but {second} has several. Leave out one of the two.",
         ),
         Pair(
+            "models.judge",
+            "generation.engine",
+            "{first} replies by the built-in engine, and {second} would hold its devices meanwhile. Leave one of "
+            "them out, or give builtin:judge the url of a service.",
+            lambda config: JUDGE in config.roles() and not config.generation.is_own,
+        ),
+        Pair(
             "sampling.segment_tokens",
             "agent.command",
             "{first} cuts responses of one turn, but those of {second} have several. Leave out one of the two.",
@@ -160,6 +169,11 @@ class Scores(Samples, Judges):
     def scores_tokens(self) -> bool:
         """Whether some reward judges single tokens or steps."""
         return any(reward.per != "sequence" for reward in self.scoring_rewards)
+
+    @property
+    def judged_by_a_role(self) -> RewardConfig | None:
+        """The reward whose judge is a role of the run; None where there is none."""
+        return next((reward for reward in self.scoring_rewards if reward.asks_a_role), None)
 
     @property
     def skipped_leave(self) -> bool:
@@ -221,6 +235,21 @@ class Scores(Samples, Judges):
         return self
 
     @model_validator(mode="after")
+    def _judge_is_there(self) -> Self:
+        asked, there = self.judged_by_a_role is not None, JUDGE in self.roles()
+        if asked and not there:
+            raise ValueError(
+                "rewards: builtin:judge names neither kwargs.url, a service, nor a model of the run. Give one of url "
+                "and models.judge."
+            )
+        if there and not asked:
+            raise ValueError(
+                "models.judge: no reward asks it. Add {function: builtin:judge} without url to rewards, or leave it "
+                "out."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _refuse_equal_names(self) -> Self:
         refuse_equal_names(self.score_names)
         return self
@@ -244,11 +273,8 @@ class OnePass(Scores, SamplesGroups):
         return sample // self.num_generations % len(rows)
 
     def roles(self) -> dict[str, Role]:
-        """The frozen actor, and reward where there is a reward model."""
-        roles = {"actor": Role.of(self.models.actor, "lm")}
-        if self.models.reward is not None:
-            roles["reward"] = Role.of(self.models.reward, "scalar")
-        return roles
+        """The frozen actor, and the models that judge."""
+        return {"actor": Role.of(self.models.actor, "lm")} | self.models.judges
 
     @model_validator(mode="after")
     def _rewards_have_one_use(self) -> Self:

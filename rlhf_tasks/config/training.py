@@ -171,6 +171,11 @@ class TrainingConfig(Judges):
     @model_validator(mode="after")
     def _rewards_have_a_use(self) -> Self:
         for number, reward in enumerate(self.rewards):
+            if reward.asks_a_role and reward in self.rewards_of_evaluation:
+                raise ValueError(
+                    f"rewards.{number}: without url, builtin:judge asks models.judge, which replies in training "
+                    "only. Set used_in: training, or give it the url of a service."
+                )
             if reward.used_in == "evaluation" and self.evaluation is None:
                 raise ValueError(
                     f"rewards.{number}.used_in=evaluation: the run has no section evaluation. Add one, or leave out "

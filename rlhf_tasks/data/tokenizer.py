@@ -207,6 +207,16 @@ class Tokenizer:
             for i, text in zip(ids, added, strict=True)
         ]
 
+    def turns(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts to answer: each a user's turn in the model's chat format, where it has one.
+
+        No special token in a text is one. Raises TokenizerError as `encode` and `render` do.
+        """
+        said = [self.without_special(text) for text in texts]
+        if self.has_chat_template:
+            said = self.render([([{"role": "user", "content": each}], True) for each in said])
+        return [self.encode(each, special_tokens=not self.has_chat_template) for each in said]
+
     def render(self, conversations: Sequence[Conversation]) -> Iterator[str]:
         """Texts of conversations in the model's own chat format.
 

@@ -2,14 +2,16 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import RunConfig
-from prefect_rlhf.rlhf_tasks.config.models import OptimizerConfig, Role
+from prefect_rlhf.rlhf_tasks.config.models import JUDGE, OptimizerConfig, Role
 from prefect_rlhf.rlhf_tasks.config.sampling import Samples
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
+from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.comm.host_memory import HostCopy, copier
 from prefect_rlhf.rlhf_tasks.parallel.comm.reallocation import Reallocated, reallocate, union_set
@@ -28,6 +30,14 @@ from prefect_rlhf.rlhf_tasks.system.durable import ByteCount
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.system.invariants import require
 
+
+class _Drawn(TypedDict):
+    """What an engine knows of the tokens that may be drawn."""
+
+    tokens: int | None
+    counts_drawn: bool
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -45,8 +55,8 @@ class RoleEngines:
     reference is the actor without its adapters.
 
     moved   counts the bytes of the weights that are read or drawn
-    tokens  of the tokenizer: a model's further ones are never drawn. A run that learns from what it draws does not
-            count them in log-probabilities either
+    tokens  of the run's tokenizer; the judge has its own: a model's further ones are never drawn. A run that
+            learns from what it draws does not count them in log-probabilities either
     """
 
     def __init__(
@@ -57,7 +67,7 @@ class RoleEngines:
         moved: ByteCount | None = None,
         tokens: int | None = None,
     ) -> None:
-        self._drawn = {"tokens": tokens, "counts_drawn": isinstance(config, Samples)}
+        self._tokens, self._counts_drawn = tokens, isinstance(config, Samples)
         self._bytes_filled = moved
         self._plan = plan
         self._groups = groups
@@ -101,7 +111,7 @@ class RoleEngines:
                     blended=blended,
                     micro_batch_tokens=self._most_tokens,
                     copies=self._copier if planned.trained and placement in planned.offloaded else None,
-                    **self._drawn,
+                    **self._drawn(role),
                 )
                 if copy:
                     self._drop(role, placement)
@@ -236,7 +246,7 @@ class RoleEngines:
             stage = self._stage(self._roles[role], layout)
             groups = self._view(role, placement)
             self._engines[key] = Engine(
-                stage, layout, groups, micro_batch_tokens=self._most_tokens, **self._drawn
+                stage, layout, groups, micro_batch_tokens=self._most_tokens, **self._drawn(role)
             )
         engine = self._engines[key]
         engine.stage.hold_weights(moved.slices)
@@ -255,6 +265,11 @@ class RoleEngines:
             if (nodes[0].call.role, nodes[0].placement) == (role, placement)
         ]
         return self._groups.view(f"call {' or '.join(calls) or role}", device_sets(placement))
+
+    def _drawn(self, role: str) -> _Drawn:
+        has_tokenizer = role == JUDGE and self._tokens is not None
+        tokens = Tokenizer.from_folder(self._roles[role].folder).size if has_tokenizer else self._tokens
+        return {"tokens": tokens, "counts_drawn": self._counts_drawn}
 
     def _layout(self, role: str, placement: Placement) -> Layout:
         parts = self._roles[role]

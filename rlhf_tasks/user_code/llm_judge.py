@@ -1,11 +1,14 @@
-"""A language model as a judge: `function: builtin:judge`, any OpenAI-compatible server (docs/how-to/rewards.md)."""
+"""A language model as a judge: `function: builtin:judge`, any OpenAI-compatible server, or the run's role `judge`
+(docs/how-to/rewards.md)."""
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from prefect_rlhf.rlhf_tasks.config.models import JUDGE_REPLIES
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.service import Endpoint
 
@@ -46,6 +49,7 @@ Reply with a JSON object whose keys are the criteria's numbers, and whose values
 MOST_OBJECTS = 256  # braces of a reply that are tried
 COSTS: tuple[str, ...] = ("requests", "prompt_tokens", "completion_tokens")
 VERDICTS = {"A": 1.0, "C": 0.5, "B": 0.0}
+OF_A_SERVICE = ("model", "api_key", "tries", "timeout_s", "allow_private")
 _URL = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 _PLACE = re.compile(r"\{(\w+)(:g)?\}")
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
@@ -58,23 +62,26 @@ class _NoScore(Exception):
 class judge:
     """A score from 0 to 1 for each answer, by a judge that is asked about each alone.
 
-    url        of the API, such as https://api.example.org/v1; `model` is the judge's name there, `api_key` the key
+    url        of the API, such as https://api.example.org/v1; `model` is the judge's name there, `api_key` the key.
+               Without it the role `judge` of the run is asked, whose replies are in the column `judge_replies`
     template   what the judge is asked: {prompt}, {completion} and {COLUMN} stand for the answer's; default: GRADED
     pattern    its last match (the first group) in the reply is the score, from 0 to `most`, which 1 stands for
     schema     instead of a pattern, a JSON schema of the reply, whose property `score` is the score
     rubric     instead, criterion -> weight: the score is the weight of those that are met, over all positive weights
     against    instead, the column of an answer to compare with: 1, 0.5 or 0 where the model's is better, equally good
                or worse. Both orders are asked, since judges prefer a place.
-    tries      requests until a reply has a score
-    It logs what its requests cost: judge/requests, judge/prompt_tokens, judge/completion_tokens.
+    tries      requests to a service until a reply has a score
+    unreadable the score where a reply has none; default: the reward fails
+    It logs what its requests cost: judge/requests, judge/prompt_tokens, judge/completion_tokens; and with
+    `unreadable` judge/unreadable, how many replies had no score.
     """
 
-    answers_per_call = 1
+    answers_per_call: int | None = 1
 
     def __init__(
         self,
-        url: str,
-        model: str,
+        url: str | None = None,
+        model: str | None = None,
         api_key: str = "",
         template: str | None = None,
         pattern: str = r"Score:[\s*]*(-?\d+(?:\.\d+)?)",
@@ -87,25 +94,26 @@ class judge:
         temperature: float = 0.0,
         timeout_s: float = 30.0,
         allow_private: bool = False,
+        unreadable: float | None = None,
     ) -> None:
-        for name, value, kind, what in (
-            ("url", url, str, "a text"),
-            ("model", model, str, "a text"),
-            ("template", template, str | None, "a text"),
-            ("pattern", pattern, str, "a text"),
-            ("most", most, int | float, "a number"),
-            ("schema", schema, Mapping | None, "a mapping"),
-            ("rubric", rubric, Mapping | None, "a mapping of criteria to weights"),
-            ("against", against, str | None, "a column's name"),
-            ("tries", tries, int, "a whole number"),
-            ("timeout_s", timeout_s, int | float, "a number"),
+        settings = dict(locals())
+        for name, kind, what in (
+            ("url", str | None, "a text"),
+            ("model", str if url is not None else str | None, "a text"),
+            ("template", str | None, "a text"),
+            ("pattern", str, "a text"),
+            ("most", int | float, "a number"),
+            ("schema", Mapping | None, "a mapping"),
+            ("rubric", Mapping | None, "a mapping of criteria to weights"),
+            ("against", str | None, "a column's name"),
+            ("tries", int, "a whole number"),
+            ("max_tokens", int, "a whole number"),
+            ("temperature", int | float, "a number"),
+            ("timeout_s", int | float, "a number"),
+            ("unreadable", int | float | None, "a number"),
         ):
-            if not isinstance(value, kind):
-                raise RewardError(f"{WHO}: {name}={shortened(repr(value), 80)} is not {what}.")
-        if not _URL.fullmatch(url):  # not shown: it may have a password
-            raise RewardError(
-                f"{WHO}: url is not of the form https://HOST/PATH, without a login and a query."
-            )
+            if not isinstance(settings[name], kind):
+                raise RewardError(f"{WHO}: {name}={shortened(repr(settings[name]), 80)} is not {what}.")
         if sum(each is not None for each in (schema, rubric, against)) > 1:
             raise RewardError(f"{WHO}: give one of schema, rubric and against.")
         if rubric is not None and not (
@@ -115,16 +123,18 @@ class judge:
             raise RewardError(
                 f"{WHO}: no criterion of its rubric has a weight above 0, or a weight is no number."
             )
-        if most <= 0 or tries < 1:
-            raise RewardError(f"{WHO}: most={most:g} and tries={tries} must be above 0.")
+        for name in ("most", "tries", "max_tokens"):
+            if settings[name] <= 0:
+                raise RewardError(f"{WHO}: {name}={settings[name]:g} must be above 0.")
+        if temperature < 0:
+            raise RewardError(f"{WHO}: temperature={temperature:g} is below 0. Choose 0 for greedy replies.")
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
             raise RewardError(f"{WHO}: pattern {shortened(pattern, 80)} is none: {error}.") from None
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        address = url.rstrip("/") + "/chat/completions"
-        self._endpoint = Endpoint(WHO, address, headers, timeout_s, "timeout_s of its kwargs", allow_private)
-        self._endpoint.refuse_headers()
+        self._endpoint = self._service(settings)
+        if self._endpoint is None:
+            self.answers_per_call = None  # its replies are there, and come with the batch
         self._template = template or (PAIRED if against else LISTED if rubric else GRADED)
         named = {match[1] for match in _PLACE.finditer(self._template)}
         ours = {"first", "second"} if against else {"criteria"} if rubric else set[str]()
@@ -134,11 +144,42 @@ class judge:
             named - ours - {"prompt", "completion", "most"} | ({against} if against else set())
         )
         self._rubric, self._schema, self._against = rubric, schema, against
-        self._most, self._tries = most, tries
+        self._most, self._tries, self._unreadable = most, tries, unreadable
+        self.max_tokens, self.temperature = max_tokens, float(temperature)
         self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         if schema is not None:
             form = {"name": "verdict", "schema": schema, "strict": True}
             self._options["response_format"] = {"type": "json_schema", "json_schema": form}
+
+    @staticmethod
+    def _service(settings: Mapping[str, Any]) -> Endpoint | None:
+        """The service that is asked; None where the judge is a role of the run. Raises RewardError."""
+        url, api_key = settings["url"], settings["api_key"]
+        if url is None:
+            defaults = inspect.signature(judge).parameters
+            for name in OF_A_SERVICE:
+                if settings[name] != defaults[name].default:
+                    raise RewardError(
+                        f"{WHO}: only a service has {name}, and without url the run's role judge is asked. "
+                        "Give url, or leave it out."
+                    )
+            return None
+        if not _URL.fullmatch(url):  # not shown: it may have a password
+            raise RewardError(
+                f"{WHO}: url is not of the form https://HOST/PATH, without a login and a query."
+            )
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        address = url.rstrip("/") + "/chat/completions"
+        endpoint = Endpoint(
+            WHO, address, headers, settings["timeout_s"], "timeout_s of its kwargs", settings["allow_private"]
+        )
+        endpoint.refuse_headers()
+        return endpoint
+
+    @property
+    def asks(self) -> int:
+        """Questions about an answer."""
+        return 1 if self._against is None else 2
 
     async def __call__(
         self,
@@ -148,54 +189,97 @@ class judge:
         **columns: Sequence[Any],
     ) -> list[float]:
         """The scores of answers. Raises RewardError."""
-        spent: dict[str, int] = dict.fromkeys(COSTS, 0)
+        spent: dict[str, int] = dict.fromkeys(COSTS if self._endpoint is not None else (), 0)
         values = []
         for place, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             row = {name: column[place] for name, column in columns.items() if isinstance(column, list)}
-            values.append(await self._value(prompt, _text(completion), row, spent))
+            try:
+                scores = await self._scores(prompt, completion, row, spent)
+            except RewardError as error:
+                error.place = None if error.place is None else place
+                raise
+            values.append(scores[0] if self._against is None else (scores[0] + 1 - scores[1]) / 2)
         if log_metric is not None:
             for what, number in spent.items():
                 log_metric(f"judge/{what}", number)
         return values
 
-    async def _value(
-        self, prompt: Any, completion: str, row: Mapping[str, Any], spent: dict[str, int]
-    ) -> float:
+    async def _scores(
+        self, prompt: Any, completion: Any, row: Mapping[str, Any], spent: dict[str, int]
+    ) -> list[float]:
+        """The score of each question about an answer. Raises RewardError."""
+        questions = self.questions(prompt, completion, row)
+        if self._endpoint is not None:
+            return [await self._answered(self._endpoint, question, spent) for question in questions]
+        if row.get(JUDGE_REPLIES) is None:
+            raise RewardError(f"{WHO}: it has no url, and no role of the run has replied. Give one.")
+        return [self._said(reply, spent) for reply in row[JUDGE_REPLIES]]
+
+    def questions(self, prompt: Any, completion: Any, row: Mapping[str, Any]) -> list[str]:
+        """What the judge is asked about an answer: `asks` texts. Raises RewardError."""
+        completion = _text(completion)
         said = {"most": self._most, **row, "prompt": _text(prompt), "completion": completion}
         if self._rubric is not None:
             said["criteria"] = "\n".join(f"{number}. {each}" for number, each in enumerate(self._rubric, 1))
         if self._against is None:
-            return await self._score_of(said, spent)
+            return [_filled(self._template, said)]
         if row.get(self._against) is None:
             raise RewardError(
                 f"{WHO}: the row has no {self._against!r}, which answers are compared with.", place=0
             )
         other = _text(row[self._against])
-        ours_first = await self._score_of({**said, "first": completion, "second": other}, spent)
-        ours_second = await self._score_of({**said, "first": other, "second": completion}, spent)
-        return (ours_first + 1 - ours_second) / 2
+        return [
+            _filled(self._template, {**said, "first": first, "second": second})
+            for first, second in ((completion, other), (other, completion))
+        ]
 
-    async def _score_of(self, said: Mapping[str, Any], spent: dict[str, int]) -> float:
-        """The score of a question, from the first reply that has one."""
-        body = {**self._options, "messages": [{"role": "user", "content": _filled(self._template, said)}]}
+    def reads(self, reply: str) -> bool:
+        """Whether a reply has a score."""
+        try:
+            self._score(reply)
+        except _NoScore:
+            return False
+        return True
+
+    def _said(self, reply: str | None, spent: dict[str, int]) -> float:
+        """The score in a reply of the run's judge."""
+        if reply is None:
+            raise RewardError(
+                f"{WHO}: with max_tokens={self.max_tokens} of the reply, the question is longer than the context of "
+                "models.judge. Shorten the template or sampling.max_completion_length, or choose another judge.",
+                place=0,
+            )
+        try:
+            return self._score(reply)
+        except _NoScore:
+            return self._without(f"the reply has no score; it ends with {_end(reply)}.", spent)
+
+    async def _answered(self, endpoint: Endpoint, question: str, spent: dict[str, int]) -> float:
+        """The score of a question, from a service's first reply that has one."""
+        body = {**self._options, "messages": [{"role": "user", "content": question}]}
         reply = ""
         for _ in range(self._tries):
-            answer = await self._endpoint.answer(body)
+            answer = await endpoint.answer(body)
             try:
                 reply = str(answer["choices"][0]["message"]["content"] or "")
             except (KeyError, IndexError, TypeError):
                 raise RewardError(
-                    f"{WHO}: {self._endpoint.url} is no chat API: {shortened(str(answer), 200)}", place=0
+                    f"{WHO}: {endpoint.url} is no chat API: {shortened(str(answer), 200)}", place=0
                 ) from None
             _count(spent, answer.get("usage"))
             try:
                 return self._score(reply)
             except _NoScore:
                 continue
-        raise RewardError(
-            f"{WHO}: {self._tries} replies have no score; the last ends with {shortened(repr(reply[-120:]), 150)}.",
-            place=0,
-        )
+        why = f"{self._tries} replies have no score; the last ends with {_end(reply)}."
+        return self._without(why, spent)
+
+    def _without(self, why: str, spent: dict[str, int]) -> float:
+        """The score where a reply has none, which is counted. Raises RewardError where that is a failure."""
+        if self._unreadable is None:
+            raise RewardError(f"{WHO}: {why}", place=0)
+        spent["unreadable"] = spent.get("unreadable", 0) + 1
+        return self._unreadable
 
     def _score(self, reply: str) -> float:
         """The score that a reply states, from 0 to 1. Raises _NoScore."""
@@ -260,6 +344,10 @@ def _filled(template: str, said: Mapping[str, Any]) -> str:
         return f"{said[match[1]]:g}" if match[2] else _text(said[match[1]])
 
     return _PLACE.sub(value, template)
+
+
+def _end(reply: str) -> str:
+    return shortened(repr(reply[-120:]), 150)
 
 
 def _text(value: Any) -> str:

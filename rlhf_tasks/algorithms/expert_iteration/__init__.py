@@ -48,11 +48,8 @@ class ExpertIterationConfig(Scores, TrainingConfig, SamplesGroups):
     )
 
     def roles(self) -> dict[str, Role]:
-        """The actor, and reward where there is a reward model."""
-        roles = {"actor": Role.of(self.models.actor, "lm", self.optimizer)}
-        if self.models.reward is not None:
-            roles["reward"] = Role.of(self.models.reward, "scalar")
-        return roles
+        """The actor, and the models that judge."""
+        return {"actor": Role.of(self.models.actor, "lm", self.optimizer)} | self.models.judges
 
     @model_validator(mode="after")
     def _selects(self) -> Self:

@@ -9,13 +9,14 @@ from prefect_rlhf.rlhf_tasks.algorithms.expert_iteration import ExpertIterationC
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
 from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import best_of_group, on_tokens, per_group
+from prefect_rlhf.rlhf_tasks.algorithms.shared.judging import judge_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
 from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_inference
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
-__all__ = ["actor_generate", "actor_train", "reward_inference"]
+__all__ = ["actor_generate", "actor_train", "judge_generate", "reward_inference"]
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

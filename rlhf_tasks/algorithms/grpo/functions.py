@@ -29,6 +29,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import (
     per_group,
     response_lengths,
 )
+from prefect_rlhf.rlhf_tasks.algorithms.shared.judging import judge_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,
@@ -46,7 +47,14 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import moments
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
-__all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
+__all__ = [
+    "actor_generate",
+    "actor_inference",
+    "actor_train",
+    "judge_generate",
+    "ref_inference",
+    "reward_inference",
+]
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation that divides a score, as in TRL."""

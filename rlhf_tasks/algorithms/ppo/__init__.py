@@ -113,17 +113,15 @@ class PPOConfig(PolicyConfig):
         return self.num_ppo_epochs
 
     def roles(self) -> dict[str, Role]:
-        """Actor, critic, ref, and reward where there is a reward model."""
+        """Actor, critic, ref, and the models that judge."""
         models = self.models
         critic = models.critic or models.reward or models.actor
-        roles = {
+        return {
             "actor": Role.of(models.actor, "lm", self.optimizer),
             "critic": Role.of(critic, "scalar", self.critic_optimizer),
             "ref": Role.of(models.ref or models.actor, "lm"),
+            **models.judges,
         }
-        if models.reward is not None:
-            roles["reward"] = Role.of(models.reward, "scalar")
-        return roles
 
 
 DATASET_KEYS = PROMPT_KEYS

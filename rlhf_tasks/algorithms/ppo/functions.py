@@ -23,6 +23,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallO
 from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import on_tokens
 from prefect_rlhf.rlhf_tasks.algorithms.shared.guards import are_equal, extremes, leaves_out_update
+from prefect_rlhf.rlhf_tasks.algorithms.shared.judging import judge_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Counts,
     Objective,
@@ -53,6 +54,7 @@ __all__ = [
     "actor_train",
     "critic_inference",
     "critic_train",
+    "judge_generate",
     "ref_inference",
     "reward_inference",
 ]

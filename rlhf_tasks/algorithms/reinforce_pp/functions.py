@@ -6,6 +6,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.reinforce_pp import ReinforcePPConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
 from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import less_mean, per_group
+from prefect_rlhf.rlhf_tasks.algorithms.shared.judging import judge_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,
@@ -28,7 +29,14 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_inference
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
-__all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
+__all__ = [
+    "actor_generate",
+    "actor_inference",
+    "actor_train",
+    "judge_generate",
+    "ref_inference",
+    "reward_inference",
+]
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

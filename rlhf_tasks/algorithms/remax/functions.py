@@ -6,6 +6,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.remax import ReMaxConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
 from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate, respond
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import STAYS
+from prefect_rlhf.rlhf_tasks.algorithms.shared.judging import judge_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,
@@ -31,7 +32,9 @@ __all__ = [
     "actor_inference",
     "actor_train",
     "greedy_generate",
+    "greedy_judge_generate",
     "greedy_reward_inference",
+    "judge_generate",
     "ref_inference",
     "reward_inference",
 ]
@@ -41,6 +44,11 @@ def greedy_generate(engine: Engine, batch: SampleBatch, context: CallContext) ->
     """The likeliest response to each prompt. Metrics: those of `actor_generate`, as greedy/..."""
     greedy = _remax(context).sampling.model_copy(update={"temperature": 0.0, "top_k": 0, "top_p": 1.0})
     return _as_greedy(respond(engine, batch, context, greedy, record_kept=False))
+
+
+def greedy_judge_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """The judge's replies about the greedy responses. Metrics: those of `judge_generate`, as greedy/..."""
+    return _as_greedy(judge_generate(engine, batch, context))
 
 
 def greedy_reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

@@ -6,6 +6,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.rloo import RLOOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput, without_skipped
 from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import actor_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import less_others, on_tokens, per_group, response_sums
+from prefect_rlhf.rlhf_tasks.algorithms.shared.judging import judge_generate
 from prefect_rlhf.rlhf_tasks.algorithms.shared.policy import (
     Objective,
     actor_inference,
@@ -22,7 +23,14 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_inference
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
-__all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
+__all__ = [
+    "actor_generate",
+    "actor_inference",
+    "actor_train",
+    "judge_generate",
+    "ref_inference",
+    "reward_inference",
+]
 
 LEVELS = {"sequence": (response_ratio, per_response), "token": (token_ratio, per_sum)}
 """A response is one action, whose ratio is the product of its tokens' ratios; or each token is an action. Both have

@@ -1,5 +1,6 @@
 """Samples in the form that rewards take: of a batch in the reward call, or of each as soon as it has ended."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import torch
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import TOOL_CALLS
+from prefect_rlhf.rlhf_tasks.config.models import JUDGE_REPLIES
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.user_code.forms import Answers
@@ -15,12 +17,13 @@ from prefect_rlhf.rlhf_tasks.user_code.tools.episode import CALL_COLUMNS
 
 def asking_early(batch: SampleBatch, context: CallContext) -> Callable[[int, Sequence[int]], None] | None:
     """What a head calls with each sample that has ended, and what was drawn of it, so that rewards are asked for it
-    while others are drawn (docs/adr/0041-rewards-asked-early.md). None where another rank scores them.
+    while others are drawn (docs/adr/0041-rewards-asked-early.md). None where another rank scores them, or where the
+    judge replies before.
 
     batch  with `prompt_ids`, of samples that are drawn at once
     """
     config, mine = context.config, [sample for sample in batch.ids if sample in context.scored_here]
-    if not mine or not isinstance(config, Scores) or not config.scoring_rewards:
+    if not mine or not isinstance(config, Scores) or not config.scoring_rewards or config.judged_by_a_role:
         return None
     assert context.rows is not None, "a sample that is scored has a row"
     columns = context.rows(mine).reorder(mine)["columns"].split()
@@ -50,7 +53,7 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
 
     Of a response of several turns, rewards get what the policy drew, without the environment's answers. With tools
     they get the last turn, and as columns how often tools were called: `tool_calls`, `malformed_calls`,
-    `failed_calls`.
+    `failed_calls`. What a judge has replied is the column `judge_replies`.
     """
     responses = [
         ids[mask].tolist()
@@ -64,10 +67,16 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
     judged = _last_turns(batch) if has_tools else responses
     texts = [context.tokenizer.decode(ids) for ids in judged]
     answers = Answers.of_columns(batch["columns"].texts(), texts, responses, read, context.columns())
-    if not has_tools:
-        return answers
-    counts = torch.stack(batch[TOOL_CALLS].split()).T.tolist() if len(batch) else [[]] * len(CALL_COLUMNS)
-    return replace(answers, columns={**answers.columns, **dict(zip(CALL_COLUMNS, counts, strict=True))})
+    columns = answers.columns
+    if JUDGE_REPLIES in batch.data:
+        columns = {
+            **columns,
+            JUDGE_REPLIES: [json.loads(replies) for replies in batch[JUDGE_REPLIES].texts()],
+        }
+    if has_tools:
+        counts = torch.stack(batch[TOOL_CALLS].split()).T.tolist() if len(batch) else [[]] * len(CALL_COLUMNS)
+        columns = {**columns, **dict(zip(CALL_COLUMNS, counts, strict=True))}
+    return replace(answers, columns=columns)
 
 
 def _last_turns(batch: SampleBatch) -> list[list[int]]:

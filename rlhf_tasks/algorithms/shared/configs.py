@@ -216,14 +216,12 @@ class CriticFreeConfig(PolicyConfig):
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def roles(self) -> dict[str, Role]:
-        """Actor, ref where the KL divergence counts, and reward where there is a reward model."""
+        """Actor, ref where the KL divergence counts, and the models that judge."""
         models = self.models
         roles = {"actor": Role.of(models.actor, "lm", self.optimizer)}
         if self.beta > 0:
             roles["ref"] = Role.of(models.ref or models.actor, "lm")
-        if models.reward is not None:
-            roles["reward"] = Role.of(models.reward, "scalar")
-        return roles
+        return roles | models.judges
 
 
 class PreferenceConfig(MovesReference):

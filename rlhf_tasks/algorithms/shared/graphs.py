@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
+from prefect_rlhf.rlhf_tasks.config.models import JUDGE, JUDGE_REPLIES
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.protocol.decisions import pure
@@ -240,7 +241,8 @@ class Model:
         """Scores of the responses, by the reward model, Python rewards, or both.
 
         Each sample's further columns come from the data set. Without a reward model, `models.reward` scores on the
-        mesh of the configuration's `scoring_role`.
+        mesh of the configuration's `scoring_role`. Where the run has a judge, its call `judge_generate` comes
+        before, and what it has replied about each sample is scored.
         gives   keys of the call's result; default: `scores`, and what else the configuration makes the call give
         prefix, when  as in `generate`; the prefix is also of the keys that are read
         """
@@ -248,11 +250,18 @@ class Model:
         read = {prefix + key: key for key in (*SEQUENCES, "truncated")}
         given = (*scored(config), *scored_tokens(config)) if gives is None else gives
         rows = Handle(self._trace, self._trace.dataset_keys, samples._group, samples._part)
+        judged = samples.select(*read) | rows.select("columns")
+        if self.role == "reward" and JUDGE in config.roles():
+            replies, shown = {prefix + JUDGE_REPLIES: JUDGE_REPLIES}, {prefix + key: key for key in SEQUENCES}
+            asked_about = judged.select(*shown, "columns")
+            name = f"{prefix}{JUDGE}_generate"
+            judged |= self._trace.record(name, JUDGE, "generate", asked_about, replies, shown, when=when)
+            read |= replies
         return self._trace.record(
             f"{prefix}{self.role}_inference",
             config.scoring_role if self.role == "reward" else self.role,
             "inference",
-            samples.select(*read) | rows.select("columns"),
+            judged,
             {prefix + key: key for key in given},
             read,
             runs_model=self.role != "reward" or config.scoring_role == "reward",
@@ -499,12 +508,12 @@ def with_environment(
     It also reads `columns`, the rows, and gives ENVIRONMENT_REWARDS, which the call that gives `scores` reads.
     skips    whether samples on which the environment fails are skipped: then it also gives ENVIRONMENT_FAULT, which
              the same call reads
-    counts   further keys that it gives and the same call reads: TOOL_CALLS or AGENT_COUNTS
+    counts   further keys that it gives: TOOL_CALLS or AGENT_COUNTS. The same call reads them, and the judge
     lengths  LENGTHS, where samples are several sequences: it gives them, and all calls that read samples do so too
 
     Raises ConfigError where the graph draws responses in another call too, or has no scores.
     """
-    others = [call.name for call in calls if call.kind == "generate" and call.name != "actor_generate"]
+    others = [call.name for call in _drawing(calls) if call.name != "actor_generate"]
     if others:
         raise ConfigError(
             f"environment: this algorithm also draws responses in {others[0]!r}, which no environment answers. Leave "
@@ -525,8 +534,15 @@ def with_environment(
             inputs, outputs = (*inputs, "columns"), (*outputs, *keys, *lengths)
         elif call.name in scoring:
             inputs = (*inputs, *keys)
+        elif call.role == JUDGE:
+            inputs = (*inputs, *counts)
         result.append(call.model_copy(update={"inputs": inputs, "outputs": outputs}))
     return result
+
+
+def _drawing(calls: Sequence[ModelFunctionCall]) -> list[ModelFunctionCall]:
+    """The calls that answer the data set's prompts."""
+    return [call for call in calls if call.kind == "generate" and call.role != JUDGE]
 
 
 DRAWN_BY = "drawn_by"
@@ -556,10 +572,10 @@ def from_older_versions(calls: Sequence[ModelFunctionCall], config: PolicyConfig
     proximal = (PROXIMAL,) if config.infers_proximal else ()
     if not drawn_by and not proximal:
         return list(calls)
-    segment = config.sampling.segment_tokens
+    segment, drawing = config.sampling.segment_tokens, _drawing(calls)
     result = list[ModelFunctionCall]()
     for call in calls:
-        if call.kind == "generate":
+        if call in drawing:
             drawn = drawn_by if call.name == "actor_generate" else ()
             changed = {"lead": config.staleness, "outputs": (*call.outputs, *drawn)}
             result.append(call.model_copy(update=changed))
@@ -590,17 +606,17 @@ def in_segments(calls: Sequence[ModelFunctionCall], segment_tokens: int) -> list
     from there, with its number.
     Raises ConfigError for a graph that generates twice: it would compare the answers to different prompts.
     """
-    generating = [call.name for call in calls if call.kind == "generate"]
-    if len(generating) > 1:
+    drawing = _drawing(calls)
+    if len(drawing) > 1:
         raise ConfigError(
-            f"sampling.segment_tokens={segment_tokens}: the calls {' and '.join(generating)} answer the same "
-            "prompts, but in segments they would end at different times. Leave it out, or choose an algorithm that "
-            "generates once, such as grpo or ppo."
+            f"sampling.segment_tokens={segment_tokens}: the calls {' and '.join(c.name for c in drawing)} answer the "
+            "same prompts, but in segments they would end at different times. Leave it out, or choose an algorithm "
+            "that generates once, such as grpo or ppo."
         )
     result = list[ModelFunctionCall]()
     for call in calls:
         changed: dict[str, object] = {}
-        if call.kind == "generate":
+        if call in drawing:
             changed = {
                 "segment_tokens": segment_tokens,
                 "inputs": (*call.inputs, "columns"),

@@ -12,14 +12,17 @@ from prefect_rlhf.flows.run.prepare import prepare
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import Thinking
 from prefect_rlhf.planner.pricing.figures import cache_file, write_profiles
-from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import rows_at_once
 from prefect_rlhf.rlhf_tasks.algorithms.ppo import PPOConfig
 from prefect_rlhf.rlhf_tasks.algorithms.sft import SFTConfig
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, MOST_LOST
 from tests.flows.checked_files import model_folder
 from tests.flows.plan_documents import DISJOINT, LLAMA, SHAPE, measured, ppo, refused
+from tests.tiny_judge import judged
 from tests.tiny_runs import ppo_config
 
 KEYS = ("prompt", "chosen", "rejected")
@@ -485,6 +488,59 @@ def test_a_profile_that_does_not_fit_is_refused(run_plan, tmp_path, profiles, pa
 
 def seconds(config: Any, held_out_rows: int = 0) -> dict[str, float]:
     return users_seconds(config, prepare(config).plan, held_out_rows)
+
+
+def judging(tmp_path, asks=None, **changes):
+    """The problem of a run with a judge, and the cost of its call on one device."""
+    config = judged(tmp_path, asks=asks, planning={"device": "cpu-slot"}, **changes)
+    problem = problem_of(config, hardware_of(config))
+    call = problem.graph.call("judge_generate")
+    assignment = CallAssignment(placement=Placement((0,), ParallelStrategy()))
+    return problem, problem.model.call(call, assignment)
+
+
+def test_a_judge_is_planned_for_with_questions_that_have_prompt_and_response(tmp_path):
+    problem, cost = judging(tmp_path)
+    work, prompts = problem.model.workload.judge, problem.model.workload
+    assert work.prompt_tokens == len("||:") + prompts.prompt_tokens + 12
+    assert work.longest == len("||:") + max(prompts.longest_prompt, prompts.prompt_tokens) + 12
+    longer, slower = judging(tmp_path, {"max_tokens": 40})
+    assert longer.model.workload.judge.new_tokens == 40
+    assert slower.seconds > 5 * cost.seconds
+    twice, both = judging(tmp_path, {"template": "{first}|{second}", "against": "answer"})
+    assert twice.model.workload.judge.questions == 2
+    assert both.seconds > cost.seconds
+
+
+def test_a_judge_has_a_mesh_of_its_own_in_a_searched_plan(tmp_path):
+    config = judged(tmp_path, plan="auto", cluster={"devices_per_host": 2}, dtype="float32")
+    plan = prepare(config).plan
+    (node,) = plan.calls["judge_generate"]
+    assert node.placement.devices
+    assert {"transfer_actor_generate_to_judge_generate"} <= {each.name for each in plan.nodes} or (
+        node.placement == plan.calls["actor_generate"][0].placement
+    )
+
+
+@pytest.mark.parametrize(
+    ("asks", "sentence"),
+    [
+        ({"max_tokens": 100}, r"a reply up to max_tokens=100 more exceed the 128 positions of role 'judge'"),
+        ({"template": "{prompt} {nothing}"}, "names the column 'nothing', which the rows lack"),
+        ({"shout": True}, "has no parameter 'shout'"),
+        ({"model": "big"}, "only a service has model"),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused_before_anything_starts(tmp_path, asks, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(judged(tmp_path, asks=asks))
+
+
+def test_a_judge_without_a_tokenizer_is_refused(tmp_path):
+    config = judged(tmp_path)
+    (tmp_path / "judge" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"judge: has no tokenizer\.json"):
+        prepare(config)
 
 
 def test_the_call_that_judges_may_take_what_its_rewards_may(tmp_path):

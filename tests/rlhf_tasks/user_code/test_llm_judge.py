@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.config.responses import RewardConfig
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.rewards import Judged, RewardProcess
@@ -143,6 +144,55 @@ def test_a_reply_without_a_score_is_asked_for_again_and_then_costs_its_sample(ch
 def test_what_cannot_be_used_is_said_in_a_sentence(chat: Service, wrong: dict[str, Any], sentence: str):
     with pytest.raises(RewardError, match=sentence):
         judged(chat, lambda q, n: "Score: 1", **wrong)
+
+
+def replied(*replies: list[str | None], skip: bool = False, **kwargs: Any) -> Judged:
+    """The verdict on SUMS, of which a role of the run has said this."""
+    answers = replace(SUMS, columns={**SUMS.columns, "judge_replies": list(replies)})
+    document = config_of([{"function": "builtin:length", "kwargs": {"most": 1}}])
+    reward = RewardConfig(function="builtin:judge", kwargs=kwargs)
+    config = document.model_copy(update={"rewards": (reward,), "on_reward_error": "skip" if skip else "stop"})
+    process = RewardProcess(config)
+    try:
+        return process.submit(answers).result(timeout=110)
+    finally:
+        process.close()
+
+
+def test_without_a_url_the_replies_of_the_runs_own_judge_are_read():
+    assert replied(["Score: 3"], ["no, Score: 10"], ["Score: 0"]).values == {"judge": [0.3, 1.0, 0.0]}
+    both = replied(["[[A]]", "[[B]]"], ["[[B]]", "[[A]]"], ["[[A]]", "[[A]]"], against="ground_truth")
+    assert both.values == {"judge": [1.0, 0.0, 0.5]}
+
+
+def test_a_reply_that_cannot_be_read_scores_as_configured_and_is_counted_or_costs_its_sample():
+    said = (["Score: 3"], ["hm"], ["Score: 11"])
+    verdict = replied(*said, unreadable=0.25)
+    assert verdict.values == {"judge": [0.3, 0.25, 0.25]}
+    assert verdict.logged == {"judge": {"judge/unreadable": 2}}
+    verdict = replied(*said, skip=True)
+    assert {place: fault.reason for place, fault in verdict.faults.items()} == {
+        1: "reward builtin:judge: the reply has no score; it ends with 'hm'.",
+        2: "reward builtin:judge: the reply has no score; it ends with 'Score: 11'.",
+    }
+    with pytest.raises(RewardError, match=r"longer than the context of models\.judge") as refused:
+        replied(["Score: 3"], [None], ["Score: 3"], unreadable=0.25)
+    assert refused.value.place == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"model": "big"}, "only a service has model, and without url the run's role judge is asked"),
+        ({"tries": 3}, "only a service has tries"),
+        ({"max_tokens": 0}, "max_tokens=0 must be above 0"),
+        ({"temperature": -1}, "temperature=-1 is below 0"),
+        ({"unreadable": "0"}, "unreadable='0' is not a number"),
+    ],
+)
+def test_what_the_runs_own_judge_cannot_use_is_said_in_a_sentence(wrong: dict[str, Any], sentence: str):
+    with pytest.raises(RewardError, match=sentence):
+        replied(["Score: 3"], ["Score: 3"], ["Score: 3"], **wrong)
 
 
 @pytest.mark.parametrize(

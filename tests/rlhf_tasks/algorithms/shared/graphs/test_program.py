@@ -19,7 +19,7 @@ def nominal(name="grpo", top_k=0, reward="", **changes):
     config = algorithm(name).nominal()
     groups = {"num_generations": GROUP} if name == "grpo" else {}
     sampling = config.sampling.model_copy(update={"top_k": top_k})
-    models = config.models.model_copy(update={"reward": reward})
+    models = config.models.model_copy(update={"reward": reward, "judge": None})
     sizes = {"batch_size": 16, "num_mini_batches": 2, "sampling": sampling, "models": models}
     return config.model_copy(update={**sizes, **groups, **changes})
 
@@ -272,6 +272,7 @@ def test_rows_are_repeated_as_often_as_the_configuration_says(repeated, sentence
 
 def test_a_run_that_only_generates_need_not_train():
     assert [call.kind for call in algorithm("rollout").graph(algorithm("rollout").nominal())] == [
+        "generate",
         "generate",
         "inference",
     ]
