@@ -185,6 +185,15 @@ def leave(a: int) -> None:
     sys.exit(a)
 
 
+def total(*numbers: int) -> int:
+    """Add numbers.
+
+    Args:
+        numbers: Any.
+    """
+    return sum(numbers)
+
+
 def silent(a: int) -> int:
     return a
 

@@ -452,6 +452,10 @@ class McpConfig(Settings):
         max_length=2000,
         description="Where it listens (streamable HTTP).",
     )
+    per_episode: bool = Field(
+        default=False,
+        description="Each response has its own server, or connection to the url, from its first call to its end.",
+    )
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
@@ -477,8 +481,8 @@ class ToolConfig(Settings):
     )
     mcp: McpConfig | None = Field(
         default=None,
-        description="A server whose tools all responses share; its package is `prefect-rlhf[mcp]`. Each process of "
-        "tools has a connection to it.",
+        description="A server of tools; its package is `prefect-rlhf[mcp]`. All responses of a process of tools "
+        "share it, but for per_episode.",
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,

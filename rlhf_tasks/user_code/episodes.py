@@ -18,7 +18,7 @@ from prefect_rlhf.rlhf_tasks.user_code.errors import (
     traced,
 )
 from prefect_rlhf.rlhf_tasks.user_code.forms import as_float, module_at, unwrapped
-from prefect_rlhf.rlhf_tasks.user_code.tools.episode import tool_episodes
+from prefect_rlhf.rlhf_tasks.user_code.tools.episode import ToolEpisode, tool_episodes
 
 METHODS = ("reset", "step")
 TIMEOUT_KEY = "reward_timeout_s"
@@ -79,6 +79,7 @@ class Environments:
             )
         self._running: dict[int, tuple[Any, int]] = {}
         self._open = 0  # episodes that wait for their answers
+        self._closing = set[asyncio.Future[None]]()  # episodes whose servers are being ended
 
     def _factory_at(self, place: str, name: str) -> Callable[..., Any]:
         factory = getattr(module_at(place, "environments"), name, None)
@@ -96,6 +97,8 @@ class Environments:
         only where no environment could be made.
         """
         if "begins" in request:
+            for environment, _ in self._running.values():
+                self._leave(environment)
             self._running.clear()
             return
         episode = Episode(*request["episode"])
@@ -144,9 +147,10 @@ class Environments:
             return await returned if inspect.isawaitable(returned) else returned
 
         self._open += 1
+        environment, answered = self._running.pop(episode.sample, (None, 0))
         try:
-            environment, answered = self._running.pop(episode.sample, (None, 0))
             if environment is None or answered != len(episode.texts) - 1:
+                self._leave(environment)
                 environment, answered = self._made(), 0
                 begun = await call(environment, "reset", dict(episode.row), episode.seed)
                 if begun is not None:
@@ -170,9 +174,19 @@ class Environments:
             return answer
         finally:
             self._open -= 1
+            if episode.sample not in self._running:
+                self._leave(environment)
         if not called:  # it could not be made, for this sample as for any other
             raise failed
         return self._failed(failed)
+
+    def _leave(self, environment: Any) -> None:
+        """Have an episode end what it has started. Nobody waits for it: that takes seconds which a turn does not
+        have."""
+        if isinstance(environment, ToolEpisode):
+            closing = asyncio.ensure_future(environment.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     @property
     def _file(self) -> str:

@@ -20,9 +20,11 @@ from tests.flows.commands.test_folders import opened_ui
 from tests.flows.marked_command import MarkedCommand
 from tests.tiny_models import OF_FAMILY
 from tests.tiny_runs import TWO_RANKS, ppo_config, write_model
+from tests.tiny_tools import write_conversations, write_tool_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]
 ITERATIONS = 12
+REWARD_OF_CALLS = Path(__file__).parents[1] / "tiny_tools.py"
 DONE = 2  # of them are committed when the run is killed
 
 
@@ -108,6 +110,42 @@ def begin_dapo(base: Path, name: str) -> tuple[list[str], Path]:
         },
     }
     return command_of(base, document), base / "runs" / name
+
+
+TOOL = '''
+import os
+
+def add(a: int, b: int, *, log: str) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+        log: A file for each attempt's calls, a line each.
+    """
+    with open(f"{log}.{os.environ['MARK']}", "a") as lines:
+        lines.write(f"{a} + {b}\\n")
+    return a + b
+'''
+
+
+def begin_tools(base: Path, name: str) -> tuple[list[str], Path]:
+    """The same for GRPO whose model calls a tool, in up to three turns."""
+    if not (base / "tool.py").exists():
+        (base / "tool.py").write_text(TOOL)
+        write_tool_model(base / "caller")
+        write_conversations(base / "conversations.jsonl")
+    return begin_grpo(
+        base,
+        name,
+        lora=None,
+        models={"actor": str(base / "caller")},
+        data={"train": str(base / "conversations.jsonl")},
+        tools=[{"function": f"{base / 'tool.py'}:add", "kwargs": {"log": str(base / f"{name}.calls")}}],
+        environment={"max_turns": 3, "max_turn_tokens": 6},
+        sampling={"max_completion_length": 160},
+        rewards=[{"function": f"{REWARD_OF_CALLS}:answer_reward"}],
+    )
 
 
 def command_of(base: Path, document: dict[str, Any]) -> list[str]:
@@ -199,6 +237,18 @@ def test_so_does_dapo_whose_rounds_go_by_the_scores(tmp_path):
     assert {line["groups/rounds"] for line in lines} == {1.0, 2.0}
     assert {line["groups/kept"] for line in lines} <= {0.0, 1.0, 2.0}
     assert all("reward" in line and "completions/mean_length" in line for line in lines)
+
+
+def test_so_does_grpo_whose_model_calls_tools_and_no_call_of_a_commit_is_made_again(tmp_path):
+    folder, _ = killed_and_resumed(tmp_path, begin_tools)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    n_calls = [round(16 * (line["tools/calls"] - line["tools/malformed"])) for line in lines]
+    logs = sorted(tmp_path.glob("*.calls.*"), key=lambda path: path.stat().st_mtime_ns)
+    made, _, made_again = (path.read_text().splitlines() for path in logs)
+    assert len(made) == sum(n_calls)
+    again = sum(n for i, n in enumerate(n_calls) if generations_of(folder)[i][0] == 2)
+    assert again > 0
+    assert sorted(made_again) == sorted(made[-again:])
 
 
 def test_a_reward_that_hangs_in_a_regular_expression_dies_with_a_killed_flow_process(tmp_path):

@@ -179,6 +179,10 @@ def test_prompts_offer_the_tools_and_an_evaluation_has_them_too(folder):
         ),
         ({"tools": [{"function": f"{FILE}:none"}]}, "has no function 'none'"),
         (
+            {"tools": [{"function": f"{FILE}:total"}]},
+            r"total: the model gives arguments by name, but `\*numbers: int` takes none of a name",
+        ),
+        (
             {"tools": [{"function": f"{FILE}:add", "kwargs": {"c": 1}}]},
             "its kwargs give 'c', which is none of",
         ),

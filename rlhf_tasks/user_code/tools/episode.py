@@ -69,6 +69,11 @@ class ToolEpisode:
         answers = [await self._answer(place, each) for place, each in enumerate(read)]
         return (answers, 0.0, False) if answers else ("", 0.0, True)
 
+    async def close(self) -> None:
+        """End the servers that are this response's alone."""
+        servers = {tool.server for tool in self._tools.values() if tool.server is not None}
+        await asyncio.gather(*(server.close() for server in servers))
+
     async def _answer(self, place: int, read: Read) -> dict[str, str]:
         outcome = ""
         if isinstance(read, Malformed):

@@ -13,16 +13,21 @@ from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, 
 from prefect_rlhf.rlhf_tasks.user_code.forms import module_at
 from prefect_rlhf.rlhf_tasks.user_code.tools.server import ToolServer
 
+_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 _NOBODY = object()  # in the place of an instance, while methods are described
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool: a function, the arguments that the model does not give, and the JSON schema of the others."""
+    """A tool: a function, the arguments that the model does not give, and the JSON schema of the others.
+
+    server  that offers it and ends with the episode; None where all share it, and for what no server offers
+    """
 
     function: Callable[..., Any]
     kwargs: Mapping[str, Any]
     parameters: Mapping[str, Any]
+    server: ToolServer | None = None
 
 
 Tools = Mapping[str, Tool]
@@ -62,17 +67,23 @@ class Schemas:
 def loaded(
     stated: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]], caller: Caller
 ) -> Callable[[], Tools]:
-    """What gives an episode its tools of an entry of `tools`. A class has a new instance for each; a server, which
-    starts with the first call, is shared by all.
+    """What gives an episode its tools of an entry of `tools`. A class has a new instance for each, and so has
+    a server with `per_episode`; any other is shared by all. It starts with the first call.
 
     schemas  of these tools, as a process of `Schemas` has answered
     Raises RewardError.
     """
     parameters = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
     if stated["mcp"] is not None:
-        server = _server(stated, caller)
-        tools = {name: Tool(partial(server.call, name), {}, of) for name, of in parameters.items()}
-        return lambda: tools
+        per_episode = stated["mcp"]["per_episode"]
+
+        def of_a_server() -> Tools:
+            server = _server(stated, caller)
+            ended = server if per_episode else None
+            return {name: Tool(partial(server.call, name), {}, of, ended) for name, of in parameters.items()}
+
+        tools = of_a_server()
+        return of_a_server if per_episode else lambda: tools
     target = _at(stated["function"])
     kwargs = caller.secrets.resolved(f"tool {stated['function']}", stated["kwargs"])
     if not inspect.isclass(target):
@@ -133,6 +144,11 @@ def _schema(who: str, function: Callable[..., Any], name: str, kwargs: Sequence[
     if unknown:
         raise RewardError(f"{who}: its kwargs give {unknown[0]!r}, which is none of its parameters.")
     signature = inspect.signature(function).parameters.values()
+    unnamed = [str(each) for each in signature if each.kind in _UNNAMED]
+    if unnamed:
+        raise RewardError(
+            f"{who}: the model gives arguments by name, but `{unnamed[0]}` takes none of a name. Change it."
+        )
     of_user = {*kwargs, *(each.name for each in signature if each.kind is each.KEYWORD_ONLY)}
     for key in of_user:
         del parameters["properties"][key]

@@ -210,6 +210,35 @@ def test_no_server_outlives_the_process_of_tools_however_that_ends(tmp_path):
         assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.parametrize("per_episode", [True, False])
+def test_each_response_may_have_a_server_of_its_own_from_its_first_call_to_its_end(tmp_path, per_episode):
+    begun, ask = tmp_path / "begun", call("leave", '{"n": 0}')
+    server = entry("begins=9", str(begun))
+    server["mcp"]["per_episode"] = per_episode
+    config = config_of(server)
+    schemas_of(config)
+    begun.unlink()
+    process = EnvironmentProcess(config)
+    try:
+        for texts in ([ask], [ask, ask]):
+            answers = process.answers([Episode(n, {}, 0, texts) for n in range(2)])
+            assert [contents(each) for each in answers] == [["0"], ["0"]]
+        pids = [int(pid) for pid in begun.read_text().split()]
+        assert len(pids) == (2 if per_episode else 1)
+        process.answers([Episode(0, {}, 0, [ask, ask, "0"])])
+        until_s = time.monotonic() + 20
+        while sum(map(psutil.pid_exists, pids)) > 1 and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert sum(map(psutil.pid_exists, pids)) == 1, "the response that goes on has its server still"
+        process.answers([Episode(1, {}, 0, [ask, ask, ask])])
+        process.begin()
+        while per_episode and any(map(psutil.pid_exists, pids)) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert sum(map(psutil.pid_exists, pids)) == (0 if per_episode else 1)
+    finally:
+        process.close()
+
+
 def test_a_server_that_ends_in_every_call_stops_the_run_or_costs_its_sample(tmp_path):
     turns = [(MOST_ENDED + 1) * call("leave", '{"n": 3}'), "3"]
     episodes = [Episode(n, {}, 0, [turn]) for n, turn in enumerate(turns)]
