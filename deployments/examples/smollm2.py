@@ -42,11 +42,11 @@ EXAMPLE = {"question": "State the final answer to the following arithmetic probl
 SIZES = {"train": 480, "test": 200}
 """Rows of each set. No question is in both."""
 
-PRODUCTS = {"products-train": 480, "products-test": 60}
+PRODUCTS = {"products-train": 480, "products-test": 100}
 """Rows of each set of products of two numbers from 11 to 99, which the model cannot compute."""
 
-SHOWN = ((46, 83), (25, 97))
-"""Stand before each product, with the calls of a calculator and its answers. They are in neither set."""
+SHOWN = (46, 83)
+"""Stands before each product, with the call of a calculator and its answer. It is in neither set."""
 
 
 def write_model(folder: Path) -> None:
@@ -85,13 +85,11 @@ def with_calls(template: str) -> str:
 
 def write_products(folder: Path, seed: int = 0) -> None:
     """Write `products-train.jsonl` and `products-test.jsonl`, as `write_rows` does. A question is asked in plain
-    figures; the examples before it show how the calculator is called."""
-    pairs = [(a, b) for a in range(11, 100) for b in range(11, 100) if (a, b) not in SHOWN]
+    figures; the example before it shows how the calculator is called."""
+    pairs = [(a, b) for a in range(11, 100) for b in range(11, 100) if (a, b) != SHOWN]
     random.Random(seed).shuffle(pairs)
     for name, size in PRODUCTS.items():
-        rows = [
-            {"prompt": _products([*SHOWN, pair]), "answer": str(math.prod(pair))} for pair in pairs[:size]
-        ]
+        rows = [{"prompt": _products([SHOWN, pair]), "answer": str(math.prod(pair))} for pair in pairs[:size]]
         write_jsonl(folder / f"{name}.jsonl", rows)
         pairs = pairs[size:]
 
