@@ -1,6 +1,6 @@
 """Responses of several turns whose environments think for long: waiting for nobody beside lockstep, on the CPU.
 
-    python -m bench.turns [--sequences 128] [--rounds 3]
+    python -m bench.turns [--sequences 128] [--rounds 3] [--micro-batches 1 2 4] [--longest 0.25 1 2]
 
 A Llama of 5M parameters, float32, one thread, one rank. Prompts of 32 tokens, 4 turns of 16, observations of 16
 between them. An environment thinks for a time that varies by ten from turn to turn, log-uniformly, up to the seconds
@@ -11,8 +11,12 @@ other load on the machine changes little, and what is measured is how often the 
 
     slots    sequences that the cache has room for, if all are as long as they may be
     longest  seconds that an environment thinks at most
-    bound    seconds of the same work where all answer at once
-    apart    seconds where each sequence goes on as soon as it is answered, and the bound as a share of them
+    work     seconds of the same work where all answer at once
+    chain    seconds of the sequence whose environment thinks longest, if it were alone
+    apart    seconds where each sequence goes on as soon as it is answered, and the larger of work and chain, the
+             bound, as a share of them
+    price    seconds by the planner's formula, given the work, the thoughts, and what as many sequences alone take
+             as are drawn on average (planner/pricing/call_formulas.py)
     lockstep the same where nobody goes on before all have been answered
     again    tokens that were read again, for each turn; new ones are 16
 
@@ -23,6 +27,7 @@ import random
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch
@@ -38,6 +43,12 @@ from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 TURNS, DRAWN, OBSERVED = 4, 16, 16
 TOKENS = TURNS * (DRAWN + OBSERVED) - OBSERVED
+
+
+def thoughts_s(sample: int, longest_s: float) -> list[float]:
+    """Seconds that a sample's environment thinks after each turn; after the last one it need not."""
+    draws = [random.Random(1000 * sample + number).random() for number in range(1, TURNS)]
+    return [*(longest_s * 10**-draw for draw in draws), 0.0]
 
 
 class Thinking:
@@ -63,8 +74,7 @@ class Thinking:
 
     def ended(self, sample: int, turn: Sequence[int], is_cut: bool) -> None:
         number = self._turns[sample] = self._turns.get(sample, 0) + 1
-        thought = self._longest_s * 10 ** -random.Random(1000 * sample + number).random()
-        self._due_s[sample] = self.now_s + (0.0 if number == TURNS else thought)
+        self._due_s[sample] = self.now_s + thoughts_s(sample, self._longest_s)[number - 1]
 
     def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
         if self._lockstep and not wait_s:
@@ -113,29 +123,43 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--longest", type=float, nargs="+", default=[0.25, 1.0, 2.0])
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     groups: Any = Alone()
     engine = build_engine(LlamaForCausalLM(CONFIG), groups)
     sequences = given.sequences
+    alone_s = Work(engine, 1, 1, 0.0, False).seconds
     print(f"{sequences} sequences, {TURNS} turns of {DRAWN} tokens, {OBSERVED} observed between them")
-    heads = ("slots", "longest", "bound", "apart", "", "again", "lockstep", "", "again")
+    of_each = ("", "price", "again")
+    heads = ("slots", "longest", "work", "chain", "apart", *of_each, "lockstep", *of_each)
     print(" ".join(f"{head:>8}" for head in heads))
-    for micro_batches in (1, 2, 4):
-        for longest_s in (0.5, 1.0, 2.0):
+    for micro_batches in given.micro_batches:
+        for longest_s in given.longest:
             ways = {
-                "bound": partial(Work, engine, sequences, micro_batches, 0.0, False),
+                "work": partial(Work, engine, sequences, micro_batches, 0.0, False),
                 "apart": partial(Work, engine, sequences, micro_batches, longest_s, False),
                 "lockstep": partial(Work, engine, sequences, micro_batches, longest_s, True),
             }
             took = in_turn(ways, given.rounds)
-            bound, apart, lockstep = (Spread.of([work.seconds for work in took[way]]).median for way in ways)
-            print(
-                f"{-(-sequences // micro_batches):8} {longest_s:8.1f} {bound:8.2f} {apart:8.2f} {bound / apart:8.0%} "
-                f"{took['apart'][0].again:8.1f} {lockstep:8.2f} {bound / lockstep:8.0%} "
-                f"{took['lockstep'][0].again:8.1f}"
+            work_s, *found = (Spread.of([work.seconds for work in took[way]]).median for way in ways)
+            slots = -(-sequences // micro_batches)
+            thought = [thoughts_s(sample, longest_s) for sample in range(sequences)]
+            chain_s = alone_s + max(map(sum, thought))
+            drawn_s = work_s * slots / sequences
+            beside = round(min(slots, sequences * drawn_s / (drawn_s + mean(map(sum, thought)))))
+            beside_s = Work(engine, beside, 1, 0.0, False).seconds
+            prices = (
+                max(work_s, beside_s + max(map(sum, thought))),
+                work_s + sum(max(of_turn[:slots]) for of_turn in zip(*thought, strict=True)),
             )
+            print(f"{slots:8} {longest_s:8.2f} {work_s:8.2f} {chain_s:8.2f}", end="")
+            for way, seconds, price_s in zip(("apart", "lockstep"), found, prices, strict=True):
+                share, again = max(work_s, chain_s) / seconds, took[way][0].again
+                print(f" {seconds:8.2f} {share:8.0%} {price_s:8.2f} {again:8.1f}", end="")
+            print(flush=True)
 
 
 if __name__ == "__main__":

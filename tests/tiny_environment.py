@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ class Echo:
 
     counted  file that gets a line for each call of reset
     wait_s   seconds that a step waits, the longer the earlier its sample
+    most     turns of the longest episodes
     """
 
-    def __init__(self, counted: str | None = None, wait_s: float = 0.0) -> None:
-        self._counted, self._wait_s = counted, wait_s
+    def __init__(self, counted: str | None = None, wait_s: float = 0.0, most: int = 3) -> None:
+        self._counted, self._wait_s, self._most = counted, wait_s, most
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        self._left, self._answer = 1 + seed % 3, row["answer"]
+        self._left, self._answer = 1 + seed % self._most, row["answer"]
         if self._counted:
             with Path(self._counted).open("a") as file:
                 file.write(json.dumps(seed) + "\n")
@@ -41,3 +43,11 @@ class Moody(Echo):
         if done and self._mood == 0:
             raise ValueError("in a mood")
         return (99 * said, reward, False) if done and self._mood == 1 else (said, reward, done)
+
+
+class Forgetful(Echo):
+    """Echo, which also says who plays."""
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        said, reward, done = await super().step(text)
+        return f"{said}{os.getpid()}", reward, done

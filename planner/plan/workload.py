@@ -256,6 +256,7 @@ _SAMPLE_BYTES = {
     "truncated": 1,
     "environment_rewards": 8,
     "tool_calls": 24,
+    "answered_turns": 64,  # of four turns
     "agent_counts": 32,
     "sequence_lengths": 16,  # of the few sequences that an agent's sample mostly has
     "environment_fault": 1,  # a text, but of few samples

@@ -1,6 +1,7 @@
 """The base classes of configurations whose runs generate, and score what they generate. Torch-free."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -101,8 +102,24 @@ class Scores(Samples, Judges):
     pairs: ClassVar[tuple[Pair, ...]] = (
         Pair(
             "sampling.segment_tokens",
-            "environment.factory",
-            "{first} cuts responses of one turn, but {second} has several. Leave out one of the two.",
+            "environment.max_turn_tokens",
+            "{first} and {second}: of responses of several turns a segment is a turn. Set max_turn_tokens to at most "
+            "segment_tokens.",
+            lambda config: (
+                config.environment is not None
+                and 0 < (config.sampling.segment_tokens or 0) < (config.environment.max_turn_tokens or inf)
+            ),
+        ),
+        Pair(
+            "sampling.segment_tokens",
+            "environment.together",
+            "{first} counts which responses have ended when all have been answered, so {second} waits for nobody in "
+            "vain. Leave out one of the two.",
+            lambda config: (
+                config.environment is not None
+                and config.sampling.segment_tokens is not None
+                and not config.environment.together
+            ),
         ),
         Pair(
             "models.judge",

@@ -4,7 +4,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
@@ -82,11 +82,12 @@ class EnvironmentProcess:
             self._parts = [_Part(config, dict(blocks or {})) for _ in range(config.reward_processes)]
         self._used = threading.Lock()
 
-    def begin(self) -> None:
-        """Begin a batch: all environments are dropped, and what was not answered is forgotten."""
+    def begin(self, continued: Collection[int] = ()) -> None:
+        """Begin a batch: environments are dropped, but for those of the samples in `continued`, whose episodes continue.
+        What was not answered is forgotten."""
         with self._used:
             for part in self._parts:
-                part.begin()
+                part.begin(continued)
 
     def submit(self, episode: Episode) -> None:
         """Have an episode's last turn answered within `reward_timeout_s`. Raises RewardError."""
@@ -188,12 +189,13 @@ class _Part:
             None  # those that are to be played one at a time; None: all are asked
         )
 
-    def begin(self) -> None:
+    def begin(self, continued: Collection[int]) -> None:
         """Begin a batch."""
         if self._pending:  # of a batch that has failed
             self.process.end()
+            self._played.clear()
         self._pending, self._lost, self._alone = {}, None, None
-        self._played.clear()
+        self._played = {sample: turns for sample, turns in self._played.items() if sample in continued}
         self._n_lost, self._replays_s = 0, _replays_s(self._config)
         if self.process.pid is None:
             return
@@ -201,8 +203,9 @@ class _Part:
             self.process.replies()
         except RewardError:  # it has ended since the last batch, over no episode
             self.process.end()
+            self._played.clear()
         else:
-            self.process.submit({"begins": True})
+            self.process.submit({"begins": [*self._played]})
 
     def submit(self, episode: Episode) -> None:
         """Have an episode's last turn answered."""
@@ -213,7 +216,8 @@ class _Part:
 
     def _ask(self, episode: Episode) -> None:
         now_s, sample = time.monotonic(), episode.sample
-        turns = len(episode.texts) - self._played.get(sample, 0)
+        given = self._played.get(sample, 0)  # more than these, where the run has gone back to a commit
+        turns = len(episode.texts) - (given if given < len(episode.texts) else 0)
         self._pending[sample] = _Pending(episode, now_s, now_s + turns * self._config.reward_timeout_s)
         self._played[sample] = len(episode.texts)
         self.process.submit({"episode": episode}, self._pending[sample].until_s)

@@ -2,7 +2,9 @@
 
 import asyncio
 import inspect
+import json
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,12 +33,15 @@ class Episode(NamedTuple):
     row     its row of the data, the prompt included
     seed    of everything random in the environment
     texts   of all its turns so far; the last one is to be answered
+    said    `Answer.digest` of the answers to those before it, if that is known: those of turns that are played again
+            must be the same
     """
 
     sample: int
     row: Mapping[str, Any]
     seed: int
     texts: Sequence[str]
+    said: Sequence[int] = ()
 
 
 class Answer(NamedTuple):
@@ -48,6 +53,11 @@ class Answer(NamedTuple):
     observation: str | Sequence[Mapping[str, str]]
     reward: float
     done: bool
+
+    @property
+    def digest(self) -> int:
+        """A number that other answers do not have, but by chance."""
+        return zlib.crc32(json.dumps(self).encode())
 
 
 class FailedAnswer(NamedTuple):
@@ -92,14 +102,16 @@ class Environments:
     async def answered(self, request: Mapping[str, Any], say: Callable[[Mapping[str, Any]], None]) -> None:
         """Say the answer to a request's episode: `sample`, and `answer` as a list.
 
-        request  `episode`; or `begins`: a new batch begins, so that all environments are dropped
+        request  `episode`; or `begins`: a new batch begins, so that environments are dropped but for those
+                 of these samples
         Raises RewardError, whose `place` is the sample, where the episode fails or is late; where such are skipped,
         only where no environment could be made.
         """
         if "begins" in request:
-            for environment, _ in self._running.values():
+            continued = set(request["begins"])
+            for sample in self._running.keys() - continued:
+                environment, _ = self._running.pop(sample)
                 self._leave(environment)
-            self._running.clear()
             return
         episode = Episode(*request["episode"])
         until_s, timeout_s = request["until_s"], request["timeout_s"]
@@ -158,10 +170,14 @@ class Environments:
                         f"{self._name}: reset returned {shown(begun)}. What the policy reads first is the row's "
                         "prompt: return nothing."
                     )
-            returned = None
-            for text in episode.texts[answered:]:
-                returned = await call(environment, "step", text)
-            answer = self._checked(returned)
+            answer = self._checked(await call(environment, "step", episode.texts[answered]))
+            for turn in range(answered + 1, len(episode.texts)):
+                if episode.said and answer.digest != episode.said[turn - 1]:
+                    raise RewardError(
+                        f"{self._name}: played again, it answered turn {turn} of an episode otherwise than before. "
+                        "Let all that is random in it come from `seed`."
+                    )
+                answer = self._checked(await call(environment, "step", episode.texts[turn]))
         except RewardError as error:
             failed = RewardError(str(error), error.traceback, episode.sample)
         except asyncio.CancelledError:

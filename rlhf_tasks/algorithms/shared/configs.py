@@ -143,11 +143,15 @@ class PolicyConfig(Scores, MovesReference):
     def oldest(self) -> int:
         """The most train calls between drawing a token and learning from it.
 
-        With segments, an iteration draws at least one segment of each sequence. A group that has ended waits for at
-        most one iteration: of the groups of two batches, fewer than one batch are then before it.
+        With segments, an iteration draws at least one segment of each sequence, with an environment one turn. A group
+        that has ended waits for at most one iteration: of the groups of two batches, fewer than one batch are then
+        before it.
         """
         segment = self.sampling.segment_tokens
-        return self.staleness + (-(-self.sampling.max_completion_length // segment) if segment else 0)
+        if segment is None:
+            return self.staleness
+        most = -(-self.sampling.max_completion_length // segment)
+        return self.staleness + (most if self.environment is None else self.environment.max_turns)
 
     @property
     def warning(self) -> str | None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     AGENT_COUNTS,
+    ANSWERED,
     DRAWN_BY,
     ENVIRONMENT_FAULT,
     ENVIRONMENT_REWARDS,
@@ -34,10 +36,12 @@ from prefect_rlhf.rlhf_tasks.config.sampling import Samples, Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEGUN
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.generate.turn_by_turn import turn_by_turn
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turns
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from prefect_rlhf.rlhf_tasks.spec import ENDED
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.user_code.environments import observed
 from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAnswer
@@ -184,7 +188,7 @@ def draw(
     most = sampling.max_new_tokens
     whole = getattr(generator, "draws_turns", False)  # a user's own engine may be older than turns
     together = config.environment.together or not whole
-    dialogues = _Dialogues(batch, context, config, most, purpose, together) if engine.is_head else None
+    dialogues = Dialogues(batch, context, config, most, purpose, together) if engine.is_head else None
     turns = Turns(min(config.environment.max_turn_tokens or most, most), dialogues, together)
     drawn = (
         generator.draw(batch, order._replace(turns=turns))
@@ -194,6 +198,16 @@ def draw(
     if drawn is None or dialogues is None:
         return Drawn(None)
     return Drawn(dialogues.completed(drawn), dialogues.figures())
+
+
+def _seed(seed: int, purpose: str, iteration: int, sample: int) -> int:
+    """The seed of a sample's environment."""
+    return int(counter_bits(seed, purpose, iteration, np.array([sample]), np.zeros(1, dtype=np.int64))[0])
+
+
+def response_tokens(mask: Tensor) -> int:
+    """Tokens of a response, observations among them, by its `response_mask` with the prompt."""
+    return len(mask) - int(mask.int().argmax()) if mask.any() else 0
 
 
 class _Dialogue:
@@ -209,6 +223,9 @@ class _Dialogue:
     truncated  whether the environment has not ended it
     fault      how the environment has failed; "" where it has not
     calls      of tools, by OUTCOMES
+    lengths    tokens of its turns
+    said       `Answer.digest` of the answers to them
+    is_over    whether nothing follows its last turn
     """
 
     def __init__(self, prompt_tokens: int, row: Mapping[str, Any], seed: int, most: int) -> None:
@@ -220,11 +237,16 @@ class _Dialogue:
         self.last, self.is_cut = 0, False
         self.reward, self.truncated, self.fault = 0.0, True, ""
         self.calls = Counter[str]()
+        self.lengths: list[int] = []
+        self.said: list[int] = []
+        self.is_over = False
 
 
-class _Dialogues:
+class Dialogues:
     """The samples of a head, which its environments answer: the partners of generation (turns.py).
 
+    batch       `prompt_ids` and `columns`; where episodes continue (segments.py) also BEGUN, and what `completed`
+                has said of them: ENVIRONMENT_REWARDS, ANSWERED, `response_mask`, TOOL_CALLS
     read_again  tokens that were read more than once
     """
 
@@ -234,30 +256,43 @@ class _Dialogues:
         context: CallContext,
         config: Scores,
         most: int,
-        purpose: str,
-        together: bool,
+        purpose: str = "rollout",
+        together: bool = True,
     ) -> None:
         assert context.environment is not None, "the rank has no environment process"
         assert config.environment is not None, "the run has an environment"
         self.read_again, self._together = 0, together
         self._context, self._config, self._limits = context, config, config.environment
         self._environment = context.environment
-        self._environment.begin()
+        self._continues = ANSWERED in batch.data
         self._observations = Observations(context.tokenizer)
         self._open = 0  # turns whose answers are not taken yet
         self._answered: dict[int, Following] = {}
-        seeds = counter_bits(
-            config.seed,
-            f"environment/{purpose}",
-            context.iteration,
-            torch.tensor(batch.ids, dtype=torch.int64),
-            torch.zeros(1, dtype=torch.int64),
-        ).tolist()
+        begun = batch[BEGUN].values.tolist() if self._continues else [context.iteration] * len(batch)
         prompts, rows = batch["prompt_ids"].lengths, batch["columns"].texts()
         self._dialogues = {
-            sample: _Dialogue(prompt, json.loads(row), seed, most)
-            for sample, prompt, row, seed in zip(batch.ids, prompts, rows, seeds, strict=True)
+            sample: _Dialogue(
+                prompt, json.loads(row), _seed(config.seed, f"environment/{purpose}", iteration, sample), most
+            )
+            for sample, prompt, row, iteration in zip(batch.ids, prompts, rows, begun, strict=True)
         }
+        if self._continues:
+            self._continue(batch)
+        self._environment.begin([sample for sample, one in self._dialogues.items() if one.texts])
+
+    def _continue(self, batch: SampleBatch) -> None:
+        """Take up the episodes where an earlier iteration has left them."""
+        parts = {key: packed.to(torch.device("cpu")).split() for key, packed in batch.data.items()}
+        for place, dialogue in enumerate(self._dialogues.values()):
+            sample = {key: of_key[place] for key, of_key in parts.items()}
+            drawn = sample["prompt_ids"][sample["response_mask"]]
+            dialogue.lengths, dialogue.said = sample[ANSWERED].view(2, -1).tolist()
+            dialogue.texts = [self._said(turn.tolist()) for turn in drawn.split(dialogue.lengths)]
+            dialogue.room -= response_tokens(sample["response_mask"])
+            dialogue.reward = sample[ENVIRONMENT_REWARDS].item()
+            if self._config.tools:
+                calls, *others = sample[TOOL_CALLS].tolist()
+                dialogue.calls.update(dict(zip(OUTCOMES, (calls - sum(others), *others), strict=True)))
 
     def begun(self, sample: int, read: int) -> None:
         """Count what is read again."""
@@ -271,10 +306,12 @@ class _Dialogues:
         dialogue.room -= len(turn)
         dialogue.last, dialogue.is_cut = turn[-1], is_cut
         dialogue.texts.append(self._said(turn))
+        dialogue.lengths.append(len(turn))
         dialogue.asked_s = time.monotonic()
         self._open += 1
         try:
-            self._environment.submit(Episode(sample, dialogue.row, dialogue.seed, dialogue.texts))
+            episode = Episode(sample, dialogue.row, dialogue.seed, dialogue.texts, dialogue.said)
+            self._environment.submit(episode)
         except RewardError as error:
             raise RewardError(f"{error}{self._about(error.place)}", error.traceback) from None
 
@@ -289,7 +326,9 @@ class _Dialogues:
         for sample, answer in answers.items():
             dialogue = self._dialogues[sample]
             dialogue.think_s.append(time.monotonic() - dialogue.asked_s)
-            self._answered[sample] = self._following(sample, answer)
+            self._answered[sample] = following = self._following(sample, answer)
+            dialogue.said.append(answer.digest if isinstance(answer, Answer) else 0)
+            dialogue.is_over = not following.most
         if self._together and (not wait_s or self._open > len(self._answered)):
             return []
         taken = [self._answered.pop(each) for each in sorted(samples & self._answered.keys())]
@@ -362,6 +401,12 @@ class _Dialogues:
             calls = [[each.calls.total(), *map(each.calls.__getitem__, OUTCOMES[1:])] for each in made]
             numbers = torch.tensor(calls, dtype=torch.int64, device=device).view(-1)
             data[TOOL_CALLS] = Packed(numbers, (len(OUTCOMES),) * len(made))
+        if self._continues:
+            turns = [[*each.lengths, *each.said] for each in made]
+            numbers = torch.tensor([n for each in turns for n in each], dtype=torch.int64, device=device)
+            data[ANSWERED] = Packed(numbers, tuple(map(len, turns)))
+            over = torch.tensor([each.is_over for each in made], dtype=torch.bool, device=device)
+            data[ENDED] = Packed(over, one)
         if self._config.on_reward_error == "skip":
             faults = [each.fault.encode(errors="backslashreplace") for each in made]
             text = torch.tensor(list(b"".join(faults)), dtype=torch.uint8, device=device)

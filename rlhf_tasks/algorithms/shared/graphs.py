@@ -492,6 +492,11 @@ ENVIRONMENT_FAULT = "environment_fault"
 """The key of the sentence that says how the environment failed on a sample, where such are skipped; mostly empty."""
 
 
+ANSWERED = "answered_turns"
+"""In segments, the key of [2 n] int64 of a sample's n turns: the tokens of each, then the digests of the answers
+(`Answer.digest`)."""
+
+
 TOOL_CALLS = "tool_calls"
 """The key of a sample's numbers of calls of tools: all, malformed ones, those whose tool failed."""
 
@@ -617,10 +622,11 @@ def in_segments(calls: Sequence[ModelFunctionCall], segment_tokens: int) -> list
     for call in calls:
         changed: dict[str, object] = {}
         if call in drawing:
+            played = (ANSWERED,) if ENVIRONMENT_REWARDS in call.outputs else ()
             changed = {
                 "segment_tokens": segment_tokens,
-                "inputs": (*call.inputs, "columns"),
-                "outputs": (*call.outputs, NUMBER, COLUMNS),
+                "inputs": tuple(dict.fromkeys((*call.inputs, "columns"))),
+                "outputs": (*call.outputs, *played, NUMBER, COLUMNS),
             }
         elif "columns" in call.inputs:
             inputs = (COLUMNS if key == "columns" else key for key in call.inputs)

@@ -6,6 +6,9 @@ ended. Free places get the next groups in the order of the data, counted over al
 not ended are drawn by `segment_tokens` tokens, again and again, until a batch of whole groups has ended. The first of
 these in the order of the data are delivered: they are the iteration's samples. So its batch is always full. In the
 last iteration all is drawn to its end.
+
+Where an environment answers, a segment is a turn of each sample, and its answer. The environment of an episode that
+continues lives on; one that is gone, as after a kill, is given all turns again.
 """
 
 import time
@@ -17,14 +20,29 @@ from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
-from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import sampling_params
-from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import COLUMNS, DRAWN_BY, KEPT, NUMBER
+from prefect_rlhf.rlhf_tasks.algorithms.shared.generation import (
+    Dialogues,
+    response_tokens,
+    sampling_params,
+)
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
+    ANSWERED,
+    COLUMNS,
+    DRAWN_BY,
+    ENVIRONMENT_FAULT,
+    ENVIRONMENT_REWARDS,
+    KEPT,
+    NUMBER,
+    TOOL_CALLS,
+)
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
-from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEFORE, BEGUN
+from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEFORE, BEGUN, MOST
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Turns
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.spec import ENDED, GROUPS_BEGUN, ModelFunctionCall
+from prefect_rlhf.rlhf_tasks.user_code.tools.episode import OUTCOMES
 
 FREE = -1
 """The number of the sample in a free place."""
@@ -36,8 +54,14 @@ _EMPTY: Mapping[str, torch.dtype] = {
     DRAWN_BY: torch.int64,
     "truncated": torch.bool,
     COLUMNS: torch.uint8,
+    ENVIRONMENT_REWARDS: torch.float64,
+    ENVIRONMENT_FAULT: torch.uint8,
+    TOOL_CALLS: torch.int64,
+    ANSWERED: torch.int64,
     **dict.fromkeys(KEPT, torch.int32),
 }
+
+_OF_EPISODES = (ENVIRONMENT_REWARDS, ENVIRONMENT_FAULT, TOOL_CALLS, ANSWERED)
 
 Sample = dict[str, Tensor]
 """A sample by its keys, on the CPU: those that generation makes, ENDED and GROUPS_BEGUN."""
@@ -120,7 +144,16 @@ def draw_segments(call: ModelFunctionCall) -> CallFunction:
             segments=None if is_last else Segments(call.segment_tokens or 1, enough),
         )
         context.generator.take(engine)
-        drawn = context.generator.draw(_to_draw(running, config.batch_size), order)
+        batch = _to_draw(running, config)
+        dialogues = None
+        if config.environment is not None:
+            if engine.is_head:
+                dialogues = Dialogues(batch, context, config, config.sampling.max_completion_length)
+            most = config.environment.max_turn_tokens or call.segment_tokens or 1
+            order = order._replace(turns=Turns(most, dialogues, together=True))
+        drawn = context.generator.draw(batch, order)
+        if drawn is not None and dialogues is not None:
+            drawn = dialogues.completed(drawn)
         elapsed_s = time.perf_counter() - started
         if drawn is not None:
             for sample, new in zip(running, _samples(drawn), strict=True):
@@ -193,6 +226,10 @@ def _begin(
         sample[DRAWN_BY] = torch.full((n,), -1)
         if "kept_counts" in sample:
             sample["kept_counts"] = torch.zeros(n, dtype=torch.int32)
+        if ENVIRONMENT_REWARDS in sample:
+            sample[ENVIRONMENT_REWARDS] = torch.zeros(1, dtype=torch.float64)
+        if TOOL_CALLS in sample:
+            sample[TOOL_CALLS] = torch.zeros(len(OUTCOMES), dtype=torch.int64)
 
 
 def _ready(
@@ -213,22 +250,26 @@ def _ready(
     return sorted(int(number) - 1 for number in engine.sum_over_dp(numbers).tolist() if number)
 
 
-def _to_draw(running: Sequence[Sample], batch_size: int) -> SampleBatch:
-    """Samples under their numbers, as `generate` takes them. Random numbers are those of the iteration that would
-    have begun them if all were drawn at once."""
+def _to_draw(running: Sequence[Sample], config: PolicyConfig) -> SampleBatch:
+    """Samples under their numbers, as `generate` takes them; where an environment answers, as `Dialogues` does, too.
+    Random numbers are those of the iteration that would have begun them if all were drawn at once."""
     numbers, one = [int(sample[NUMBER]) for sample in running], (1,) * len(running)
-    before = [int(sample["response_mask"].sum()) for sample in running]
-    none = torch.zeros(0, dtype=torch.int64)
+    before = torch.tensor([response_tokens(sample["response_mask"]) for sample in running], dtype=torch.int64)
+    begun = torch.tensor([n // config.batch_size for n in numbers], dtype=torch.int64)
+
+    def packed(key: str, dtype: torch.dtype) -> Packed:
+        parts = [sample[key] for sample in running]
+        return Packed(torch.cat([torch.zeros(0, dtype=dtype), *parts]), tuple(map(len, parts)))
+
+    data = {"prompt_ids": packed("input_ids", torch.int64), BEGUN: Packed(begun, one)}
+    if config.environment is None:
+        return SampleBatch(tuple(numbers), {**data, BEFORE: Packed(before, one)})
+    # A turn begins, so nothing of it was drawn before.
+    most = Packed(config.sampling.max_completion_length - before, one)
+    keys = ("response_mask", ENVIRONMENT_REWARDS, ANSWERED, *([TOOL_CALLS] if config.tools else []))
+    played = {key: packed(key, _EMPTY[key]) for key in keys}
     return SampleBatch(
-        tuple(numbers),
-        {
-            "prompt_ids": Packed(
-                torch.cat([none, *(sample["input_ids"] for sample in running)]),
-                tuple(len(sample["input_ids"]) for sample in running),
-            ),
-            BEFORE: Packed(torch.tensor(before, dtype=torch.int64), one),
-            BEGUN: Packed(torch.tensor([n // batch_size for n in numbers], dtype=torch.int64), one),
-        },
+        tuple(numbers), {**data, MOST: most, "columns": packed(COLUMNS, torch.uint8), **played}
     )
 
 
@@ -242,9 +283,14 @@ def _extend(sample: Sample, new: Sample, version: int, most: int) -> None:
     sample["input_ids"] = new["input_ids"]
     sample["response_mask"] = torch.cat([sample["response_mask"], drawn[before:]])
     sample["old_logprobs"] = torch.cat([sample["old_logprobs"], new["old_logprobs"][before:]])
-    sample[DRAWN_BY] = torch.cat([sample[DRAWN_BY], torch.full((len(drawn) - before,), version)])
-    sample["truncated"] = new["truncated"] & (sample["response_mask"].sum() == most)
-    sample[ENDED] = ~new["truncated"] | sample["truncated"]
+    drawn_by = torch.where(drawn[before:], version, -1)
+    sample[DRAWN_BY] = torch.cat([sample[DRAWN_BY], drawn_by])
+    if ENDED in new:
+        sample |= {key: new[key] for key in (*_OF_EPISODES, ENDED) if key in new}
+        sample["truncated"] = new["truncated"] & new[ENDED]
+    else:
+        sample["truncated"] = new["truncated"] & (sample["response_mask"].sum() == most)
+        sample[ENDED] = ~new["truncated"] | sample["truncated"]
     if "kept_counts" in sample:
         sample["kept_counts"] = torch.cat([sample["kept_counts"], new["kept_counts"][before:]])
         sample["kept_tokens"] = torch.cat([sample["kept_tokens"], new["kept_tokens"]])

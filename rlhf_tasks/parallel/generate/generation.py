@@ -32,7 +32,8 @@ ANSWER_S = 0.1  # that a rank waits for an answer before it looks whether it is 
 class Segments(NamedTuple):
     """Responses are drawn segment after segment, until there are enough.
 
-    tokens  most tokens that are drawn of a response in a segment
+    tokens  most tokens that are drawn of a response in a segment; with turns a segment is a turn of all, which are
+            answered together
     enough  whether no further segment is drawn: asked on all ranks after each, with the ids of the replica's samples
             that have ended by then. It says True at the latest when all have
     """

@@ -67,7 +67,7 @@ class Responses:
         device = prompts["input_ids"].values.device
         lengths = prompts["input_ids"].lengths
         first_turn = None if drawing.turns is None else drawing.turns.most
-        self._segment = drawing.segment_tokens or first_turn or drawing.params.max_new_tokens
+        self._segment = first_turn or drawing.segment_tokens or drawing.params.max_new_tokens
         self.before = prompts[BEFORE].values
         self.allowed = (prompts[MOST].values - self.before).tolist()
         self.most = [min(self._segment, allowed) for allowed in self.allowed]

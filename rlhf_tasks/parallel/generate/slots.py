@@ -81,7 +81,8 @@ class Group:
     answered, it waits before those that are yet to begin, and enters with what it has parked: only what is new is
     read. Others take what is parked where they have no room without it, and layers with states park nothing: such a
     sequence is read again. The head alone talks to partners. At a check it says what has been answered, so all ranks
-    do the same.
+    do the same. In segments, each of which is a turn of all, all rest when they have been answered, and continue with
+    what they have parked.
 
     prompts  with four keys. `input_ids`: prompts, followed by the tokens that earlier calls have drawn after them;
              these count as prompt here. BEFORE [1] int64: how many tokens that are. BEGUN [1] int64: the iteration
@@ -311,6 +312,8 @@ class Group:
 
     def ended(self) -> list[int]:
         """The ids of the samples that have ended: none of their tokens is still to be drawn."""
+        if self._drawing.turns is not None:
+            return [self._ids[place] for place in self._apart - self._unanswered]
         return [sample for sample, ended in zip(self._ids, self._responses.ended(), strict=True) if ended]
 
     def _say_ended(self, finished: Sequence[bool], on_ended: Callable[[int, Sequence[int]], None]) -> None:
@@ -332,6 +335,12 @@ class Group:
         """Begin the next segment: all that has not ended is drawn further."""
         responses = self._responses
         queue = self._queue
+        if self._drawing.turns is not None:
+            self.done = not queue.waiting
+            for place in queue.waiting:
+                responses.lengths[place] = responses.most[place]
+            self._admit(self._fitting(0))
+            return
         ended = responses.ended()
         running = [place for place, has_ended in enumerate(ended) if not has_ended]
         self.done = not running
@@ -373,6 +382,10 @@ class Group:
             self._set_apart([row for row, ended in enumerate(finished) if ended])
             self._answer(following)
         self.done = running + len(queue.waiting) + len(self._unanswered) == 0
+        if following and self._drawing.segment_tokens is not None:
+            self.done = True
+            for place in queue.waiting:
+                self._responses.lengths[place] = queue.drawn[place]
         if self.done:  # all rows stay: the next segment may continue with them
             return
         leaves = self._part_with(finished)

@@ -394,7 +394,7 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
                 "sampling": {"max_completion_length": 8, "segment_tokens": 4},
                 "environment": {"factory": "builtin:GuessingGame"},
             },
-            "segment_tokens=4 cuts responses of one turn, but environment.factory=builtin:GuessingGame has several.",
+            "segment_tokens=4 and environment.max_turn_tokens=None: of responses of several turns a segment is a",
         ),
         ({"delta": 1.1}, "delta=1.1 must exceed the ratio's upper bound 1 + 0.2."),
         (
