@@ -83,8 +83,8 @@ class EnvironmentProcess:
         self._used = threading.Lock()
 
     def begin(self, continued: Collection[int] = ()) -> None:
-        """Begin a batch: environments are dropped, but for those of the samples in `continued`, whose episodes continue.
-        What was not answered is forgotten."""
+        """Begin a batch: environments are dropped, but for those of samples whose episodes are continued. What was
+        not answered is forgotten."""
         with self._used:
             for part in self._parts:
                 part.begin(continued)

@@ -31,13 +31,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 AT = 2
 SEGMENTS = {"max_completion_length": 12, "segment_tokens": 5, "stop": list(range(32, 64))}
 WHOLE = {"max_completion_length": 12}
+EPISODES = {"max_completion_length": 50, "segment_tokens": 4}
+ECHO = f"{Path(__file__).parents[2]}/tiny_environment.py:Echo"
+PLAYED = {"factory": ECHO, "max_turn_tokens": 4, "kwargs": {"most": 6}}
 
 
 class Case(NamedTuple):
-    """What is in flight: so many iterations ahead, and whether in segments."""
+    """What is in flight: so many iterations ahead, whether in segments, and whether an environment answers."""
 
     staleness: int
     segments: bool
+    plays: bool = False
 
     @property
     def iterations(self):
@@ -61,7 +65,8 @@ class Case(NamedTuple):
                 cluster={"devices_per_host": 2},
                 total_iterations=self.iterations,
                 staleness=self.staleness,
-                sampling=SEGMENTS if self.segments else WHOLE,
+                sampling=EPISODES if self.plays else SEGMENTS if self.segments else WHOLE,
+                environment=PLAYED if self.plays else None,
                 dtype="float64",
                 keep_last=4,
                 optimizer={"learning_rate": 1e-2},
@@ -95,7 +100,7 @@ def each(*cases):
         [
             pytest.param(
                 case,
-                id=f"staleness-{case.staleness}{'-segments' if case.segments else ''}",
+                id=f"staleness-{case.staleness}{'-segments' * case.segments}{'-episodes' * case.plays}",
                 marks=() if case == Case(1, True) else pytest.mark.slow,
             )
             for case in cases
@@ -106,6 +111,7 @@ def each(*cases):
 
 IN_SEGMENTS = (Case(1, True), Case(0, True), Case(2, True))
 AHEAD = Case(2, False)
+PLAYS = Case(1, True, plays=True)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +157,7 @@ def test_a_commit_has_the_sequences_that_have_not_ended_and_the_last_iteration_l
 
 
 @pytest.mark.parametrize("point", ["generation", pytest.param("answer", marks=pytest.mark.slow)])
-@each(*IN_SEGMENTS, AHEAD)
+@each(*IN_SEGMENTS, AHEAD, PLAYS)
 def test_a_rank_that_is_killed_costs_nothing(cluster, played, tmp_path, point):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -174,7 +180,7 @@ def killed(cluster, played, folder):
     return {now.controller.address}
 
 
-@each(*IN_SEGMENTS, AHEAD)
+@each(*IN_SEGMENTS, AHEAD, PLAYS)
 def test_nor_does_a_whole_run_that_is_killed_and_resumed(cluster, played, tmp_path):
     folder = tmp_path / "run"
     gone = killed(cluster, played, folder)
