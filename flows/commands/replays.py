@@ -5,8 +5,9 @@ from pathlib import Path
 
 from prefect_rlhf.flows.view.terminal import tell
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
-from prefect_rlhf.rlhf_tasks.checkpoint.manifest import CheckpointError
+from prefect_rlhf.rlhf_tasks.checkpoint.manifest import MANIFEST, CheckpointError
 from prefect_rlhf.rlhf_tasks.rank.replay import Replay, StepPair
+from prefect_rlhf.rlhf_tasks.user_code.errors import UserCodeError
 
 
 def replay(dump: Path, /) -> None:
@@ -17,6 +18,10 @@ def replay(dump: Path, /) -> None:
     dump
         A folder in anomalies/ of a run folder, of the same version of prefect-rlhf.
     """
+    if not (dump / MANIFEST).is_file():
+        raise ConfigError(
+            f"{dump} is no dump: it has no {MANIFEST}. Name a folder in anomalies/ of a run folder."
+        )
     try:
         again = Replay(dump)
     except CheckpointError as error:
@@ -24,7 +29,10 @@ def replay(dump: Path, /) -> None:
     about = again.dump
     strategy = about.record.placement.strategy
     tell(f"{about.anomaly} {about.call} of {about.run}, on {strategy}; torch {about.torch}.")
-    metrics = again.run(lambda pair: tell(line_of(pair, again.tolerance)))
+    try:
+        metrics = again.run(lambda pair: tell(line_of(pair, again.tolerance)))
+    except UserCodeError as error:
+        raise ConfigError(f"{error}. Install the package as it was in the run.") from None
     tell(f"Replayed: {again.anomaly or 'no anomaly.'}")
     places = [(pair.number, pair.place) for pair in again.steps if pair.place]
     if differs := again.difference(metrics):

@@ -2,12 +2,14 @@
 
 What is summed are words of 64 bits, in rows; each row's sum is weighted by an odd number of its place, all modulo
 2**64. So whatever changes within one word changes the checksum, and rows that change places do. Words that change
-places within a row of 2,048 do not, nor does an even number of flips of words' highest bits. A CPU reads words
-several times faster than it copies memory, and narrower integers, which it has to widen first, twenty times slower; a
-GPU reads faster than anything arrives (docs/adr/0037-digests.md).
+places within a row of 2,048 do not. A CPU reads words several times faster than it copies memory, and narrower
+integers, which it has to widen first, twenty times slower; a GPU reads faster than anything arrives. For a small
+tensor an operation costs more than its bytes, so the rows of many are weighted together (docs/adr/0037-digests.md).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,19 +25,55 @@ _ROW = 2048
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Of a tensor of any shape and dtype: one int64 scalar on its device. Bytes after the last whole word are summed
-    by themselves."""
+    """Of a tensor of any shape and dtype: one int64 scalar on its device."""
+    return checksums([values], values.device)[0]
+
+
+def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Of each tensor, of any shape and dtype: [n] int64 on a device. Bytes after the last whole word are summed by
+    themselves."""
+    rows = [list(_sums_of_rows(one)) for one in tensors]
+    if not rows:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    counts = tuple(sum(map(len, one)) for one in rows)
+    sums = torch.cat([part.to(device) for one in rows for part in one])
+    # The highest bit of a sum weighs the same whatever odd number it is multiplied by; its lower half's bits do not.
+    mixed = sums ^ ((sums >> 32) & 0xFFFFFFFF)
+    return sums_of_segments(mixed * torch.cat([_odd_numbers(n, device) for n in counts]), counts)
+
+
+def sums_of_segments(values: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """The sum of each of the segments into which [n] int64 are cut. counts: elements of each, not 0"""
+    if len(counts) == 1:
+        return values.sum(0, keepdim=True)
+    ends = values.cumsum(0)[torch.tensor([n - 1 for n in accumulate(counts)], device=values.device)]
+    ends[1:] -= ends[:-1].clone()
+    return ends
+
+
+@lru_cache(maxsize=256)
+def _odd_numbers(n: int, device: torch.device) -> Tensor:
+    """[n]: 1, 3, 5, ..."""
+    return torch.arange(1, 2 * n + 1, 2, device=device)
+
+
+def _sums_of_rows(values: Tensor) -> Iterator[Tensor]:
+    """[n] int64, one after the other: of whole rows of words, of the words that are left, of the bytes that are."""
     flat = values.detach().contiguous().view(-1)
     if n_rest := flat.nbytes % WORD_BYTES:
         flat = flat.view(torch.uint8)
-        rest = flat[len(flat) - n_rest :].sum(dtype=torch.int64)
-        return rest if n_rest == len(flat) else checksum(flat[: len(flat) - n_rest]) + rest
+        yield flat[len(flat) - n_rest :].sum(0, keepdim=True, dtype=torch.int64)
+        flat = flat[: len(flat) - n_rest]
     words = _words(flat)
-    n_rows = len(words) // _ROW
-    if not n_rows:
-        return words.sum()
-    sums = words[: n_rows * _ROW].view(n_rows, _ROW).sum(1)
-    return _weighted(sums, 0) + words[n_rows * _ROW :].sum() * (2 * n_rows + 1)
+    if whole := len(words) // _ROW * _ROW:
+        yield words[:whole].view(-1, _ROW).sum(1)
+    if len(words) > whole or not (whole or n_rest):
+        yield words[whole:].sum(0, keepdim=True)
+
+
+def width_of_rows(inner: int, k: int) -> int:
+    """Elements of a row of words of a matrix. inner: as `checksum_of_columns` has it; k: elements of a word"""
+    return inner if inner % k == 0 else k
 
 
 def checksum_of_columns(values: Tensor, left: int, inner: int) -> Tensor:
@@ -51,7 +89,7 @@ def checksum_of_columns(values: Tensor, left: int, inner: int) -> Tensor:
     """
     size, (n_rows, n_columns) = values.element_size(), values.shape
     k = WORD_BYTES // size
-    width = inner if inner % k == 0 else k
+    width = width_of_rows(inner, k)
     begin = min(-left % k, n_columns)
     stop = begin + (n_columns - begin) // k * k
     totals = list[Tensor]()
@@ -96,12 +134,6 @@ def _words(values: Tensor) -> Tensor:
     if any(step % k for step in (values.storage_offset(), *values.stride()[:-1])):
         values = values.clone(memory_format=torch.contiguous_format)
     return values.view(torch.int64)
-
-
-def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Of each tensor: [n] int64 on a device."""
-    sums = [checksum(one).to(device) for one in tensors]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def require_same(what: str, names: Iterable[str], sent: Tensor, arrived: Tensor) -> None:

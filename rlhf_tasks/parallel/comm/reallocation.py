@@ -12,7 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import checksum_of_columns
+from prefect_rlhf.rlhf_tasks.parallel.comm.checksums import (
+    WORD_BYTES,
+    checksum_of_columns,
+    sums_of_segments,
+    width_of_rows,
+)
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import (
     Blank,
     ProcessGroups,
@@ -244,6 +249,11 @@ class Counted(NamedTuple):
     left: int
     inner: int
 
+    def is_of_whole_rows(self, k: int) -> bool:
+        """Whether it is one row of the matrix and has whole rows of words. k: elements of a word"""
+        (n_rows, n_columns), width = self.shape, width_of_rows(self.inner, k)
+        return n_rows == 1 and self.left % width == 0 and n_columns % width == 0
+
 
 @lru_cache(maxsize=256)
 def counted(layout: Layout, device: int, state: bool = False) -> tuple[Counted, ...]:
@@ -271,18 +281,48 @@ def digests(
     on      where the result is to be
 
     The words of a row are summed, then weighted by the row's number and the parameter's name, so that swapped rows or
-    parameters change the sum. Sums wrap around at 2**64.
+    parameters change the sum. Sums wrap around at 2**64, so an even number of flips of words' highest bits does not.
+    Rows of all pieces that have whole ones are weighted together.
     """
-    sums, places, numbers = list[Tensor](), list[int](), {name: n for n, name in enumerate(names)}
-    for name, first, stride, shape, left, inner in pieces:
-        if name in slices:
-            flat = slices[name].detach().view(-1)
-            part = flat.as_strided(shape, (stride, 1), flat.storage_offset() + first)
-            sums.append(checksum_of_columns(part, left, inner))
-            places.append(numbers[name])
-    total = torch.zeros(len(names), dtype=torch.int64, device=on)
+    numbers, total = (
+        {name: n for n, name in enumerate(names)},
+        torch.zeros(len(names), dtype=torch.int64, device=on),
+    )
+    rows, together, alone, sums = list[Tensor](), list[Counted](), list[Counted](), list[Tensor]()
+    for piece in pieces:
+        if piece.name not in slices:
+            continue
+        flat = slices[piece.name].detach().view(-1)
+        k = WORD_BYTES // flat.element_size()
+        if piece.is_of_whole_rows(k) and (flat.storage_offset() + piece.first) % k == 0:
+            words = flat[piece.first : piece.first + piece.shape[1]].view(torch.int64)
+            width = width_of_rows(piece.inner, k) // k
+            rows.append(words if width == 1 else words.view(-1, width).sum(1))
+            together.append(piece)
+        else:
+            part = flat.as_strided(piece.shape, (piece.stride, 1), flat.storage_offset() + piece.first)
+            sums.append(checksum_of_columns(part, piece.left, piece.inner) * _factor(piece.name))
+            alone.append(piece)
     if sums:
-        factors = [2 * zlib.crc32(names[place].encode()) + 1 for place in places]
-        weighted = torch.stack(sums).to(on) * torch.tensor(factors, device=on)
-        total.index_add_(0, torch.tensor(places, device=on), weighted)
+        places = torch.tensor([numbers[piece.name] for piece in alone], device=on)
+        total.index_add_(0, places, torch.stack(sums).to(on))
+    if rows:
+        counts = tuple(map(len, rows))
+        weighted = torch.cat(rows) * _weights(tuple(together), counts, rows[0].device)
+        places = torch.tensor([numbers[piece.name] for piece in together], device=on)
+        total.index_add_(0, places, sums_of_segments(weighted, counts).to(on))
     return total
+
+
+@lru_cache(maxsize=64)
+def _weights(pieces: tuple[Counted, ...], counts: tuple[int, ...], on: torch.device) -> Tensor:
+    """Of each row of pieces of whole rows: what its sum is multiplied by. counts: rows of each piece"""
+    weights = list[Tensor]()
+    for piece, n_rows in zip(pieces, counts, strict=True):
+        first = piece.left * n_rows // piece.shape[1]
+        weights.append(torch.arange(2 * first + 1, 2 * (first + n_rows) + 1, 2) * _factor(piece.name))
+    return torch.cat(weights).to(on)
+
+
+def _factor(name: str) -> int:
+    return 2 * zlib.crc32(name.encode()) + 1

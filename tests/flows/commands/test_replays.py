@@ -22,7 +22,7 @@ from tests.rlhf_tasks.rank.test_anomalies import alone, prepared_run, site  # no
 @pytest.mark.parametrize(
     ("manifest", "sentence"),
     [
-        (None, "manifest.json: No such file or directory."),
+        (None, "is no dump: it has no manifest.json. Name a folder in anomalies/ of a run folder."),
         ({"schema_version": 7}, "manifest.json: schema 7; this version of prefect-rlhf reads 1."),
         ({"schema_version": 1}, "manifest.json: not a manifest: "),
     ],
@@ -72,6 +72,41 @@ def test_steps_metrics_and_the_anomaly_are_compared_too(site, tmp_path, capsys):
             said = " ".join("".join(capsys.readouterr()).split())
             assert sentence in said
             assert "Replayed: iteration 1: actor: optimizer step 1 has loss nan" in said
+
+
+def test_a_dump_of_another_version_one_that_has_changed_and_one_whose_code_is_gone_say_so_in_a_sentence(
+    site,  # noqa: F811
+    tmp_path,
+    capsys,
+):
+    def said() -> str:
+        assert run_command(["replay", str(place)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+        return said
+
+    with installed(site):
+        *_, folder = of_run = prepared_run(tmp_path, 1, "0")
+        alone(*of_run)
+        (place,) = dumps_of(Path(folder))
+        dump = read_dump(place, version(PACKAGE))
+        write_manifest(place, dump.model_copy(update={"version": "9.9"}))
+        assert "was written by prefect-rlhf 9.9, and this is " in said()
+        write_manifest(place, dump.model_copy(update={"call": "gone"}))
+        assert (
+            "cannot be imported: AttributeError: module 'tuned.functions' has no attribute 'gone'" in said()
+        )
+        write_manifest(place, dump)
+        (tmp_path / "actor").rename(tmp_path / "elsewhere")
+        assert str(tmp_path / "actor") in said()
+        (tmp_path / "elsewhere").rename(tmp_path / "actor")
+        state = next(place.glob("state.*"))
+        whole = state.read_bytes()
+        state.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert f"{state}: its content has changed since it was written." in said()
+        state.unlink()
+        assert f"{state}: missing, or not a plain file." in said()
 
 
 @pytest.mark.slow

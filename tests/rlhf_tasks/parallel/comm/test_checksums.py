@@ -63,11 +63,35 @@ def test_any_flipped_bit_changes_a_checksum_and_rows_that_change_places_do(dtype
 
 
 def test_a_checksum_is_that_of_words_modulo_two_to_the_64th_and_of_no_address():
-    assert int(checksum(torch.full((2048,), 2**62))) == (2048 * 2**62 + 2**63) % 2**64 - 2**63
-    assert int(checksum(torch.tensor([1, 1, 3], dtype=torch.int32))) == 1 + 2**32 + 3
+    """In rows, and the bytes that fill no word before them: each sum is mixed, and weighs an odd number."""
+
+    def mixed(total: int) -> int:
+        return total ^ (total % 2**64 >> 32)
+
+    words = (torch.arange(5000) - 2500) * 2**53
+    sums = [sum(row) for row in (words[:2048].tolist(), words[2048:4096].tolist(), words[4096:].tolist())]
+    known = sum(mixed(total % 2**64) * weight for total, weight in zip(sums, (1, 3, 5), strict=True))
+    assert int(checksum(words)) % 2**64 == known % 2**64
+    assert int(checksum(torch.tensor([1, 1, 3], dtype=torch.int32))) == 3 + 3 * mixed(1 + 2**32)
     values = torch.arange(10_000, dtype=torch.int16)
     assert checksum(torch.cat([values[:1], values])[1:]) == checksum(values), "which begins within a word"
     assert int(checksum(torch.zeros(0))) == 0
+
+
+@pytest.mark.parametrize("flips", [2, 3, 4])
+def test_highest_bits_of_words_that_are_flipped_in_several_rows_change_a_checksum(flips):
+    """Each adds 2**63, whatever odd number it is multiplied by."""
+    values = torch.randn(5 * 2048, dtype=torch.float64)
+    flipped = values.clone()
+    flipped[torch.arange(flips) * 2048] *= -1
+    assert checksum(flipped) != checksum(values)
+
+
+def test_the_checksums_of_many_tensors_are_those_of_each():
+    torch.manual_seed(0)
+    sizes = (0, 1, 3, 2048, 2049, 5000, 0, 4096)
+    tensors = [torch.randn(size, dtype=d) for size in sizes for d in (torch.bfloat16, torch.float32)]
+    assert checksums(tensors, CPU).tolist() == [int(checksum(one)) for one in tensors]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
