@@ -164,7 +164,7 @@ class Scores(Samples, Judges):
         description="What the model may call, in at most environment.max_turns turns. Rewards judge the last turn. "
         "The rows are conversations.",
     )
-    tool_format: Literal["hermes", "xml", "llama", "mistral", "harmony"] | None = Field(
+    tool_format: Literal["hermes", "xml", "glm", "llama", "mistral", "harmony"] | None = Field(
         default=None,
         description="How the model writes calls of tools; default: as its chat template does.",
     )

@@ -4,11 +4,12 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import make_config
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from prefect_rlhf.rlhf_tasks.user_code.child import UNTIL_S
@@ -17,6 +18,7 @@ from prefect_rlhf.rlhf_tasks.user_code.episodes import Answer, Episode, FailedAn
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError
 from prefect_rlhf.rlhf_tasks.user_code.tools.builtin import python
 from prefect_rlhf.rlhf_tasks.user_code.tools.episode import MOST_CALLS, MOST_CHARACTERS
+from prefect_rlhf.rlhf_tasks.user_code.tools.formats import FORMATS
 from prefect_rlhf.rlhf_tasks.user_code.tools.schemas import schemas_of
 from tests.rlhf_tasks.user_code.tools.templates import TEMPLATES
 from tests.tiny_runs import EOS, byte_tokenizer
@@ -61,6 +63,11 @@ def call(name, arguments):
 
 def contents(answer):
     return [each["content"] for each in answer.observation]
+
+
+def test_a_configuration_can_name_each_format():
+    field = Scores.model_fields["tool_format"]
+    assert {*get_args(get_args(field.annotation)[0])} == {*FORMATS}
 
 
 def test_a_long_answer_is_cut_and_so_are_many_calls(answers):
