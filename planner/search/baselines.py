@@ -11,7 +11,9 @@ colocated  HybridFlow's mapping (arXiv:2409.19256, section 6): the best division
            that each device keeps a part of what it has
 
 Of the last two, sets of roles get consecutive meshes, the largest first. One mesh grows at a time, the one that
-shortens the iteration most, until the cluster is full. Then two sets exchange devices as long as that helps.
+shortens the iteration most, until the cluster is full. Then two sets exchange devices as long as that helps. They
+choose among the search's options, so where a sequence does not fit otherwise its tokens are divided (cp), as verl and
+OpenRLHF do. The sources of the first three have no such thing, and they do not either.
 """
 
 import math

@@ -284,6 +284,20 @@ def test_the_help_says_what_is_done_under_any_time_limit(capsys):
     assert "The comparison takes extra time; --no-compare" in told
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("mode", "divides"), [("colocated", True), ("disjoint", True), ("heuristic", False), ("hybrid", False)]
+)
+def test_systems_that_divide_sequences_do_so_where_memory_asks_for_it(run_plan, tmp_path, mode, divides):
+    document = yaml.safe_load((EXAMPLES / "plan-grpo-7b-32k.yaml").read_text())
+    document["sampling"]["max_completion_length"] = 130_000
+    document["models"]["actor"]["max_position_embeddings"] = 262_144
+    figures = tmp_path / "figures.json"
+    status, _, err = run_plan(document, "--mode", mode, "--no-compare", "--json", str(figures))
+    assert status == 0, err
+    assert (json.loads(figures.read_text())["assignments"]["actor_train"]["cp"] > 1) == divides
+
+
 def test_inline_models_are_planned_but_not_run(run_plan, tmp_path):
     run = ["run", "ppo", "--config", str(tmp_path / "run.yaml")]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(ppo()))
