@@ -22,7 +22,7 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
-    "openenv": Package("openenv-core", "0.3.0"),
+    "openenv": Package("openenv", "0.10.0"),
     "reasoning_gym": Package("reasoning-gym", "0.1.25"),
     "skyrl": Package("skyrl-gym", "0.4.0"),
     "textarena": Package("textarena", "0.7.4"),
