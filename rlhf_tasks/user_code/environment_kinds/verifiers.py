@@ -38,7 +38,10 @@ from prefect_rlhf.rlhf_tasks.user_code.environment_kinds.starts import (
 from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Malformed, Read, calls_of, format_named
 
 HARNESS = "prefect_rlhf_policy"
-POLICY = "policy"  # the model's name in the requests
+MODEL = "policy"  # the model's name in answers; in questions it says which episode asks
+TO_A_CLIENT = 256
+"""Episodes whose questions come through one client of verifiers: each reads certificates when it begins, which takes
+40 ms, and has at most 1,000 requests at a time."""
 Body = Mapping[str, Any]
 
 
@@ -105,7 +108,7 @@ def _completion(text: str, calls: Sequence[Read]) -> dict[str, Any]:
         "id": "turn",
         "object": "chat.completion",
         "created": 0,
-        "model": POLICY,
+        "model": MODEL,
         "choices": [{"index": 0, "message": message, "finish_reason": ends}],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
@@ -193,7 +196,7 @@ class _Served:
         self._env, self._stack, self._opening = load_environment(config), AsyncExitStack(), asyncio.Lock()
         self._tasks, self._made = iter(self._env.taskset), list[Any]()
         self._rollouts = dict[str, _Rollout]()
-        self._url = ""
+        self._url, self._begun = "", 0
 
     async def rollout(self, place: int) -> _Rollout:
         """Begin an episode of the task at a place. Raises IndexError where there is none."""
@@ -202,8 +205,10 @@ class _Served:
                 await self._open()
         self._made += itertools.islice(self._tasks, max(0, place + 1 - len(self._made)))
         key, rollout = secrets.token_urlsafe(16), _Rollout()
-        client = EvalClientConfig(base_url=f"{self._url}/{key}/v1", api_key_var="PREFECT_RLHF_NO_KEY")
-        playing = self._env.run_episode(self._made[place], ModelContext(model=POLICY, client=client))
+        url = f"{self._url}/{self._begun // TO_A_CLIENT}/v1"
+        self._begun += 1
+        client = EvalClientConfig(base_url=url, api_key_var="PREFECT_RLHF_NO_KEY")
+        playing = self._env.run_episode(self._made[place], ModelContext(model=key, client=client))
         self._rollouts[key], rollout.playing = rollout, asyncio.ensure_future(playing)
         rollout.playing.add_done_callback(lambda _: self._rollouts.pop(key))
         return rollout
@@ -212,13 +217,14 @@ class _Served:
         """Serve until the process ends."""
 
         async def answered(request: web.Request) -> web.Response:
-            rollout = self._rollouts.get(request.match_info["key"])
+            question = await request.json()
+            rollout = self._rollouts.get(question["model"])
             if rollout is None:
                 return web.json_response({"error": "the episode is over"}, status=410)
-            return web.json_response(await rollout.ask(await request.json()))
+            return web.json_response(await rollout.ask(question))
 
         application = web.Application(client_max_size=2**30)
-        application.router.add_post("/{key}/v1/chat/completions", answered)
+        application.router.add_post("/{client}/v1/chat/completions", answered)
         # The handlers of truncated episodes end with their requests:
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
         await runner.setup()

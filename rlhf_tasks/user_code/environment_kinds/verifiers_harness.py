@@ -5,6 +5,7 @@ verifiers' own harnesses are programs, which begin a process and install package
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import json
+import ssl
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,6 +16,8 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["PolicyHarness"]
+
+CERTIFICATES = ssl.create_default_context()  # read once: a client without them would read them in each turn
 
 
 class PolicyHarness(Harness[HarnessConfig]):
@@ -38,7 +41,9 @@ class PolicyHarness(Harness[HarnessConfig]):
         servers = {"mcpServers": {name: {"url": url, "timeout": None} for name, url in mcp_urls.items()}}
         async with (
             AsyncExitStack() as stack,
-            httpx.AsyncClient(timeout=None, headers={"Authorization": f"Bearer {secret}"}) as client,
+            httpx.AsyncClient(
+                timeout=None, headers={"Authorization": f"Bearer {secret}"}, verify=CERTIFICATES
+            ) as client,
         ):
             tools, places, connected = await connect_mcp(servers, stack)
             body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})

@@ -17,9 +17,15 @@ from tests.registry import folder_of
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "openenv": ("fastmcp>=3", "openai>=2.7.2", "tomli-w>=1.2", "websockets>=15.0.1"),
+    "verifiers": (
+        *("aiohttp>=3.14.1", "anthropic>=1.0.0", "gepa>=0.0.6", "httpx2>=2.12.0", "loguru>=0.7.0"),
+        *("math-verify>=0.8.0", "msgpack>=1.1.2", "openai>=2.54.0", "prime-pydantic-config[toml]>=0.4.3"),
+        *("prime-runs>=0.1.4", "prime-sandboxes>=0.4.2", "prime-tunnel>=0.1.14", "pyzmq>=27.1.0"),
+        *("renderers[multimodal]>=0.1.12", "tenacity>=8.5.0", "tomli-w>=1.0.0", "uvicorn>=0.52.0"),
+    ),
 }
 """Kind -> what is installed of its package's requirements, where that is not all: OpenEnv's `gradio`, which only its
-web pages need, takes no huggingface-hub of version 2."""
+web pages need, takes no huggingface-hub of version 2; verifiers asks for mcp 2.0.0 alone, and runs with ours."""
 
 
 @pytest.fixture
