@@ -23,7 +23,7 @@ from prefect_rlhf.rlhf_tasks.rank.replay import Replay
 from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from tests import rendezvous
 from tests.rlhf_tasks.algorithms.registered import RECORD, install, installed
-from tests.rlhf_tasks.rank.test_offload import generation
+from tests.rlhf_tasks.plans import generation_spec
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import write_model
 
@@ -100,7 +100,7 @@ def iterate(
     """The metrics of each iteration on a rank; where an anomaly ends the run, the sentence comes last."""
     plan, seen = ExecutionPlan.model_validate_json(plan_json), list[Any]()
     executor = NodeExecutor(rank, lambda part: None)
-    executor.load(generation(plan, rank, n_ranks, config, folder, port, prefix))
+    executor.load(generation_spec(plan, rank, config, folder, port, prefix))
     try:
         for iteration in range(3):
             metrics: dict[str, float] = {}

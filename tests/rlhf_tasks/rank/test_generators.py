@@ -30,9 +30,10 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.beside import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.completions import Completions
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
+from tests.loopback import served
 from tests.rlhf_tasks.algorithms.one_rank import OneRank
 from tests.rlhf_tasks.algorithms.test_one_rank import changed, document, folder, weights, world
-from tests.rlhf_tasks.parallel.generate.completion_server import KEY, CompletionServer, serving
+from tests.rlhf_tasks.parallel.generate.completion_server import KEY, CompletionServer
 from tests.rlhf_tasks.rank.engines_of_others import LENGTH, MODE, FakeVllm, Uniform
 
 __all__ = ["folder", "world"]  # fixtures
@@ -173,7 +174,7 @@ def test_a_server_draws_with_the_weights_of_each_version(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RLHF_TEST_KEY", KEY)
-    with serving(VOCABULARY, "key") as server:
+    with served(CompletionServer(VOCABULARY, "key")) as server:
         run = by_server(start, server, tmp_path, generation={"api_key_env": "RLHF_TEST_KEY"})
         before = weights(run, "actor")
         for iteration in range(2):
@@ -199,7 +200,7 @@ def test_a_server_draws_with_the_weights_of_each_version(
     ],
 )
 def test_a_server_that_draws_with_something_else_is_a_fault(start: Any, tmp_path: Path, mode: str, said: str):
-    with serving(VOCABULARY, mode) as server:
+    with served(CompletionServer(VOCABULARY, mode)) as server:
         run = by_server(start, server, tmp_path)
         with pytest.raises(GenerationFault, match=said):
             run.iterate(0)

@@ -18,7 +18,7 @@ from prefect_rlhf.rlhf_tasks.spec import ReallocateNode
 from prefect_rlhf.rlhf_tasks.system.invariants import InvariantError
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
-from tests.rlhf_tasks.rank.test_offload import generation
+from tests.rlhf_tasks.plans import generation_spec
 from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config, write_prompts
 
@@ -46,7 +46,7 @@ def test_a_call_is_refused_where_the_engine_has_another_version(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     executor = NodeExecutor(0, lambda part: None)
     document = json.loads(config.model_dump_json())
-    executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "versions"))
+    executor.load(generation_spec(plan, 0, document, str(tmp_path), store.port, "versions"))
     fetch, generate = (
         next(
             r
@@ -74,7 +74,7 @@ def test_an_evaluation_is_refused_of_another_version(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     executor = NodeExecutor(0, lambda part: None)
     document = json.loads(prepared.config.model_dump_json())
-    executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "evaluated"))
+    executor.load(generation_spec(plan, 0, document, str(tmp_path), store.port, "evaluated"))
     (request,) = (
         r
         for r in Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]
