@@ -160,6 +160,25 @@ def test_every_algorithm_that_scores_asks_the_judge_before(kind):
         assert set(judge.outputs) < set(score.inputs)
 
 
+def test_an_evaluation_of_a_model_asks_the_judge(folder, tmp_path):
+    scored = judged(folder).model_dump(mode="json", exclude_none=True)
+    kept = {key: scored[key] for key in ("models", "data", "rewards", "batch_size", "sampling")}
+    run = OneRank(make_config({**kept, "type": "evaluate", "dtype": "float32"}), tmp_path)
+    try:
+        metrics, _ = run.iterate(0)
+    finally:
+        run.close()
+    assert metrics["rewards/judge/mean"] == pytest.approx(metrics["reward"])
+    assert metrics["judge/unreadable"] < 1
+
+
+def test_after_tools_and_environments_the_judge_reads_what_rewards_do(folder):
+    tools = {"tools": [{"function": "builtin:python"}]}
+    for changes, counts in ((tools, ("tool_calls",)), ({"environment": {"factory": "a.py:Game"}}, ())):
+        calls = {call.name: call for call in algorithm("grpo").calls(judged(folder, **changes))}
+        assert calls["judge_generate"].inputs == ("input_ids", "response_mask", "columns", *counts)
+
+
 def test_only_the_policy_draws_ahead_and_in_segments(folder):
     for changes in ({"staleness": 2}, {"sampling": {"max_completion_length": 8, "segment_tokens": 4}}):
         config = judged(folder, **changes)
