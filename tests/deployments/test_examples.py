@@ -57,7 +57,10 @@ def overrides_of(name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["ppo", "grpo", "grpo-lora", "sft", "dpo", "kto", "guessing-grpo", "guessing-agent-grpo", "gsm8k-grpo"],
+    [
+        *("ppo", "grpo", "grpo-lora", "judge-grpo", "sft", "dpo", "kto"),
+        *("guessing-grpo", "guessing-agent-grpo", "gsm8k-grpo"),
+    ],
 )
 def test_an_example_to_run_is_of_the_algorithm_in_its_name_and_can_be_drawn(name):
     config = load_config(EXAMPLES / f"{name}.yaml")
