@@ -26,7 +26,7 @@ $(STAMP):
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check --disable-pip-version-check
 	@echo "compiling the plan search (a minute or two)"
-	$(BIN)/prefect-rlhf plan --config deployments/examples/plan-ppo-7b-7b.yaml --time-limit 1 >/dev/null
+	$(BIN)/prefect-rlhf plan --config deployments/examples/plan-ppo-7b-7b.yaml --time-limit 10 >/dev/null
 	touch $@
 
 venv: $(STAMP)  ## the virtual environment in .venv, with everything that is pinned

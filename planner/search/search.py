@@ -68,6 +68,9 @@ ANNEALING = 0.75  # share of the time limit at which annealing ends
 DISJOINT = 0.1  # share of the time limit that the search for roles on devices of their own may take
 TABLES = 0.7  # share of the time limit after which no further options are priced
 RULES_S = 1.0  # seconds that the plans by rule, and the choice of `balance`, have under any time limit
+FIRST_RULE_S = 20.0
+"""The same of the first plan by rule. It takes a second at most, unless the machine is busy; without it there may be
+no plan at all."""
 FIRST = 80  # parts of annealing among few options, for good plans in the first second
 
 
@@ -228,7 +231,8 @@ def find_plan(
                   planner/search/baselines.py
     time_limit_s  seconds, compilation excluded; when they have passed, the best plan so far is returned. If not all
                   options could be priced by then, that is the best plan by rule, without a bound. The rules have
-                  RULES_S at least, and end what they have begun: less than a second on 131,072 devices
+                  RULES_S at least, the first FIRST_RULE_S, and end what they have begun: less than a second on
+                  131,072 devices
     seed          equal seeds give equal plans if the time limit does not end the search
     evaluate      the assignments that mode manual prices
     called_off    polled; the search ends as soon as it returns true
@@ -245,8 +249,7 @@ def find_plan(
     if not time_limit_s > 0:
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
-    ending = Deadline(started + max(RULES_S, time_limit_s))
-    rules, late = _by_rule(problem, started, ending) if mode == "search" else Rules(), False
+    rules, late = _by_rule(problem, started, time_limit_s) if mode == "search" else Rules(), False
     try:
         deadline = Deadline(started + TABLES * time_limit_s, called_off)
         tables, run = Tables(problem, deadline, few=mode == "search"), MODES[mode]
@@ -256,7 +259,7 @@ def find_plan(
             bounding_s = min(RULES_S, BOUNDING * time_limit_s) if mode in SEARCHING else 0.0
             lower_bound_s = bound_of(tables, Deadline(time.monotonic() + bounding_s, called_off))
     except OptionsTakeTooLongError:
-        late, rules = True, rules if rules.plans else _by_rule(problem, started, ending)
+        late, rules = True, rules if rules.plans else _by_rule(problem, started, time_limit_s)
         given = () if evaluate is None else (evaluate,)
         known = (*(assignments_of(one.plan) for one in rules.plans), *given)
         if not known or mode in PLACING:
@@ -411,12 +414,12 @@ def _mcmc(request: Request) -> Outcome:
     return progress.outcome()
 
 
-def _by_rule(problem: Problem, started: float, deadline: Deadline) -> Rules:
-    """The plans by rule that are found before the deadline. started: time.monotonic() when the search began."""
+def _by_rule(problem: Problem, started: float, time_limit_s: float) -> Rules:
+    """The plans by rule that are found in time. started: time.monotonic() when the search began."""
     plans, trace = list[Priced](), list[TracePoint]()
-    for rule in (heuristic_plan, symmetric_plan):
+    for rule, least_s in ((heuristic_plan, FIRST_RULE_S), (symmetric_plan, RULES_S)):
         with suppress(PlanError, ProblemError):
-            made = rule(problem.graph, problem.model, deadline)
+            made = rule(problem.graph, problem.model, Deadline(started + max(least_s, time_limit_s)))
             problem.refuse_outside(made.plan)
             plans.append(made)
             best = min(plan.price.iteration_time_s for plan in plans)
