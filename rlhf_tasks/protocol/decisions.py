@@ -92,6 +92,30 @@ def _others(function: FunctionType, seen: set[FunctionType]) -> Iterator[str]:
                 yield repr(name)
 
 
+CHANGING = frozenset(["datetime", "os", "random", "secrets", "socket", "subprocess", "time", "uuid"])
+"""Modules of clock, environment and chance."""
+
+
+def changing(program: FunctionType, seen: set[FunctionType] | None = None) -> str | None:
+    """What a program, or a function that it calls by name, reads of CHANGING; None where that is nothing. Unlike a
+    decision it may use all else."""
+    seen = seen or set()
+    seen.add(program)
+    for instruction in _instructions(program.__code__):
+        name, value = instruction.argval, program.__globals__.get(str(instruction.argval))
+        if instruction.opname == "IMPORT_NAME" and str(name).partition(".")[0] in CHANGING:
+            return str(name)
+        if instruction.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or value is None:
+            continue
+        owner = value if isinstance(value, ModuleType) else getattr(value, "__module__", None) or type(value)
+        module = owner if isinstance(owner, str) else getattr(owner, "__module__", None) or owner.__name__
+        if module.partition(".")[0] in CHANGING:
+            return str(name)
+        if isinstance(value, FunctionType) and value not in seen and (read := changing(value, seen)):
+            return read
+    return None
+
+
 _LOADS_ELSEWHERE = ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
 
 

@@ -11,7 +11,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.config.models import JUDGE, JUDGE_REPLIES
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
-from prefect_rlhf.rlhf_tasks.protocol.decisions import pure
+from prefect_rlhf.rlhf_tasks.protocol.decisions import changing, pure
 from prefect_rlhf.rlhf_tasks.spec import WHOLE, CallKind, Decision, ModelFunctionCall, Part
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
@@ -455,6 +455,11 @@ def traced(
     def decorate(program: Callable[[Models, Handle, Any], None]) -> Callable[[Any], list[ModelFunctionCall]]:
         def graph(config: Any) -> list[ModelFunctionCall]:
             trace = Trace(f"{program.__module__}:{program.__name__}", config, dataset_keys)
+            if read := changing(program):
+                trace.refuse(
+                    f"reads {read!r}, by which a resumed run could have another graph. Decide by a field of the "
+                    "configuration, or by the metrics of a call (decide)"
+                )
             program(Models(trace), Handle(trace, dataset_keys, 1), config)
             return trace.calls()
 

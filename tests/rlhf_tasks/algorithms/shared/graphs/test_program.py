@@ -1,7 +1,11 @@
 """Programs: the graphs that they give, and what no graph can be made of."""
 
+import os
+import random
+import time
 from dataclasses import replace
 from itertools import product
+from os import environ
 
 import pytest
 
@@ -114,6 +118,47 @@ READS_A_VALUE = [
     lambda samples: -samples,
     lambda samples: not samples,
 ]
+
+
+def trains(models, prompts):
+    models.actor.train(sampled(models, prompts.repeat(GROUP)))
+
+
+def is_late():
+    return time.time() > 1e9
+
+
+def by_clock(models, prompts, config):
+    if is_late():
+        trains(models, prompts)
+
+
+def by_environment(models, prompts, config):
+    if "MORE" in environ or os.getenv("MORE"):
+        trains(models, prompts)
+
+
+def by_chance(models, prompts, config):
+    trains(models, prompts.repeat(sum(random.random() > 0.5 for _ in range(2))))
+
+
+def by_import(models, prompts, config):
+    from datetime import datetime
+
+    if datetime.now().hour > 12:
+        trains(models, prompts)
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [(by_clock, "time"), (by_environment, "environ"), (by_chance, "random"), (by_import, "datetime")],
+)
+def test_a_graph_that_depends_on_clock_environment_or_chance_is_refused(program, name):
+    """A resumed run makes it anew, and could have another one."""
+    with pytest.raises(
+        ProgramError, match=f"^the program .*:{program.__name__} reads '{name}', by which a resumed"
+    ):
+        calls_of(program)
 
 
 @pytest.mark.parametrize("read", READS_A_VALUE)
