@@ -33,7 +33,9 @@ def losses(ranks, folder, plans, alone, **changes):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "temperature", [pytest.param(1.0, marks=pytest.mark.whole), pytest.param(0.0, marks=pytest.mark.slow)]
+)
 def test_a_judge_replies_the_same_under_any_plan(ranks, tmp_path, temperature):
     alone = dict.fromkeys(OF_GRPO, ALONE)
     seen = losses(ranks, tmp_path, [TOGETHER, APART], alone, asks={"temperature": temperature})
@@ -42,26 +44,33 @@ def test_a_judge_replies_the_same_under_any_plan(ranks, tmp_path, temperature):
     assert len({each["actor_train/loss/policy"] for each in seen}) == 3
 
 
+KINDS = {
+    "parts": ({"chunks": 2, "asks": {"temperature": 1.0}}, OF_GRPO),
+    "remax": (
+        {"type": "remax"},
+        (*OF_GRPO, "greedy_generate", "greedy_judge_generate", "greedy_reward_inference"),
+    ),
+    "ppo": ({"type": "ppo"}, (*OF_GRPO, "critic_inference", "critic_train")),
+    "stale": ({"staleness": 1, "num_mini_batches": 2}, (*OF_GRPO, "actor_inference")),
+    "segments": ({"sampling": {"max_completion_length": 12, "segment_tokens": 5}}, OF_GRPO),
+    "rounds": ({"filter_groups": 2}, OF_GRPO),
+    "rloo": ({"type": "rloo"}, OF_GRPO),
+    "reinforce_pp": ({"type": "reinforce_pp"}, OF_GRPO),
+}
+"""Kind of run -> its changes and its calls."""
+IN_INTEGRATION = ("parts", "remax")
+
+
 @pytest.mark.dist
-@pytest.mark.whole
 @pytest.mark.parametrize(
-    ("changes", "calls"),
+    "kind",
     [
-        ({"chunks": 2, "asks": {"temperature": 1.0}}, OF_GRPO),
-        ({"staleness": 1, "num_mini_batches": 2}, (*OF_GRPO, "actor_inference")),
-        ({"sampling": {"max_completion_length": 12, "segment_tokens": 5}}, OF_GRPO),
-        ({"filter_groups": 2}, OF_GRPO),
-        ({"type": "rloo"}, OF_GRPO),
-        ({"type": "reinforce_pp"}, OF_GRPO),
-        (
-            {"type": "remax"},
-            (*OF_GRPO, "greedy_generate", "greedy_judge_generate", "greedy_reward_inference"),
-        ),
-        ({"type": "ppo"}, (*OF_GRPO, "critic_inference", "critic_train")),
+        pytest.param(kind, marks=pytest.mark.whole if kind in IN_INTEGRATION else pytest.mark.slow)
+        for kind in KINDS
     ],
-    ids=["parts", "stale", "segments", "rounds", "rloo", "reinforce_pp", "remax", "ppo"],
 )
-def test_so_it_does_in_every_kind_of_run(ranks, tmp_path, changes, calls):
+def test_so_it_does_in_every_kind_of_run(ranks, tmp_path, kind):
+    changes, calls = KINDS[kind]
     apart = dict.fromkeys(calls, "0-1 d2") | {"judge_generate": "0-1 t2", "reward_inference": "1"}
     seen = losses(ranks, tmp_path, [(2, apart)], dict.fromkeys(calls, ALONE), **changes)
     assert any(name.endswith("judge/unreadable") for name in seen[0])
