@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import step_folder
-from tests.committed import assert_same_run, generations_of, last_step
+from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
+from tests.committed import assert_same_run, generations_of, last_step, metrics_of
 from tests.flows.cluster.test_server import names_of_runs
 from tests.flows.commands.test_folders import opened_ui
 from tests.flows.marked_command import MarkedCommand
@@ -148,6 +151,41 @@ def begin_tools(base: Path, name: str) -> tuple[list[str], Path]:
     )
 
 
+AGENT = f"""
+import sys
+sys.path.insert(0, {str(REWARD_OF_CALLS.parent)!r})
+from tiny_agent import *
+with open(sys.argv[1] + "." + os.environ["MARK"], "a") as lines:
+    lines.write(str(SEED) + "\\n")
+echo(json.loads(sys.stdin.readline()), 0)
+"""
+"""It leaves its seed in a file for each attempt: the seed says which iteration and sample it plays."""
+
+
+def begin_agent(base: Path, name: str) -> tuple[list[str], Path]:
+    """The same for GRPO whose responses are episodes of an agent."""
+    (base / "agent.py").write_text(AGENT)
+    return begin_grpo(
+        base,
+        name,
+        lora=None,
+        rewards=[],
+        agent={"command": f"{sys.executable} {base / 'agent.py'} {base / 'played'}"},
+        sampling={"max_completion_length": 30},
+        total_iterations=6,
+    )
+
+
+def seeds_of(iterations: Iterable[int], n: int = 16) -> list[int]:
+    """The seeds of the agents that play some iterations of n samples."""
+    none = torch.zeros(1, dtype=torch.int64)
+    return [
+        seed
+        for i in iterations
+        for seed in counter_bits(0, "agent/rollout", i, torch.arange(i * n, (i + 1) * n), none).tolist()
+    ]
+
+
 def command_of(base: Path, document: dict[str, Any]) -> list[str]:
     """The command line of a new run, whose configuration is written to a file."""
     file = base / f"{document['name']}.yaml"
@@ -249,6 +287,25 @@ def test_so_does_grpo_whose_model_calls_tools_and_no_call_of_a_commit_is_made_ag
     again = sum(n for i, n in enumerate(n_calls) if generations_of(folder)[i][0] == 2)
     assert again > 0
     assert sorted(made_again) == sorted(made[-again:])
+
+
+def test_a_run_of_an_agent_that_is_killed_keeps_what_is_committed_and_asks_for_none_of_it_again(tmp_path):
+    """Bits are not promised. What was not committed when it died is asked for again, whole iterations of it."""
+    command, folder = begin_agent(tmp_path, "killed")
+    with MarkedCommand(tmp_path / "killed.log", *command) as run:
+        run.wait_until(step_folder(folder, DONE).exists)
+        os.killpg(run.process.pid, signal.SIGKILL)
+        assert run.process.wait(60) == -signal.SIGKILL
+        run.assert_gone()
+    step, committed = last_step(folder), metrics_of(folder)
+    assert DONE <= step < 6, "it was not killed midway"
+    finish(tmp_path / "again.log", [*command[:2], "--resume", str(folder)])
+    assert metrics_of(folder)[:step] == committed[:step]
+    assert generations_of(folder) == {i: (1 if i < step else 2, 0) for i in range(6)}
+    logs = sorted(tmp_path.glob("played.*"), key=lambda path: path.stat().st_mtime_ns)
+    first, second = ([int(line) for line in path.read_text().split()] for path in logs)
+    assert set(seeds_of(range(step))) <= set(first)
+    assert sorted(second) == sorted(seeds_of(range(step, 6)))
 
 
 def test_a_reward_that_hangs_in_a_regular_expression_dies_with_a_killed_flow_process(tmp_path):
