@@ -13,6 +13,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import ANSWERED, DRAWN_BY,
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from prefect_rlhf.rlhf_tasks.user_code.environments import EnvironmentProcess
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
+from tests.rlhf_tasks import test_tools
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, runs_of_one
 from tests.rlhf_tasks.test_environments import MOODY, PLAYED, folder, grpo_config, lines
 from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_plans, trajectory
@@ -107,6 +108,21 @@ def test_one_that_answers_otherwise_when_it_is_played_again_is_told_in_a_sentenc
         RewardError, match=r"played again, it answered turn 1 of an episode otherwise than before"
     ):
         iterate(forgetful, 1)
+
+
+def test_calls_of_tools_are_counted_over_all_iterations_of_an_episode(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+):
+    """Turns of at most 6 tokens; three of them at most."""
+    base, sampling = tmp_path_factory.mktemp("tools"), test_tools.TOOLS["sampling"]
+    config = partial(test_tools.config_of, total_iterations=ITERATIONS, num_generations=2)
+    with runs_of_one(config, base, tmp_path) as begin:
+        at_once = {n: one for of in delivered(begin()) for n, one in of.items()}
+        batches = delivered(begin(sampling={**sampling, "segment_tokens": 6}))
+    found = {n: one for batch in batches for n, one in batch.items()}
+    assert [*found] != sorted(found), "the short ones come first"
+    assert_same(found, at_once)
+    assert {tuple(one["tool_calls"].values.tolist()) for one in found.values()} > {(0, 0, 0)}
 
 
 def test_failed_episodes_are_skipped_in_segments_too(run: Any):
