@@ -454,7 +454,8 @@ class McpConfig(Settings):
     )
     per_episode: bool = Field(
         default=False,
-        description="Each response has its own server, or connection to the url, from its first call to its end.",
+        description="Each response has its own server, or connection to the url, from its first call to its end; a "
+        "response that is cut has it until the next batch.",
     )
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ import faulthandler
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -241,3 +242,9 @@ class _Scrubbed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def allow_many_files() -> None:
+    """Let this process open as many files, connections and pipes as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

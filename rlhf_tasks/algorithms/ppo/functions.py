@@ -40,6 +40,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import (
     moments,
     shaped_rewards,
     token_rewards,
+    trajectories,
     whitened,
 )
 from prefect_rlhf.rlhf_tasks.algorithms.shared.schedule import Steps, counts_per_block, optimizer_steps
@@ -215,15 +216,17 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     assert isinstance(config, PPOConfig)
     kl_coef = engine.state.get(KL_STATE, config.kl_coef)
     mask, values = batch["response_mask"].values, batch["values"].values
-    lengths = batch["input_ids"].lengths
+    along = trajectories(batch)
     kl = kl_divergence(batch["old_logprobs"].values, batch["ref_logprobs"].values, config.kl_estimator)
     kl = torch.where(mask, kl, 0.0)
     placed = token_rewards(batch)
     final_values = None
     if config.truncated_responses == "zero":
-        placed = torch.where(on_tokens(batch["truncated"].values, lengths), 0.0, placed)
+        truncated = on_tokens(batch["truncated"].values, batch["input_ids"].lengths)
+        placed = torch.where(truncated, 0.0, placed)
     elif config.truncated_responses == "bootstrap":
         final_values = torch.where(batch["truncated"].values, batch["final_values"].values, 0.0)
+        final_values = along.at_ends(final_values)
     rewards = shaped_rewards(kl, placed, mask, kl_coef)
     tokens = counts_per_block(batch, context, "response_mask").to(mask.device)
     n_samples = kl.new_tensor(len(batch), dtype=torch.float64)
@@ -235,7 +238,7 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     if config.whiten_rewards:
         (of_rewards,) = moments(engine, mask, count, rewards)
         rewards = whitened(rewards, mask, of_rewards, shift_mean=False)
-    advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam, final_values)
+    advantages, returns = gae(rewards, values, mask, along.lengths, config.gamma, config.lam, final_values)
     of_advantages, of_returns, of_errors = moments(engine, mask, count, advantages, returns, returns - values)
 
     kl_per_sequence = total_kl / n

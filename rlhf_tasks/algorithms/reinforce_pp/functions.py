@@ -23,6 +23,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import (
     moments,
     shaped_rewards,
     token_rewards,
+    trajectories,
     whitened,
 )
 from prefect_rlhf.rlhf_tasks.algorithms.shared.scores import reward_inference
@@ -47,11 +48,11 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     """
     config, batch = context.config, without_skipped(batch)
     assert isinstance(config, ReinforcePPConfig)
-    mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
+    mask, (lengths, samples) = batch["response_mask"].values, trajectories(batch)
     kl, in_loss = mask.double() * 0, 0.0
     if config.baseline == "group":
         scores = per_group(less_mean, batch["scores"].values.double(), batch.ids, config.num_generations)
-        placed, in_loss = at_last_tokens(scores, mask, lengths), config.beta
+        placed, in_loss = at_last_tokens(scores[samples], mask, lengths), config.beta
     else:
         placed = token_rewards(batch).double()
         kl = reference_kl(batch, "k1").double() if config.beta > 0 else kl

@@ -13,6 +13,7 @@ from torch import Tensor
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import TOKEN_REWARDS
 from prefect_rlhf.rlhf_tasks.algorithms.shared.groups import last_response_tokens, sample_of_token
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 WHITENING_EPSILON = 1e-8
@@ -30,11 +31,42 @@ def at_last_tokens(scores: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tens
     return placed
 
 
+class Trajectories(NamedTuple):
+    """What returns run along: samples, or the branches of an agent's, each of which ends with its sample's score. So
+    no token counts on what another branch draws.
+
+    lengths  tokens of each
+    samples  [number of trajectories], the place of its sample in the batch
+    """
+
+    lengths: tuple[int, ...]
+    samples: Tensor
+
+    def at_ends(self, of_samples: Tensor) -> Tensor:
+        """A value of each sample at its last trajectory, 0 at the others: [number of trajectories]."""
+        following = self.samples.new_full((1,), len(of_samples))
+        is_last = self.samples != torch.cat([self.samples[1:], following])
+        return torch.where(is_last, of_samples[self.samples], 0.0)
+
+
+def trajectories(batch: SampleBatch) -> Trajectories:
+    """The trajectories of a batch's samples."""
+    tokens = batch["input_ids"]
+    places = torch.arange(len(batch), device=tokens.values.device)
+    if LENGTHS not in batch.data:
+        return Trajectories(tokens.lengths, places)
+    of_samples = batch[LENGTHS]
+    counts = torch.tensor(of_samples.lengths, device=places.device)
+    return Trajectories(tuple(of_samples.values.tolist()), places.repeat_interleave(counts))
+
+
 def token_rewards(batch: SampleBatch) -> Tensor:
-    """The reward of each token: [T], 0 outside responses. A score for the whole response counts at its last token."""
+    """The reward of each token: [T], 0 outside responses. A score for the whole response counts at the last token of
+    each of its trajectories."""
     if TOKEN_REWARDS in batch.data:
         return batch[TOKEN_REWARDS].values
-    return at_last_tokens(batch["scores"].values, batch["response_mask"].values, batch["input_ids"].lengths)
+    lengths, samples = trajectories(batch)
+    return at_last_tokens(batch["scores"].values[samples], batch["response_mask"].values, lengths)
 
 
 def shaped_rewards(kl: Tensor, rewards: Tensor, mask: Tensor, kl_coef: float) -> Tensor:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import secrets
 import signal
 import socket
@@ -41,7 +40,7 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
     reward_of,
     streamed,
 )
-from prefect_rlhf.rlhf_tasks.user_code.child import Caller
+from prefect_rlhf.rlhf_tasks.user_code.child import Caller, allow_many_files
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, shortened
 from prefect_rlhf.rlhf_tasks.user_code.process import used_memory
 
@@ -71,7 +70,7 @@ class Agents:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._ended: list[dict[str, Any]] = []
         self._number = 0
-        _allow_many_files()
+        allow_many_files()  # a connection is a file, and an agent may open many
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self._url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
         self.loop = (
@@ -409,9 +408,3 @@ def _kill(pid: int, key: str) -> None:
     for process in below:
         with contextlib.suppress(psutil.Error):
             process.kill()
-
-
-def _allow_many_files() -> None:
-    """A connection is a file, and an agent may open many."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

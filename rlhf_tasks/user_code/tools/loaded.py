@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, importing
+from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, allow_many_files, importing
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.forms import module_at
-from prefect_rlhf.rlhf_tasks.user_code.tools.server import ToolServer
+from prefect_rlhf.rlhf_tasks.user_code.tools.server import Ends, ToolServer
 
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 _NOBODY = object()  # in the place of an instance, while methods are described
@@ -75,15 +75,18 @@ def loaded(
     """
     parameters = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
     if stated["mcp"] is not None:
-        per_episode = stated["mcp"]["per_episode"]
+        per_episode, ends = stated["mcp"]["per_episode"], Ends()
 
         def of_a_server() -> Tools:
-            server = _server(stated, caller)
+            server = _server(stated, caller, ends)
             ended = server if per_episode else None
             return {name: Tool(partial(server.call, name), {}, of, ended) for name, of in parameters.items()}
 
+        if per_episode:
+            allow_many_files()
+            return of_a_server
         tools = of_a_server()
-        return of_a_server if per_episode else lambda: tools
+        return lambda: tools
     target = _at(stated["function"])
     kwargs = caller.secrets.resolved(f"tool {stated['function']}", stated["kwargs"])
     if not inspect.isclass(target):
@@ -98,10 +101,10 @@ def loaded(
     return of_an_instance
 
 
-def _server(stated: Mapping[str, Any], caller: Caller) -> ToolServer:
+def _server(stated: Mapping[str, Any], caller: Caller, ends: Ends | None = None) -> ToolServer:
     command, url = stated["mcp"]["command"], stated["mcp"]["url"]
     settings = caller.secrets.resolved(f"mcp {url or command}", stated["kwargs"])
-    return ToolServer(command, url, settings, caller.secrets.scrubbed)
+    return ToolServer(command, url, settings, caller.secrets.scrubbed, ends)
 
 
 def _at(location: str) -> Callable[..., Any]:

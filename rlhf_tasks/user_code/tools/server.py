@@ -13,8 +13,10 @@ import shlex
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import IO, Any
 
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, shortened
 
@@ -70,11 +72,19 @@ class _Life:
             self.task.exception()  # it has been said, or does not matter any more
 
 
+@dataclass
+class Ends:
+    """How often in a row the servers of an entry of `tools` have ended, were late, or did not start."""
+
+    n: int = 0
+
+
 class ToolServer:
     """A server that offers tools, by its command or its url. It starts with the first call.
 
     settings  variables of the command's environment, which else has HOME, PATH and the like; headers of the url
     scrubbed  a text -> the same without secrets
+    ends      counted together with those of the entry's other servers, where it has such
     A server that ends, or answers late, is started anew with the next call. Raises RewardError without the package.
     """
 
@@ -84,7 +94,9 @@ class ToolServer:
         url: str | None,
         settings: Mapping[str, str],
         scrubbed: Callable[[str], str],
+        ends: Ends | None = None,
     ) -> None:
+        self._ends = ends or Ends()
         self._command, self._url, self._settings, self._scrubbed = command, url, settings, scrubbed
         self._who = f"mcp {url or command}"
         if find_spec("mcp") is None:
@@ -93,10 +105,6 @@ class ToolServer:
             )
         self._life: _Life | None = None
         self._leaving = set[asyncio.Task[None]]()  # connections that are being closed
-        self._n_ended = 0  # times in a row
-        # By the command, to its standard error:
-        self._printed = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  closed by `close`
-        fcntl.fcntl(self._printed, fcntl.F_SETFL, os.O_APPEND)  # it is cut while the command writes
 
     async def schemas(self, timeout_s: float) -> list[dict[str, Any]]:
         """The schemas of its tools, as transformers writes those of functions. Then the server is ended.
@@ -149,7 +157,15 @@ class ToolServer:
             await life.close()
         if self._leaving:
             await asyncio.wait(self._leaving)
-        self._printed.close()
+        if "_printed" in vars(self):
+            self._printed.close()
+
+    @cached_property
+    def _printed(self) -> IO[str]:
+        """What the command prints to its standard error."""
+        file = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  closed by `close`
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # it is cut while the command writes
+        return file
 
     async def _answer_to(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
         life = self._life = self._life or _Life(self._opened())
@@ -164,7 +180,7 @@ class ToolServer:
             said = self._with_output(_innermost(error))
             self._lose(life, said)
             raise ToolError(f"the server has ended: {said}") from None
-        self._n_ended = 0
+        self._ends.n = 0
         self._printed.truncate(0)
         return answer
 
@@ -175,13 +191,13 @@ class ToolServer:
         """
         if self._life is not life:
             return
-        self._life, self._n_ended = None, self._n_ended + 1
+        self._life, self._ends.n = None, self._ends.n + 1
         closing = asyncio.create_task(
             life.close()
         )  # not awaited: that takes seconds which a turn does not have
         self._leaving.add(closing)
         closing.add_done_callback(self._leaving.discard)
-        if self._n_ended >= MOST_ENDED:
+        if self._ends.n >= MOST_ENDED:
             raise RewardError(
                 f"{self._who}: it has ended, or was late, {MOST_ENDED} times in a row; the last time: {said}."
             )

@@ -11,7 +11,11 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.returns import (
     discounted_returns,
     gae,
     shaped_rewards,
+    token_rewards,
+    trajectories,
 )
+from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 
 
 def ragged(seed: int, n: int = 7) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -96,3 +100,26 @@ def test_returns_are_the_discounted_rewards_that_follow():
     mask = torch.tensor([0, 1, 1, 1, 0, 1]).bool()
     rewards = torch.tensor([0.0, 1.0, 0.0, 4.0, 0.0, 8.0])
     assert discounted_returns(rewards, mask, [4, 2], 0.5).tolist() == [0.0, 2.0, 2.0, 4.0, 0.0, 8.0]
+
+
+def test_each_branch_of_an_agents_sample_ends_with_the_samples_score():
+    """As if each were a sample of its own: no branch counts on what another one draws."""
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 1]).bool()
+    ids, branches, one = torch.arange(10), torch.tensor([3, 4, 3]), (1, 1)
+    scores = torch.tensor([2.0, -1.0])
+    data = {
+        "input_ids": Packed(ids, (7, 3)),
+        "response_mask": Packed(mask, (7, 3)),
+        "scores": Packed(scores, one),
+    }
+    batch = SampleBatch((4, 5), {**data, LENGTHS: Packed(branches, (2, 1))})
+    along = trajectories(batch)
+    assert along.lengths == (3, 4, 3)
+    assert along.at_ends(torch.tensor([5.0, 7.0])).tolist() == [0.0, 5.0, 7.0], "what follows the last branch"
+    rewards = token_rewards(batch)
+    assert rewards.tolist() == [0, 0, 2, 0, 0, 0, 2, 0, 0, -1]
+    returns = discounted_returns(rewards, mask, along.lengths, gamma=0.5)
+    assert returns.tolist() == [0, 1, 2, 0, 0, 1, 2, 0, -0.5, -1]
+    whole = SampleBatch((4, 5), data)
+    assert trajectories(whole).lengths == (7, 3)
+    assert token_rewards(whole).tolist() == [0, 0, 0, 0, 0, 0, 2, 0, 0, -1]

@@ -257,6 +257,19 @@ def test_a_server_that_ends_in_every_call_stops_the_run_or_costs_its_sample(tmp_
             process.close()
 
 
+def test_so_do_servers_of_single_responses_that_all_end_in_a_call():
+    server = entry()
+    server["mcp"]["per_episode"] = True
+    process = EnvironmentProcess(config_of(server))
+    try:
+        for n in range(MOST_ENDED - 1):
+            process.answers([Episode(n, {}, 0, [call("leave", '{"n": 3}')])])
+        with pytest.raises(RewardError, match=f"{MOST_ENDED} times in a row"):
+            process.answers([Episode(MOST_ENDED, {}, 0, [call("leave", '{"n": 3}')])])
+    finally:
+        process.close()
+
+
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ConfigError, match=r"tools: two are named 'length'\. Rename one of them"):
         schemas_of(config_of(entry(), entry("begins=99", os.devnull)))
