@@ -294,7 +294,7 @@ class RewardConfig(Settings):
     @property
     def asks_a_role(self) -> bool:
         """Whether it is the built-in judge and names no service: then the run's role `judge` replies."""
-        return self.function == "builtin:judge" and "url" not in self.kwargs
+        return self.function == "builtin:judge" and self.kwargs.get("url") is None
 
     @property
     def arguments(self) -> Mapping[str, Any]:

@@ -87,7 +87,9 @@ class Environments:
                 if has_tools
                 else factory_of(begin["factory"]) or self._factory_at(*begin["factory"].rsplit(":", 1))
             )
-        self._running: dict[int, tuple[Any, int]] = {}
+        # Sample -> its environment, the turns that this has answered, and the seed: an evaluation's samples have the
+        # numbers of others.
+        self._running: dict[int, tuple[Any, int, int]] = {}
         self._open = 0  # episodes that wait for their answers
         self._closing = set[asyncio.Future[None]]()  # episodes whose servers are being ended
 
@@ -110,8 +112,7 @@ class Environments:
         if "begins" in request:
             continued = set(request["begins"])
             for sample in self._running.keys() - continued:
-                environment, _ = self._running.pop(sample)
-                self._leave(environment)
+                self._leave(self._running.pop(sample)[0])
             return
         episode = Episode(*request["episode"])
         until_s, timeout_s = request["until_s"], request["timeout_s"]
@@ -159,9 +160,10 @@ class Environments:
             return await returned if inspect.isawaitable(returned) else returned
 
         self._open += 1
-        environment, answered = self._running.pop(episode.sample, (None, 0))
+        environment, *known = self._running.pop(episode.sample, (None, 0, 0))
+        answered = len(episode.texts) - 1
         try:
-            if environment is None or answered != len(episode.texts) - 1:
+            if environment is None or known != [answered, episode.seed]:
                 self._leave(environment)
                 environment, answered = self._made(), 0
                 begun = await call(environment, "reset", dict(episode.row), episode.seed)
@@ -186,7 +188,7 @@ class Environments:
             failed = raised(f"{self._name}: {called or 'making it'}", error, self._file, episode.sample)
         else:
             if not answer.done:
-                self._running[episode.sample] = (environment, len(episode.texts))
+                self._running[episode.sample] = (environment, len(episode.texts), episode.seed)
             return answer
         finally:
             self._open -= 1

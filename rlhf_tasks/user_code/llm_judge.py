@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -59,6 +60,12 @@ class _NoScore(Exception):
     """A reply in which there is no score."""
 
 
+def _is(value: Any, kind: Any) -> bool:
+    """Whether an argument is of a kind, and where it is a number, a finite one."""
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return isinstance(value, kind) and not isinstance(value, bool) and finite
+
+
 class judge:
     """A score from 0 to 1 for each answer, by a judge that is asked about each alone.
 
@@ -112,12 +119,12 @@ class judge:
             ("timeout_s", int | float, "a number"),
             ("unreadable", int | float | None, "a number"),
         ):
-            if not isinstance(settings[name], kind):
+            if not _is(settings[name], kind):
                 raise RewardError(f"{WHO}: {name}={shortened(repr(settings[name]), 80)} is not {what}.")
         if sum(each is not None for each in (schema, rubric, against)) > 1:
             raise RewardError(f"{WHO}: give one of schema, rubric and against.")
         if rubric is not None and not (
-            all(type(weight) in (int, float) for weight in rubric.values())
+            all(type(weight) in (int, float) and math.isfinite(weight) for weight in rubric.values())
             and any(weight > 0 for weight in rubric.values())
         ):
             raise RewardError(

@@ -35,7 +35,8 @@ def judge_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     has none.
     Metrics, of all parts of the call: judge/completions/mean_length and judge/completions/clipped_ratio of the
     replies, judge/throughput/tokens_per_s, and judge/unreadable, the share of replies without a score.
-    Raises RewardError where no reply of the iteration has one.
+    Raises RewardError where no reply of the iteration has one; after the first iteration not where such replies have
+    a score, or samples without one are skipped.
     """
     config = context.config
     assert isinstance(config, Scores)
@@ -62,7 +63,8 @@ def judge_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
         seconds = time.perf_counter() - began_s
         mine = torch.tensor([len(drawn), tokens, clipped, seconds, 1, len(unread)], dtype=torch.float64)
     metrics = generation_metrics(context.all_parts(engine.sum_over_dp(mine)), ["unreadable"])
-    if metrics.get("unreadable") == 1 and unread:
+    may_be = reward.kwargs.get("unreadable") is not None or config.on_reward_error == "skip"
+    if unread and metrics.get("unreadable") == 1 and not (may_be and context.iteration):
         raise RewardError(
             f"no reply of models.judge in iteration {context.iteration} has a score; one ends with "
             f"{shortened(repr(unread[-1][-120:]), 150)}. Correct pattern or template of builtin:judge, or choose "

@@ -8,7 +8,7 @@ these in the order of the data are delivered: they are the iteration's samples. 
 last iteration all is drawn to its end.
 
 Where an environment answers, a segment is a turn of each sample, and its answer. The environment of an episode that
-continues lives on; one that is gone, as after a kill, is given all turns again.
+continues lives on; one that is gone, as after a kill or an evaluation, is given all turns again.
 """
 
 import time

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import IO, Any
+from typing import Any, TextIO, cast
 
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, shortened
 
@@ -161,11 +161,11 @@ class ToolServer:
             self._printed.close()
 
     @cached_property
-    def _printed(self) -> IO[str]:
+    def _printed(self) -> TextIO:
         """What the command prints to its standard error."""
         file = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  closed by `close`
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # it is cut while the command writes
-        return file
+        return cast(TextIO, file)
 
     async def _answer_to(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
         life = self._life = self._life or _Life(self._opened())

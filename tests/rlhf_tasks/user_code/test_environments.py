@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -382,6 +382,22 @@ def test_each_turn_that_is_played_again_has_the_time_of_a_turn(start, tmp_path):
     slow.touch()
     kill()
     assert process.answers(episodes(*texts, samples=(1,))) == [Answer("turn 3", 0.0, False)]
+
+
+def test_an_evaluations_environment_answers_no_episode_of_the_same_number(start, tmp_path):
+    """Samples of an evaluation are numbered from 0, as those that wait for the next iteration may be."""
+    process = start("Room")
+
+    def answer(texts: list[str], seed: int, said: Sequence[int] = ()) -> Answer:
+        process.submit(Episode(3, {"n": 3}, seed, texts, said))
+        return process.answered(20.0)[3]
+
+    process.begin()
+    first = answer(["a"], 103)
+    process.begin()
+    answer(["of an evaluation"], 7)
+    process.begin([3])
+    assert answer(["a", "b"], 103, [first.digest]).observation == "b:2:103"
 
 
 def test_environments_that_no_turn_comes_to_any_more_are_let_go_as_a_new_batch_begins(start):

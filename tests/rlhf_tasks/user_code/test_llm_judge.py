@@ -1,5 +1,6 @@
 """A language model as a judge, behind a real HTTP server that answers as a chat API does."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -130,6 +131,8 @@ def test_a_reply_without_a_score_is_asked_for_again_and_then_costs_its_sample(ch
         ({"pattern": "("}, "pattern '\\('|pattern \\( is none"),
         ({"tries": 0}, "tries=0 must be above 0"),
         ({"most": "10"}, "most='10' is not a number"),
+        ({"most": math.inf}, "most=inf is not a number"),
+        ({"tries": True}, "tries=True is not a whole number"),
         ({"rubric": ["short"]}, "is not a mapping of criteria"),
         ({"rubric": {"short": "much"}}, "a weight is no number"),
         ({"rubric": {"short": 1.0}, "template": "{completion}"}, "template lacks {criteria}"),

@@ -139,11 +139,14 @@ def test_a_reply_without_a_score_ends_the_run_unless_it_has_one_in_the_configura
         start(asks={"unreadable": None}).iterate(0)
 
 
-def test_a_pattern_that_no_reply_has_ends_the_run_whatever_unreadable_is(start):
+def test_a_pattern_that_no_reply_has_ends_the_run_at_once_whatever_unreadable_is(start):
+    run = start(asks={"pattern": "Score: ([0-9])"})
     with pytest.raises(
         RewardError, match=r"no reply of models\.judge in iteration 0 has a score; one ends with"
     ):
-        start(asks={"pattern": "Score: ([0-9])"}).iterate(0)
+        run.iterate(0)
+    metrics, _ = run.iterate(1)
+    assert metrics["judge/unreadable"] == 1, "later such a batch may be chance"
 
 
 @pytest.mark.parametrize(
