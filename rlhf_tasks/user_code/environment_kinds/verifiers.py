@@ -39,9 +39,9 @@ from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Malformed, Read, cal
 
 HARNESS = "prefect_rlhf_policy"
 MODEL = "policy"  # the model's name in answers; in questions it says which episode asks
-TO_A_CLIENT = 256
-"""Episodes whose questions come through one client of verifiers: each reads certificates when it begins, which takes
-40 ms, and has at most 1,000 requests at a time."""
+CLIENTS = 4
+"""Clients of verifiers that all questions come through, 1,000 at a time each. One for each episode would read
+certificates for 40 ms, and keep its connections until the process ends."""
 Body = Mapping[str, Any]
 
 
@@ -205,7 +205,7 @@ class _Served:
                 await self._open()
         self._made += itertools.islice(self._tasks, max(0, place + 1 - len(self._made)))
         key, rollout = secrets.token_urlsafe(16), _Rollout()
-        url = f"{self._url}/{self._begun // TO_A_CLIENT}/v1"
+        url = f"{self._url}/{self._begun % CLIENTS}/v1"
         self._begun += 1
         client = EvalClientConfig(base_url=url, api_key_var="PREFECT_RLHF_NO_KEY")
         playing = self._env.run_episode(self._made[place], ModelContext(model=key, client=client))
