@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.config.packages import PACKAGES
-from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, UNTIL_S, Caller, importing, late_ones
+from prefect_rlhf.rlhf_tasks.user_code.child import (
+    MARGIN_S,
+    UNTIL_S,
+    Caller,
+    allow_many_files,
+    importing,
+    late_ones,
+)
 from prefect_rlhf.rlhf_tasks.user_code.environment_kinds.starts import factory_of
 from prefect_rlhf.rlhf_tasks.user_code.errors import (
     RewardError,
@@ -76,6 +83,7 @@ class Environments:
     """
 
     def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
+        allow_many_files()  # episodes may have connections and processes of their own
         self._caller, self._skips = caller, begin["skips"]
         self._name = f"environment {begin['factory']}"
         self._kwargs = caller.secrets.resolved(self._name, begin["kwargs"])

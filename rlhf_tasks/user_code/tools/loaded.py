@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, allow_many_files, importing
+from prefect_rlhf.rlhf_tasks.user_code.child import MARGIN_S, Caller, importing
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, RewardError, shortened
 from prefect_rlhf.rlhf_tasks.user_code.forms import module_at
 from prefect_rlhf.rlhf_tasks.user_code.tools.server import Ends, ToolServer
@@ -83,7 +83,6 @@ def loaded(
             return {name: Tool(partial(server.call, name), {}, of, ended) for name, of in parameters.items()}
 
         if per_episode:
-            allow_many_files()
             return of_a_server
         tools = of_a_server()
         return lambda: tools
