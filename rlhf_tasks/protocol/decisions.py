@@ -107,13 +107,18 @@ def changing(program: FunctionType, seen: set[FunctionType] | None = None) -> st
             return str(name)
         if instruction.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or value is None:
             continue
-        owner = value if isinstance(value, ModuleType) else getattr(value, "__module__", None) or type(value)
-        module = owner if isinstance(owner, str) else getattr(owner, "__module__", None) or owner.__name__
-        if module.partition(".")[0] in CHANGING:
+        if _module_of(value).partition(".")[0] in CHANGING:
             return str(name)
         if isinstance(value, FunctionType) and value not in seen and (read := changing(value, seen)):
             return read
     return None
+
+
+def _module_of(value: Any) -> str:
+    """The module that a value is, or that defines it or its type."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return str(getattr(value, "__module__", None) or type(value).__module__)
 
 
 _LOADS_ELSEWHERE = ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")

@@ -15,8 +15,9 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
 from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
+from tests.loopback import served
 from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, world
-from tests.rlhf_tasks.parallel.generate.completion_server import serving
+from tests.rlhf_tasks.parallel.generate.completion_server import CompletionServer
 
 __all__ = ["folder", "world"]  # fixtures
 
@@ -170,7 +171,7 @@ def test_a_server_is_asked_before_a_run_takes_anything(
     said: str | None,
 ):
     monkeypatch.setenv("RLHF_BROKEN", "sk-secret\n")
-    with serving(260, mode) as server:
+    with served(CompletionServer(260, mode)) as server:
         generation = {"engine": "openai", "url": server.url, "weights_dir": str(tmp_path), **changes}
         config = make_config(document("grpo", folder, num_generations=2, generation=generation))
         shape = read_shape(config.models.actor)
