@@ -160,7 +160,7 @@ def trajectory(
         for seen in per_rank:
             for metric, value in seen[iteration].items():
                 assert metrics.setdefault(metric, value) == value, f"ranks disagree on {metric}"
-        merged.append({m: v for m, v in metrics.items() if "time" not in m and "per_s" not in m})
+        merged.append({m: v for m, v in metrics.items() if "time" not in m and not m.endswith("_s")})
     return merged
 
 
