@@ -227,7 +227,9 @@ def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfil
 def figures_of(config: RunConfig, problem: Problem) -> Path:
     """Where the figures of runs of a configuration's calls are kept."""
     m = problem.model
-    return figures_file(profile_folder(config), m.classes, m.models, m.workload, problem.graph.calls)
+    of_user = {"rewards", "environment", "agent", "tools"}
+    users = config.model_dump_json(include=of_user) if isinstance(config, Scores) else ""
+    return figures_file(profile_folder(config), m.classes, m.models, m.workload, problem.graph.calls, users)
 
 
 def profile_folder(config: RunConfig) -> Path:
@@ -686,7 +688,7 @@ def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) ->
                 gives = {call.remap.get(key, key) for key in call.outputs}
                 if isinstance(config, Scores) and config.scoring_rewards and "scores" in gives:
                     seconds[node.name] = longest_s(config)
-                elif (play_s or other_s) and call.kind == "generate":
+                elif (play_s or other_s) and call.kind == "generate" and call.role != JUDGE:
                     seconds[node.name] = play_s + other_s
             case EvaluateNode() if answers is not None:
                 batches = -(-held_out_rows // rows_at_once(config))

@@ -504,13 +504,18 @@ def figures_file(
     models: Mapping[str, RoleModel],
     workload: Workload,
     calls: Iterable[ModelFunctionCall],
+    users: str = "",
 ) -> Path:
-    """The path of the figures of runs of some calls. Its name contains a hash of everything they depend on."""
+    """The path of the figures of runs of some calls. Its name contains a hash of everything they depend on.
+
+    users  says which code of the user's takes part: environments and rewards think as long as they like
+    """
     subject = {
         "devices": str(devices),
         "models": {role: _described(model) for role, model in models.items()},
         "workload": workload.model_dump(mode="json"),
         "calls": [call.model_dump(mode="json") for call in calls],
+        "users": users,
     }
     digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
     return folder / f"ran-{digest[:16]}.json"

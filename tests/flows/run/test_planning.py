@@ -570,6 +570,12 @@ def test_both_of_remaxs_calls_judge(tmp_path):
     assert seconds(make_config(document)).keys() == {"reward_inference", "greedy_reward_inference"}
 
 
+def test_a_judge_does_not_wait_for_environments(tmp_path):
+    played = {"factory": "builtin:GuessingGame", "max_turn_tokens": 4}
+    waits = seconds(judged(tmp_path, environment=played))
+    assert waits.keys() == {"actor_generate", "reward_inference"}
+
+
 def test_another_engine_has_deadlines_of_its_own_before_that_of_its_node(tmp_path, monkeypatch):
     """vLLM may take ten minutes to start in the node that draws first; `patience` counts for both."""
     monkeypatch.setattr(prepare_module, "check_generation", lambda config, shape: None)

@@ -304,8 +304,9 @@ def test_the_file_is_named_by_all_that_figures_depend_on(tmp_path, small_problem
         name(models={**m.models, "actor": m.models["critic"]}),
         name(workload=m.workload.model_copy(update={"epochs": 2})),
         name(calls=make_graph(n_seqs=8).calls),
+        name(users='{"environment": {"factory": "game.py:Slow"}}'),
     ]
-    assert len({name(), *other}) == 6
+    assert len({name(), *other}) == 7
 
 
 def corrected(problem, *ran: RanCall) -> CostModel:
