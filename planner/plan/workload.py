@@ -186,7 +186,8 @@ class Workload(Frozen):
     judge: JudgeWork | None = None
 
     def of_role(self, role: str) -> "Workload":
-        """The workload of a role's calls: the judge reads questions, each with one response, and draws replies."""
+        """The workload of a role's calls: the judge reads questions, each with one response, and draws replies, always
+        by our own engine."""
         if role != JUDGE or self.judge is None:
             return self
         of_judge = {
@@ -198,6 +199,7 @@ class Workload(Frozen):
             "thinking": None,
             "top_k": False,
             "top_p": False,
+            "other": None,
         }
         return self.model_copy(update=of_judge)
 

@@ -166,7 +166,7 @@ class CostModel:
                     given = ran.assignment
                     where, count = self._where(given.placement, call, given.offload), given.micro_batches
                     (priced,) = self._profiled(call, where, [count])
-                    if call.kind == "generate" and self.workload.other is not None:
+                    if call.kind == "generate" and self.workload.of_role(call.role).other is not None:
                         # Of the rank; the engine's is not measured.
                         ran = ran.model_copy(update={"active_bytes": None})
                     found[where, count] = factor_of(ran, priced.seconds, max(priced.active_bytes))
@@ -213,7 +213,7 @@ class CostModel:
 
     def _generated(self, mesh: OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
         """The price of a generation by whoever draws and has the weights. Another engine knows no micro-batches."""
-        if self.workload.other is None:
+        if mesh.workload.other is None:
             return generate_in_turns(mesh, call, micro_batches)
         whole, itemsize = self._sizes(call.role, ParallelStrategy()), self.workload.itemsize
         (parameters,) = parameters_by_stage([whole])
@@ -230,7 +230,7 @@ class CostModel:
 
     def _handover_s(self, role: str) -> float:
         """Seconds in which another engine takes a role's weights."""
-        if self.workload.other is None:
+        if self.workload.of_role(role).other is None:
             return 0.0
         (parameters,) = parameters_by_stage([self._sizes(role, ParallelStrategy())])
         slowest = min(profile.host_copy_bytes_per_s for profile in self.classes.profiles)

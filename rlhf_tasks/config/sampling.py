@@ -122,13 +122,6 @@ class Scores(Samples, Judges):
             ),
         ),
         Pair(
-            "models.judge",
-            "generation.engine",
-            "{first} replies by the built-in engine, and {second} would hold its devices meanwhile. Leave one of "
-            "them out, or give builtin:judge the url of a service.",
-            lambda config: JUDGE in config.roles() and not config.generation.is_own,
-        ),
-        Pair(
             "sampling.segment_tokens",
             "agent.command",
             "{first} cuts responses of one turn, but those of {second} have several. Leave out one of the two.",

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from tests.rlhf_tasks.rank.engines_of_others import Uniform
 from tests.rlhf_tasks.test_layout_invariance import differences, trajectory
 from tests.tiny_judge import judged
 
@@ -54,11 +55,15 @@ KINDS = {
     "stale": ({"staleness": 1, "num_mini_batches": 2}, (*OF_GRPO, "actor_inference")),
     "segments": ({"sampling": {"max_completion_length": 12, "segment_tokens": 5}}, OF_GRPO),
     "rounds": ({"filter_groups": 2}, OF_GRPO),
+    "responses of another engine": (
+        {"generation": {"engine": f"{Uniform.__module__}:Uniform"}, "num_mini_batches": 2},
+        (*OF_GRPO, "actor_inference"),
+    ),
     "rloo": ({"type": "rloo"}, OF_GRPO),
     "reinforce_pp": ({"type": "reinforce_pp"}, OF_GRPO),
 }
 """Kind of run -> its changes and its calls."""
-IN_INTEGRATION = ("parts", "remax")
+IN_INTEGRATION = ("parts", "remax", "responses of another engine")
 
 
 @pytest.mark.dist

@@ -218,7 +218,8 @@ class Vllm:
 
     def free(self) -> None:
         """On GPUs vLLM sleeps: its weights and caches are freed until the next `take`."""
-        if self._process is not None and self._engine is not None and self._engine.device.type == "cuda":
+        # Awake it has taken weights. After a call of another role, which our engine drew for, it sleeps already.
+        if self._taken is not None and self._engine is not None and self._engine.device.type == "cuda":
             self._reply_to({"sleep": True})
             self._taken = None
 

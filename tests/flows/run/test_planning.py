@@ -512,6 +512,18 @@ def test_a_judge_is_planned_for_with_questions_that_have_prompt_and_response(tmp
     assert both.seconds > cost.seconds
 
 
+def test_a_judge_is_priced_as_our_engine_draws_whatever_draws_the_responses(tmp_path):
+    generation = {"engine": "openai", "url": "http://127.0.0.1:1", "weights_dir": str(tmp_path)}
+    (beside, of_judge), (ours, alike) = judging(tmp_path, generation=generation), judging(tmp_path)
+    assert beside.model.workload.other is not None
+    assert of_judge == alike
+    call, alone = (
+        ours.graph.call("actor_generate"),
+        CallAssignment(placement=Placement((0,), ParallelStrategy())),
+    )
+    assert beside.model.call(call, alone).seconds > ours.model.call(call, alone).seconds, "it takes weights"
+
+
 def test_a_judge_has_a_mesh_of_its_own_in_a_searched_plan(tmp_path):
     config = judged(tmp_path, plan="auto", cluster={"devices_per_host": 2}, dtype="float32")
     plan = prepare(config).plan
