@@ -186,8 +186,8 @@ class Workload(Frozen):
     judge: JudgeWork | None = None
 
     def of_role(self, role: str) -> "Workload":
-        """The workload of a role's calls: the judge reads questions, each with one response, and draws replies, always
-        by our own engine."""
+        """The workload of a role's calls: the judge reads questions, each with one response; our own engine draws its
+        replies."""
         if role != JUDGE or self.judge is None:
             return self
         of_judge = {
