@@ -111,6 +111,7 @@ def test_the_algorithm_is_found_drawn_and_planned(installed, user):
     assert drawn.returncode == 0, drawn.stderr
     assert [line.split()[0] for line in drawn.stdout.strip().splitlines()[2:]] == [
         "actor_generate",
+        "judge_generate",
         "reward_inference",
         "actor_train",
     ]
