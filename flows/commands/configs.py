@@ -109,7 +109,8 @@ def validate(
     print(plan_table(prepared.plan))
     if rewards:
         _try_rewards(prepared.config)
-    print(f"{config}: valid. {len(prepared.rows)} rows, {prepared.iterations} iterations.")
+    rows, times = len(prepared.rows), prepared.iterations
+    print(f"{config}: valid. {rows} row{'s' * (rows != 1)}, {times} iteration{'s' * (times != 1)}.")
 
 
 def _try_rewards(settings: RunConfig) -> None:

@@ -36,7 +36,7 @@ def test_its_run_is_checked_and_planned(call, tuned):
         status, out, err = call("config", "validate", "FILE")
     assert status == 0, err
     assert "actor_train" in out
-    assert "valid. 1 rows, 2 iterations." in out
+    assert "valid. 1 row, 2 iterations." in out
 
 
 @pytest.mark.parametrize(
