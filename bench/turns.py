@@ -25,7 +25,7 @@ Medians over the rounds; the ways take turns.
 
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -38,7 +38,7 @@ from bench.harness import Spread, in_turn, options
 from bench.models import build_engine
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
-from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turns
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
 TURNS, DRAWN, OBSERVED = 4, 16, 16
@@ -72,7 +72,7 @@ class Thinking:
     def begun(self, sample: int, read: int) -> None:
         self.read += read
 
-    def ended(self, sample: int, turn: Sequence[int], is_cut: bool) -> None:
+    def ended(self, sample: int, turn: Turn) -> None:
         number = self._turns[sample] = self._turns.get(sample, 0) + 1
         self._due_s[sample] = self.now_s + thoughts_s(sample, self._longest_s)[number - 1]
 

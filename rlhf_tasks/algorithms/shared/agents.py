@@ -4,12 +4,15 @@ What an agent asks and is answered is recorded as tokens. A request that begins 
 continues their tokens: they are read as they were drawn, never tokenised again. Any other request begins a new
 *chain*. All chains of an episode are one sample: its sequences, in which each drawn token counts once.
 
-Only the head knows requests. It draws those together that wait at the same time; a broadcast tells the other ranks of
-its replica what to draw from. Random numbers belong to the sample and to the number of its request, so an agent that
-asks one thing after the other draws the same whatever the layout; when requests come together is up to the agents.
+Only the head knows requests. They are turns of one generation (turns.py): one that continues a chain goes on where
+that was drawn, others begin in places that are free. Engines that draw no turns draw together what waits at the same
+time; a broadcast tells the other ranks of the replica what to draw from. Random numbers belong to the sample and to
+the number of its request, so an agent that asks one thing after the other draws the same whatever the layout; when
+requests come together is up to the agents.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
@@ -40,6 +43,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
@@ -48,6 +52,8 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import RAW, Asked, Choice
 from prefect_rlhf.rlhf_tasks.user_code.agents.process import AgentProcess, Ended
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 
+WAIT_S = 0.5  # at most, that a head waits for a request until it tells the other ranks that it is there
+GATHER_S = 0.05  # that a request waits for others, where they are drawn together with it or after it
 COUNTS = ("requests", "refused", "branches", "left_out")
 """What is counted of an episode: answers it has asked for, requests that were refused, sequences of its sample, drawn
 tokens of those for which the sample had no room."""
@@ -67,9 +73,12 @@ def play_agents(
     Collective over the replica. Raises RewardError, naming the sample, where an agent fails; with `on_reward_error:
     skip` its sample says so under ENVIRONMENT_FAULT, and has an end token where nothing was drawn.
     """
-    dp = engine.coordinate.dp
+    dp, draw = engine.coordinate.dp, context.generator.draw
     head, replica = engine.placement.heads[dp], engine.groups[engine.placement.replica(dp)]
-    episodes = _Episodes(engine, batch, context, order) if engine.is_head else None
+    by_turns = getattr(context.generator, "draws_turns", False)  # a user's own engine may be older than turns
+    episodes = _Episodes(engine, batch, context, order, by_turns) if engine.is_head else None
+    empty = torch.zeros(0, dtype=torch.int64, device=engine.device)
+    places = SampleBatch(batch.ids, {"prompt_ids": Packed(empty, (0,) * len(batch))})
     try:
         while True:
             leave_if_ended()
@@ -85,8 +94,11 @@ def play_agents(
                 min_new_tokens=min(order.params.min_new_tokens, most),
                 stop_strings=stop_table(context.tokenizer, strings) if strings else None,
             )
-            contexts = share_batch(episodes and episodes.waiting(), engine.placement, engine.groups)
-            drawn = context.generator.draw(contexts, order._replace(params=params, stop_strings=strings))
+            alike = order._replace(params=params, stop_strings=strings)
+            if by_turns:
+                draw(places, alike._replace(turns=Turns(most, episodes)))
+                continue
+            drawn = draw(share_batch(episodes and episodes.waiting(), engine.placement, engine.groups), alike)
             if episodes is not None:
                 assert drawn is not None, "this rank is a head"
                 episodes.take(drawn)
@@ -132,13 +144,16 @@ class _Episode:
 
 
 class _Episodes:
-    """The episodes of a head."""
+    """The episodes of a head; where it draws turns, the partners of generation."""
 
-    def __init__(self, engine: Engine, batch: SampleBatch, context: CallContext, order: Order) -> None:
+    def __init__(
+        self, engine: Engine, batch: SampleBatch, context: CallContext, order: Order, by_turns: bool
+    ) -> None:
         config = context.config
         assert isinstance(config, Scores), "the configuration has agents"
         assert config.agent is not None, "the configuration has agents"
         self._engine, self._context, self._config, self._order = engine, context, config, order
+        self._by_turns, self._at_once = by_turns, config.agent.at_once
         prompts = batch["prompt_ids"].to(torch.device("cpu")).split()
         self._of = {sample: _Episode(prompt) for sample, prompt in zip(batch.ids, prompts, strict=True)}
         ids = torch.tensor(batch.ids, dtype=torch.int64)
@@ -148,40 +163,101 @@ class _Episodes:
         self._begin = list(zip(batch.ids, batch["columns"].texts(), seeds.tolist(), strict=True))
         self._answers: list[tuple[int, dict[str, Any]]] = []
         self._choices: dict[int, list[Choice]] = {}  # by the numbers of requests
-        self._draws: dict[int, _Draw] = {}  # by the ids that they are drawn by
-        self._now: dict[int, _Draw] = {}
+        self._draws: dict[int, _Draw] = {}  # that wait, by the ids that they are drawn by
+        self._now: dict[int, _Draw] = {}  # that are drawn, by places where there are turns, else by these ids
+        self._held: dict[int, Chain | None] = {}  # what other places have parked, those used last at the end
+        self._stop: tuple[str, ...] = ()  # strings of what is drawn now
+        self._closes = False  # whether nothing enters any more
         self._process = AgentProcess(
             config, config.agent, Drawing(order.params.temperature, order.params.top_p)
         )
 
+    @property
+    def _running(self) -> int:
+        return sum(episode.ended is None for episode in self._of.values())
+
     def next(self) -> dict[str, Any] | None:
         """The `most` tokens and the `stop` strings of the draws that come next, {} where there are none yet; None
         where all episodes have ended."""
-        if all(episode.ended for episode in self._of.values()):
+        if not self._running:
             return None
-        requests, ended = self._turn()
-        for request in requests:
-            self._receive(request)
-        for each in ended:
-            self._end(each)
+        self._hear(0.0 if self._draws else WAIT_S)
+        until_s = time.monotonic() + (0.0 if self._by_turns else GATHER_S)
+        while 0 < self._waiting() < min(self._running, self._at_once) and time.monotonic() < until_s:
+            self._hear(until_s - time.monotonic())
         if not self._draws:
             return {}
-        stop = next(iter(self._draws.values())).stop
+        stop = self._stop = next(iter(self._draws.values())).stop
+        if self._by_turns:
+            self._held, self._closes = dict.fromkeys(self._of), False
+            return {"most": max(map(self._most, self._of.values())), "stop": stop}
         alike = ((number, draw) for number, draw in self._draws.items() if draw.stop == stop)
         self._now = dict(islice(alike, len(self._of)))  # for so many sequences there is memory
         self._draws = {number: draw for number, draw in self._draws.items() if number not in self._now}
         return {"most": max(draw.most for draw in self._now.values()), "stop": stop}
 
-    def _turn(self) -> tuple[list[Asked], list[Ended]]:
-        begin, answers = self._begin, self._answers
-        self._begin, self._answers = [], []
+    def _waiting(self) -> int:
+        return len({draw.request.sample for draw in self._draws.values()})
+
+    def _hear(self, wait_s: float) -> None:
+        """Take what has come from agents; wait for the first of it, for so many seconds at most."""
+        begin, self._begin = self._begin, []
         try:
-            return self._process.turn(begin, answers, waits=not self._draws)
+            if begin:
+                self._process.tell(begin)
+            requests, ended = self._process.heard(wait_s)
         except RewardError as error:
             if self._config.on_reward_error != "skip":
                 raise
             running = [sample for sample, episode in self._of.items() if episode.ended is None]
-            return [], [Ended(sample, None, f"was lost: {error}", 0, 0) for sample in running]
+            requests, ended = [], [Ended(each, None, f"was lost: {error}", 0, 0) for each in running]
+        for request in requests:
+            self._receive(request)
+        for each in ended:
+            self._end(each)
+        self._send()
+
+    def _send(self) -> None:
+        if self._answers and self._running:
+            self._process.tell(answers=self._answers)
+        self._answers = []
+
+    def begun(self, sample: int, read: int) -> None:
+        """Nothing follows from it."""
+
+    def ended(self, sample: int, turn: Turn) -> None:
+        """An answer was drawn: a request may have all of its answers now."""
+        self._held[sample] = self._take(self._now.pop(sample), turn)
+        self._send()
+
+    def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
+        """The requests that enter in these places. None does after one with other stop strings: that waits until all
+        that is drawn has ended, and so does this draw then, or when all episodes have."""
+        self._hear(0.0 if self._draws or self._closes else wait_s)
+        following = []
+        alike = list(takewhile(lambda each: each[1].stop == self._stop, self._draws.items()))
+        for number, draw in () if self._closes else alike:
+            if (place := self._place(draw, samples)) is not None:
+                base, ids = self._held.pop(place), draw.context["input_ids"].tolist()
+                anew = base is None or base is not draw.base
+                self._now[place] = self._draws.pop(number)
+                new = ids[0 if base is None or anew else base.length :]
+                following.append(Following(place, new, draw.most, number, anew))
+        self._closes |= not self._now and not alike and bool(self._draws or not self._running)
+        return list(map(Following, samples)) if self._closes else following
+
+    def _place(self, draw: _Draw, samples: Collection[int]) -> int | None:
+        """The place of these in which a draw enters: where its chain is parked; else one whose chain none continues
+        any more, or that was used the longest ago. None where there is none now."""
+        for place, chain in self._held.items():
+            if chain is not None and chain is draw.base:
+                return place if place in samples else None
+
+        def is_needed(place: int) -> bool:
+            chain = self._held[place]
+            return chain is not None and self._of[chain.request.sample].ended is None
+
+        return min((place for place in self._held if place in samples), key=is_needed, default=None)
 
     def _end(self, ended: Ended) -> None:
         """An agent has ended: what it still waits for is not drawn."""
@@ -277,32 +353,42 @@ class _Episodes:
         """Record what was drawn, and answer the requests that have all their answers."""
         data = {key: packed.split() for key, packed in drawn.to(torch.device("cpu")).data.items()}
         for place, number in enumerate(drawn.ids):
-            draw, episode = self._now[number], self._of[number // MOST_REQUESTS]
-            whole = {key: parts[place] for key, parts in data.items() if key != "truncated"}
-            start = len(draw.context["input_ids"])
-            stop = len(whole["input_ids"])
-            new = {key: whole[key][start:stop] for key in ("input_ids", "response_mask", "old_logprobs")}
+            draw = self._now[number]
+            whole = {key: parts[place] for key, parts in data.items()}
+            start, kept = len(draw.context["input_ids"]), None
+            ids, logprobs = whole["input_ids"][start:].tolist(), whole["old_logprobs"][start:]
             if "kept_counts" in whole:
-                new["kept_counts"] = whole["kept_counts"][start:stop]
-                new["kept_tokens"] = whole["kept_tokens"][: int(new["kept_counts"].abs().sum())]
-            cut = bool(data["truncated"][place])
-            choice, tail = self._choice(draw, new, cut)
-            episode.drawn += stop - start
-            line, count = ((), 0) if draw.base is None else (draw.base.line, draw.base.drawn)
-            is_over = int(new["input_ids"][-1]) in self._order.params.stop_ids
-            chain = Chain(
-                draw.request,
-                said=(choice.raw, choice.text),
-                tail=tail,
-                data=joined(draw.context, new),
-                line=(*line, len(episode.chains)),
-                drawn=count + stop - start,
-                cut=cut,
-                is_over=is_over,
-            )
-            episode.chains.append(chain)
-            self._answer(draw, choice)
+                kept = whole["kept_counts"][start:], whole["kept_tokens"]
+            self._take(draw, Turn(ids, bool(whole["truncated"]), logprobs, kept))
         self._now = {}
+        self._send()
+
+    def _take(self, draw: _Draw, turn: Turn) -> Chain:
+        """Record an answer."""
+        new = {
+            "input_ids": torch.tensor(turn.ids, dtype=torch.int64),
+            "response_mask": torch.ones(len(turn.ids), dtype=torch.bool),
+            "old_logprobs": turn.logprobs.to("cpu", self._engine.dtype_of_rows),
+        }
+        if turn.kept is not None:
+            new |= dict(zip(("kept_counts", "kept_tokens"), turn.kept, strict=True))
+        choice, tail = self._choice(draw, new, turn.is_cut)
+        episode = self._of[draw.request.sample]
+        episode.drawn += len(turn.ids)
+        line, count = ((), 0) if draw.base is None else (draw.base.line, draw.base.drawn)
+        chain = Chain(
+            draw.request,
+            said=(choice.raw, choice.text),
+            tail=tail,
+            data=joined(draw.context, new),
+            line=(*line, len(episode.chains)),
+            drawn=count + len(turn.ids),
+            cut=turn.is_cut,
+            is_over=turn.ids[-1] in self._order.params.stop_ids,
+        )
+        episode.chains.append(chain)
+        self._answer(draw, choice)
+        return chain
 
     def _choice(self, draw: _Draw, new: Mapping[str, Tensor], cut: bool) -> tuple[Choice, str]:
         """(what was drawn, as an agent is told; the text of what has ended it)"""

@@ -39,7 +39,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEGUN
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.generate.turn_by_turn import turn_by_turn
-from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turns
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.spec import ENDED
 from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
@@ -300,13 +300,13 @@ class Dialogues:
         self.read_again += max(0, read - dialogue.new)
         dialogue.new = 0
 
-    def ended(self, sample: int, turn: Sequence[int], is_cut: bool) -> None:
+    def ended(self, sample: int, turn: Turn) -> None:
         """Ask the environment."""
         dialogue = self._dialogues[sample]
-        dialogue.room -= len(turn)
-        dialogue.last, dialogue.is_cut = turn[-1], is_cut
-        dialogue.texts.append(self._said(turn))
-        dialogue.lengths.append(len(turn))
+        dialogue.room -= len(turn.ids)
+        dialogue.last, dialogue.is_cut = turn.ids[-1], turn.is_cut
+        dialogue.texts.append(self._said(turn.ids))
+        dialogue.lengths.append(len(turn.ids))
         dialogue.asked_s = time.monotonic()
         self._open += 1
         try:

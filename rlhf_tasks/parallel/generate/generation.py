@@ -61,8 +61,10 @@ def generate(
     """Sample one response per prompt. All ranks of a replica (one dp rank) call it together.
 
     batch             this dp rank's samples, with the key `prompt_ids`; no prompt may be empty, the batch may be.
-                      Where responses continue, `prompt_ids` ends with what was drawn of them, and there are the keys
-                      BEFORE and BEGUN of places.py. MOST says of each what it may have of `max_new_tokens`
+                      With turns an empty one is a place where partners begin sequences, one after the other, of which
+                      the last is returned. Where responses continue, `prompt_ids` ends with what was drawn of them,
+                      and there are the keys BEFORE and BEGUN of places.py. MOST says of each what it may have of
+                      `max_new_tokens`
     seed, iteration, purpose  together with sample id and position, they determine the random number of each token
     groups_in_flight  groups into which the batch is cut; None: one per pipeline stage
     record_kept       also record which tokens could be drawn, for each token of a response
@@ -91,7 +93,7 @@ def generate(
     logits that are not finite.
     """
     empty = [i for i, n in zip(batch.ids, batch["prompt_ids"].lengths, strict=True) if n == 0]
-    if empty:
+    if empty and turns is None:
         raise ValueError(f"samples {empty[:4]} have empty prompts: there is nothing to predict from.")
     segment_tokens = segments.tokens if segments else None
     stage = engine.stage
@@ -119,8 +121,11 @@ def generate(
     if not engine.is_head:
         return None
     answered = _assemble(batch, groups, engine.dtype_of_rows, record_kept)
-    lengths = answered["input_ids"].lengths
-    new_tokens = int(answered["response_mask"].values.sum())
+    forgotten = [each for group in groups for each in group.forgotten]
+    lengths = [
+        length for length in (*answered["input_ids"].lengths, *(each for each, _ in forgotten)) if length
+    ]
+    new_tokens = int(answered["response_mask"].values.sum()) + sum(drawn for _, drawn in forgotten)
     engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
     return answered
 

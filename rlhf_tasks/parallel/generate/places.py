@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from operator import add
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, states_after, uniform
-from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Turns
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 
 BEFORE = "before"
 """The key of the number of tokens that were drawn of a response before."""
@@ -66,21 +67,22 @@ class Responses:
     def __init__(self, prompts: SampleBatch, drawing: Drawing) -> None:
         device = prompts["input_ids"].values.device
         lengths = prompts["input_ids"].lengths
+        self._drawing, self._read = drawing, lengths
         first_turn = None if drawing.turns is None else drawing.turns.most
         self._segment = first_turn or drawing.segment_tokens or drawing.params.max_new_tokens
         self.before = prompts[BEFORE].values
         self.allowed = (prompts[MOST].values - self.before).tolist()
         self.most = [min(self._segment, allowed) for allowed in self.allowed]
         self.most_tensor = torch.tensor(self.most, device=device)
-        self.lengths = self.most_tensor.clone()
+        self.lengths = self.most_tensor * (torch.tensor(lengths, device=device) > 0)
         self.truncated = torch.ones(len(prompts), dtype=torch.bool, device=device)
         ids = torch.tensor(prompts.ids, device=device)
         numbers = torch.arange(max(self.allowed) + 1, device=device)
         positions = torch.tensor(lengths, device=device)[:, None] + numbers
         self.uniforms = torch.zeros(positions.shape, dtype=torch.float64, device=device)
-        begun = prompts[BEGUN].values
-        for iteration in sorted(set(begun.tolist())):
-            of = (begun == iteration).nonzero().squeeze(1)
+        self._begun = prompts[BEGUN].values
+        for iteration in sorted(set(self._begun.tolist())):
+            of = (self._begun == iteration).nonzero().squeeze(1)
             self.uniforms[of] = uniform(
                 drawing.seed, drawing.purpose, iteration, ids[of, None], positions[of]
             )
@@ -107,20 +109,37 @@ class Responses:
         extended = torch.tensor(places, dtype=torch.int64, device=device)
         self.lengths[extended] = self.most_tensor[extended]
 
-    def observe(self, place: int, ids: Sequence[int], most: int) -> int:
-        """Let a response whose turn has ended have an observation, and then a turn of so many tokens at most. Returns
-        its length before that."""
-        start = int(self.lengths[place])
+    def turn(self, place: int) -> Turn:
+        """The turn that has ended at a place."""
+        start, stop = -int(self.before[place]), int(self.lengths[place])
+        logprobs = self.logprobs[place, start:stop]
+        kept = None if self.kept is None else kept_tensors(self.kept[place][start:stop])
+        return Turn(self.tokens[place, start:stop].tolist(), bool(self.truncated[place]), logprobs, kept)
+
+    def observe(self, place: int, following: Following) -> int:
+        """Let a response whose turn has ended have an observation, and then a turn. Returns its length before that
+        turn."""
+        ids = following.ids
+        start = 0 if following.anew else int(self.lengths[place])
         stop = start + len(ids)
+        most = min(stop + following.most, self.allowed[place])
+        if following.number is not None:
+            positions = torch.arange(stop, most, device=self.tokens.device) + self._read[place]
+            whose = torch.full_like(positions, following.number)
+            drawing, iteration = self._drawing, int(self._begun[place])
+            self.uniforms[place, stop:most] = uniform(
+                drawing.seed, drawing.purpose, iteration, whose, positions
+            )
         self.tokens[place, start:stop] = torch.tensor(ids, dtype=torch.int64, device=self.tokens.device)
         self.logprobs[place, start:stop] = 0
+        self.observed[place, start:] = False
         self.observed[place, start:stop] = True
         if self.kept is not None:
-            none = torch.zeros(0, dtype=torch.int32, device=self.tokens.device)
+            none = torch.zeros(0, dtype=torch.int32)
             self.kept[place][start:] = [(0, none)] * len(ids)
         self.before[place] = -stop
-        self.most[place] = min(stop + most, self.allowed[place])
-        self.most_tensor[place] = self.lengths[place] = self.most[place]
+        self.most[place] = most
+        self.most_tensor[place] = self.lengths[place] = most
         self.truncated[place] = True
         return stop
 
@@ -144,6 +163,7 @@ class Queue:
         self.drawn = [0] * n
         self.cached = [0] * n
         self.like = {place: alike[0] for alike in same_prompts(prompts) for place in alike}
+        self._unlike = count(n)
         self.last = torch.zeros(n, dtype=torch.int64, device=prompts.values.device)
         self.matched = torch.zeros_like(self.last)
         self.waiting = deque[int]()
@@ -151,7 +171,8 @@ class Queue:
 
     def line_up(self, places: Sequence[int], before: Tensor, strings: Tensor | None) -> None:
         """Let sequences wait. before: as in `Responses`; strings: their table"""
-        self.last = torch.stack([tokens[-1] for tokens in self.tokens])
+        for place in places:
+            self.last[place] = self.tokens[place][-1]
         drawn = list(map(add, before.tolist(), self.drawn))
         self.matched = torch.zeros_like(before)
         if strings is not None and any(drawn):
@@ -167,12 +188,19 @@ class Queue:
         """Let a sequence that has left before its end wait before those that are yet to begin, in the order of the
         places. drawn: all tokens after its prompt; matched [] int64: the state of stop strings"""
         prompt = self.tokens[place][: len(self.tokens[place]) - self.drawn[place]]
-        self.like[place] = ~place  # as no other: those that it shared a prompt with are still alike
+        self.like[place] = next(self._unlike)  # those that it shared a prompt with are still alike
         self.drawn[place] = len(drawn)
         self.tokens[place] = torch.cat([prompt, drawn])
         self.last[place] = self.tokens[place][-1]
         self.matched[place] = matched
         self.waiting = deque(sorted([*self.waiting, place], key=lambda each: (not self.drawn[each], each)))
+
+    def liken(self, place: int, others: Sequence[int]) -> None:
+        """Let a sequence be alike to one of some others that has the same tokens, if there is one."""
+        for other in others:
+            if other != place and torch.equal(self.tokens[other], self.tokens[place]):
+                self.like[place] = self.like[other]
+                return
 
 
 @dataclass
@@ -222,6 +250,12 @@ class Rows:
         self.drawn = self.drawn[index]
         self.finished = self.finished[index]
         self.matched = self.matched[index]
+
+
+def kept_tensors(kept: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(`kept_counts`, `kept_tokens`) of some tokens."""
+    counts = torch.tensor([count for count, _ in kept], dtype=torch.int32)
+    return counts, torch.cat([torch.zeros(0, dtype=torch.int32), *(ids for _, ids in kept)])
 
 
 def same_prompts(prompts: Packed) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """The messages between the ranks that decode sequences together."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,9 @@ class Relay:
 
     def share_following(self, following: Sequence[Following]) -> None:
         """On the last stage: what follows some turns, of which the head knows, to all ranks of the replica."""
-        flat = [number for each in following for number in (each.sample, each.most, len(each.ids), *each.ids)]
+        flat = []
+        for sample, ids, most, number, anew in following:
+            flat += [sample, len(ids), *ids, most, -1 if number is None else number, anew]
         numbers = torch.tensor(flat, dtype=torch.int64, device=self._device)
         if self._tp_group is not None:
             numbers = self._receive(numbers, self._head, self._tp_group)
@@ -106,6 +109,7 @@ class Relay:
 
 def _following_of(numbers: list[int]) -> list[Following]:
     following, rest = list[Following](), iter(numbers)
-    for sample, most, count in zip(rest, rest, rest, strict=False):
-        following.append(Following(sample, [next(rest) for _ in range(count)], most))
+    for sample, count in zip(rest, rest, strict=False):
+        ids, most, number, anew = list(islice(rest, count)), next(rest), next(rest), next(rest)
+        following.append(Following(sample, ids, most, None if number < 0 else number, bool(anew)))
     return following

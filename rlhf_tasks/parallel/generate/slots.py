@@ -21,6 +21,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.places import (
     Queue,
     Responses,
     Rows,
+    kept_tensors,
     same_prompts,
 )
 from prefect_rlhf.rlhf_tasks.parallel.generate.relay import Relay
@@ -82,7 +83,8 @@ class Group:
     read. Others take what is parked where they have no room without it, and layers with states park nothing: such a
     sequence is read again. The head alone talks to partners. At a check it says what has been answered, so all ranks
     do the same. In segments, each of which is a turn of all, all rest when they have been answered, and continue with
-    what they have parked.
+    what they have parked. Where a prompt is empty, the place waits until partners begin a sequence there; later they
+    may begin another. One with the same tokens as another that waits, or as one had when it entered, shares them.
 
     prompts  with four keys. `input_ids`: prompts, followed by the tokens that earlier calls have drawn after them;
              these count as prompt here. BEFORE [1] int64: how many tokens that are. BEGUN [1] int64: the iteration
@@ -114,18 +116,20 @@ class Group:
         self._responses = Responses(prompts, drawing)
         self._rows = Rows.none(device)
         self._queue = Queue(prompts["input_ids"])
-        self._queue.line_up(range(len(prompts)), self._responses.before, self._strings)
-        self._apart = set[int]()  # places whose turn has ended, and that have not come back
-        self._unanswered = set[int]()  # those of them that wait for an answer
+        lengths, allowed = prompts["input_ids"].lengths, self._responses.allowed
+        begun = [place for place, length in enumerate(lengths) if length]
+        self._queue.line_up(begun, self._responses.before, self._strings)
+        self._apart = set(range(len(prompts))).difference(begun)  # places that are between two turns
+        self._unanswered = set(self._apart)  # those of them that wait for an answer
         self._asks = False  # whether answers were shared in the last step
         shape = engine.layout.shape
         # The last token of a response is never read, so it needs no column.
-        lengths, allowed = prompts["input_ids"].lengths, self._responses.allowed
         self._columns = [length + more - 1 for length, more in zip(lengths, allowed, strict=True)]
         blocks = list(map(blocks_of, self._columns))
         again = sum(
             shared_blocks(lengths[first]) * len(others)
             for first, *others in same_prompts(prompts["input_ids"])
+            if lengths[first]
         )
         self._cache = KVCache(
             pool_of(sum(blocks) - again, max(blocks), drawing.micro_batches),
@@ -146,6 +150,9 @@ class Group:
         self._ended = 0  # sequences that were
         self._drawn = 0  # tokens of all these
         self._said = set[int]()  # places of those of which `on_ended` knows
+        self.forgotten: list[
+            tuple[int, int]
+        ] = []  # of sequences that others took the place of: tokens, drawn ones
         self._admit(self._fitting(0))
 
     @property
@@ -399,7 +406,6 @@ class Group:
         places = {self._rows.places[row]: row for row in rows}
         new = [place for place in places if place not in self._apart]
         lengths = self._responses.lengths.tolist() if new else []
-        truncated = self._responses.truncated.tolist() if new else []
         for place in new:
             if not self._stage.layout.shape.keeps_states:
                 self._cache.park(places[place], place)
@@ -408,9 +414,7 @@ class Group:
             self._apart.add(place)
             self._unanswered.add(place)
             if self._partners is not None:
-                start = -int(self._responses.before[place])
-                turn = self._responses.tokens[place, start : lengths[place]].tolist()
-                self._partners.ended(self._ids[place], turn, truncated[place])
+                self._partners.ended(self._ids[place], self._responses.turn(place))
 
     def _answer(self, following: Sequence[Following]) -> None:
         """Let those that were answered wait for their next turn, or be over."""
@@ -421,8 +425,21 @@ class Group:
                 self._cache.blocks.unpark(place)
                 continue
             self._apart.remove(place)
-            stop = self._responses.observe(place, answered.ids, answered.most)
+            if answered.anew:
+                self._forget(place)
+            stop = self._responses.observe(place, answered)
             self._queue.come_back(place, self._responses.tokens[place, :stop])
+            if answered.anew:
+                parked = self._cache.blocks.parked
+                self._queue.liken(
+                    place, [*self._rows.places, *(p for p in self._queue.waiting if p not in parked)]
+                )
+
+    def _forget(self, place: int) -> None:
+        """Another sequence takes the place of one whose turns are over."""
+        length = int(self._responses.lengths[place])
+        self.forgotten.append((length, length - int(self._responses.observed[place, :length].sum())))
+        self._cache.blocks.unpark(place)
 
     def _part_with(self, finished: list[bool]) -> list[bool]:
         """Take the room of finished sequences away and give the others room for their next steps, those at the first
@@ -499,9 +516,9 @@ class Group:
                 "truncated": truncated[place : place + 1],
             }
             if responses.kept is not None:
-                counts, ids = zip(*responses.kept[place][:length], strict=True)
-                data["kept_counts"] = torch.tensor([0] * len(prompt) + list(counts), dtype=torch.int32)
-                data["kept_tokens"] = torch.cat(ids)
+                counts, ids = kept_tensors(responses.kept[place][:length])
+                data["kept_counts"] = torch.cat([counts.new_zeros(len(prompt)), counts])
+                data["kept_tokens"] = ids
             samples[sample_id] = data
         return samples
 

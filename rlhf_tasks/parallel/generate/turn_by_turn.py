@@ -11,7 +11,7 @@ from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
-from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Partners
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Partners, Turn
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
 
@@ -78,7 +78,7 @@ class _Growing:
         turns, MOST [1]."""
         while self._unanswered:
             leave_if_ended()
-            for sample, ids, most in self._partners.answered(self._unanswered, ANSWER_S):
+            for sample, ids, most, *_ in self._partners.answered(self._unanswered, ANSWER_S):
                 self._unanswered.remove(sample)
                 if most:
                     self._read(sample, torch.tensor(ids, dtype=torch.int64))
@@ -108,7 +108,9 @@ class _Growing:
                     mine[key].append(tensor[start:stop])
             self._cut[sample] = bool(data["truncated"].values[place]) or stop < len(whole["input_ids"])
             self._unanswered.add(sample)
-            self._partners.ended(sample, mine["input_ids"][-1].tolist(), self._cut[sample])
+            ids, logprobs = mine["input_ids"][-1], mine["old_logprobs"][-1]
+            kept = (mine["kept_counts"][-1], mine["kept_tokens"][-1]) if "kept_counts" in mine else None
+            self._partners.ended(sample, Turn(ids.tolist(), self._cut[sample], logprobs, kept))
         self._most.clear()
 
     def samples(self) -> SampleBatch:

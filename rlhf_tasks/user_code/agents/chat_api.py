@@ -16,8 +16,8 @@ from prefect_rlhf.rlhf_tasks.user_code.tools.formats import Call, calls_of, is_s
 
 MODEL = "policy"
 RAW = "raw"  # the key of the text of a turn of calls in its message; templates do not get it
-TURN_S = 1.0
-"""At most, that a message of the rank to the process of agents waits for its answer."""
+BEAT_S = 1.0
+"""At most, between two messages of the process of agents to its rank."""
 MOST_STOPS, MOST_STOP_BYTES = 32, 256  # of a request: the table that finds them has a row for each byte
 _ONLY: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),

@@ -1,19 +1,21 @@
 """The process beside a head that runs a user's agents, as the head sees it (server.py)."""
 
+import select
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import template_of
-from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import TURN_S, Asked, Drawing, Limits
+from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import BEAT_S, Asked, Drawing, Limits
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, Terms, UserProcess
 from prefect_rlhf.rlhf_tasks.user_code.tools.formats import format_of
 
 STARTING_S = 120.0
-"""In which the process must start, and answer each message: it never waits longer than TURN_S itself."""
+"""In which the process must start, and without a word of it at most: it says one every BEAT_S."""
 OWN_BYTES = 1 << 30  # of the process itself, besides what agents may take
-assert STARTING_S > TURN_S
+assert STARTING_S > BEAT_S
 
 
 class Ended(NamedTuple):
@@ -64,22 +66,38 @@ class AgentProcess:
                 most_bytes=agent.at_once * most_bytes + OWN_BYTES,
             )
         )
+        self._heard_s = time.monotonic()
 
-    def turn(
+    def tell(
         self,
         episodes: Sequence[tuple[int, str, int]] = (),
         answers: Sequence[tuple[int, dict[str, Any]]] = (),
-        waits: bool = True,
-    ) -> tuple[list[Asked], list[Ended]]:
-        """(requests that have come, episodes that have ended) since the last turn.
+    ) -> None:
+        """Say what is to be done, and wait for nothing but the start of the process.
 
         episodes  sample, row as JSON and seed of those to be played, in this order
         answers   number of a request -> its answer: `choices` and `prompt_tokens`, or `refused` and `code`
-        waits     whether to wait, TURN_S at most, until something has happened
-        Raises RewardError where the process is lost.
+        Raises RewardError where no process starts.
         """
-        reply = self._process.ask({"episodes": episodes, "answers": answers, "waits": waits})
-        return [Asked(*each) for each in reply["asked"]], [Ended(**each) for each in reply["ended"]]
+        self._process.submit({"episodes": episodes, "answers": answers})
+
+    def heard(self, wait_s: float) -> tuple[list[Asked], list[Ended]]:
+        """(requests that have come, episodes that have ended) since the last call. Waits for the first of them, so
+        many seconds at most. Raises RewardError where the process is lost."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            replies, now_s = self._process.replies(), time.monotonic()
+            asked = [Asked(*each) for reply in replies for each in reply["asked"]]
+            ended = [Ended(**each) for reply in replies for each in reply["ended"]]
+            if replies:
+                self._heard_s = now_s
+            elif now_s - self._heard_s > STARTING_S:
+                raise self._process.late(self._heard_s)
+            if asked or ended or now_s >= until_s:
+                return asked, ended
+            waiting = select.poll()
+            self._process.watch(waiting)
+            waiting.poll(min(until_s - now_s, BEAT_S) * 1000)
 
     def close(self) -> None:
         """Close the endpoint, and end all that agents have started."""

@@ -1,8 +1,8 @@
 """The process beside a head that runs agents, the user's own programs, and answers them as OpenAI's API does.
 
 It listens on loopback only. An agent has a key that is valid while its process runs. It reads the row as JSON on
-standard input, asks, and says its reward in the last line of standard output, or by POST to /v1/reward. Requests
-wait here until the rank takes them; what was drawn for them comes with the rank's next message.
+standard input, asks, and says its reward in the last line of standard output, or by POST to /v1/reward. The rank is
+told of each request at once, and says when its answer is drawn.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +27,8 @@ from starlette.routing import Route
 
 from prefect_rlhf.rlhf_tasks.system.child_processes import direct_to_loopback, users_environment
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
+    BEAT_S,
     MODEL,
-    TURN_S,
     Asked,
     Choice,
     Drawing,
@@ -48,7 +47,6 @@ LOOPBACK = "127.0.0.1"
 KEY = "OPENAI_API_KEY"
 MOST_BODY_BYTES = 2 << 20  # so many have half a million tokens
 MOST_LINE_BYTES = 1 << 16  # of an agent's output this much is remembered, from its end
-GATHER_S = 0.05  # that a request waits for others, which are then drawn together with it
 LOOK_EVERY_S = 0.5
 LEAVE_S = 2.0  # that the output of an agent that has ended may take
 
@@ -73,19 +71,28 @@ class Agents:
         allow_many_files()  # a connection is a file, and an agent may open many
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self._url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
-        self.loop = (
-            asyncio.Runner()
-        )  # in which the rank's messages are waited for; agents have one of their own
-        self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
-        threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True).start()
+        self._serving = False
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What has happened since the last message: `asked`, requests, and `ended`, episodes.
+    async def answered(self, request: Mapping[str, Any], say: Callable[[Mapping[str, Any]], None]) -> None:
+        """Take `episodes`, which are to be played, and `answers` to requests. What happens is said when it does, and
+        at least every BEAT_S: `asked`, requests, and `ended`, episodes."""
+        for number, reply in request["answers"]:
+            if (future := self._waiting.get(number)) is not None and not future.done():
+                future.set_result(reply)  # `_answered` takes it out
+        self._queue.extend(_Episode(*each) for each in request["episodes"])
+        self._start()
+        if not self._serving:
+            self._serving = True
+            await asyncio.gather(self._serve(), self._tell(say))
 
-        request  `episodes`: to be played; `answers`: to requests; `waits`: whether to wait, at most TURN_S
-        """
-        return asyncio.run_coroutine_threadsafe(self._turn(request), self._loop).result()
+    async def _tell(self, say: Callable[[Mapping[str, Any]], None]) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), BEAT_S)
+            self._changed.clear()
+            asked, ended, self._new, self._ended = self._new, self._ended, [], []
+            await asyncio.to_thread(say, {"asked": asked, "ended": ended})  # the rank may be slow to read it
 
     async def _serve(self) -> None:
         methods = ["POST"]
@@ -99,36 +106,11 @@ class Agents:
         config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", ws="none")
         await uvicorn.Server(config).serve(sockets=[self._socket])
 
-    async def _turn(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        for number, reply in request["answers"]:
-            if (future := self._waiting.get(number)) is not None and not future.done():
-                future.set_result(reply)  # `_answered` takes it out
-        self._queue.extend(_Episode(*each) for each in request["episodes"])
-        self._start()
-        if request["waits"]:
-            await self._something()
-        new, self._new = self._new, []
-        ended, self._ended = self._ended, []
-        return {"asked": new, "ended": ended}
-
-    async def _something(self) -> None:
-        """Wait until all agents that run wait for the policy, or the first of them has for GATHER_S; or none is left;
-        at most TURN_S."""
-        until_s = time.monotonic() + TURN_S
-        while (left_s := until_s - time.monotonic()) > 0 and self._running:
-            if self._new:
-                if all(each.waiting for each in self._running.values()):
-                    return
-                until_s = min(until_s, time.monotonic() + GATHER_S)
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left_s, until_s - time.monotonic()))
-
     def _start(self) -> None:
         while self._queue and len(self._running) < self._limits.at_once:
             episode = self._queue.popleft()
             self._running[episode.key] = episode
-            task = self._loop.create_task(self._play(episode))
+            task = asyncio.get_running_loop().create_task(self._play(episode))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -210,7 +192,7 @@ class Agents:
     async def _watched(self, agent: asyncio.subprocess.Process, episode: "_Episode") -> str:
         """Wait until an agent has ended, or must be: then why."""
         until_s = time.monotonic() + self._limits.timeout_s
-        with _at_exit(self._loop, agent.pid, episode.over.set):
+        with _at_exit(asyncio.get_running_loop(), agent.pid, episode.over.set):
             while (left_s := until_s - time.monotonic()) > 0:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(episode.over.wait(), min(left_s, LOOK_EVERY_S))
@@ -262,7 +244,7 @@ class Agents:
         episode.requests += fields["n"]
         self._allow(episode, episode.requests)
         number, self._number = self._number, self._number + 1
-        future = self._waiting[number] = self._loop.create_future()
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
         episode.waiting.add(number)
         self._new.append(Asked(number=number, sample=episode.sample, **fields))
         self._changed.set()

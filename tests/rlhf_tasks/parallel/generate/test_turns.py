@@ -15,7 +15,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
 from prefect_rlhf.rlhf_tasks.parallel.generate.turn_by_turn import turn_by_turn
-from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turns
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import packed_logprobs
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -63,9 +63,12 @@ class Game:
     def begun(self, sample: int, read: int) -> None:
         self.log.append(("begun", sample, read))
 
-    def ended(self, sample: int, turn: Sequence[int], is_cut: bool) -> None:
-        self.log.append(("ended", sample, len(turn)))
-        assert not (is_cut and turn[-1] in STOPS)
+    def ended(self, sample: int, turn: Turn) -> None:
+        self.log.append(("ended", sample, len(turn.ids)))
+        assert not (turn.is_cut and turn.ids[-1] in STOPS)
+        self._follow(sample, turn.ids)
+
+    def _follow(self, sample: int, turn: Sequence[int]) -> None:
         number = self._turns[sample] = self._turns.get(sample, 0) + 1
         ids = [(sum(turn) + 7 * each) % 61 for each in range(self._observed or 1 + sum(turn) % 4)]
         room = self._room[sample] = self._room.get(sample, MOST) - len(turn) - len(ids)
@@ -120,7 +123,7 @@ def one_after_the_other(engine: Engine, batch: SampleBatch, **options: Any) -> d
             drawn = generate(engine, one, SamplingParams(most, stop_ids=STOPS, **options), 7, 2)
             assert drawn is not None
             turn = drawn["input_ids"].values[len(context) :].tolist()
-            game.ended(sample, turn, bool(drawn["truncated"].values))
+            game.ended(sample, Turn(turn, bool(drawn["truncated"].values), torch.zeros(0), None))
             (following,) = game.answered({sample}, 1.0)
             context = torch.cat([drawn["input_ids"].values, torch.tensor(following.ids, dtype=torch.int64)])
             most = following.most

@@ -58,7 +58,8 @@ def play(process, *codes):
     until_s = time.monotonic() + WITHIN_S
     while len(ended) < len(codes):
         assert time.monotonic() < until_s, "the agents do not end"
-        asked, over = process.turn(episodes, answers)
+        process.tell(episodes, answers)
+        asked, over = process.heard(1.0)
         episodes, answers = [], [(each.number, backwards(each)) for each in asked]
         requests += asked
         ended |= {each.sample: each for each in over}
