@@ -1,7 +1,8 @@
 """Agents as rollouts: what is recorded are the tokens that were drawn; any plan gives the same losses from them."""
 
-import os
+import subprocess
 import sys
+import venv
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,7 @@ pytestmark = pytest.mark.dist
 
 WIDE = {"max_completion_length": 80}  # has room for all branches
 FILE = Path(__file__).parents[1] / "tiny_agent.py"
-SDK_PYTHON = os.environ.get("PREFECT_RLHF_TEST_AGENTS", "")
-"""The interpreter of an environment with openai-agents."""
+FRAMEWORKS = ("openai-agents==0.24.0", "smolagents[openai]==1.26.0")
 
 
 def agent(name, **settings):
@@ -207,21 +207,53 @@ def test_a_conversation_goes_on_with_the_calls_as_they_were_drawn(run, tmp_path_
     assert calls > 2
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path(SDK_PYTHON).is_file(), reason="no environment with openai-agents")
-def test_openais_agents_sdk_is_a_rollout_as_it_is(run, tmp_path_factory):
+@pytest.fixture(scope="module")
+def frameworks(tmp_path_factory):
+    """The interpreter of an environment with frameworks of agents, as they are in the registry."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *FRAMEWORKS], check=True, timeout=600)
+    return python
+
+
+@pytest.fixture
+def framework(run, frameworks, tmp_path_factory):
+    """(metrics, samples) of an iteration, by the file of an agent that is written with a framework"""
     tools = tmp_path_factory.mktemp("tools")
-    command = f"{SDK_PYTHON} {FILE.with_name('framework_agent.py')}"
-    changes = {"tools": [], "rewards": [], "sampling": {"max_completion_length": 300}, **agent("")}
-    changes |= {"agent": {"command": command, "at_once": 2}, "on_reward_error": "skip"}
-    begun = run("", make=lambda _, **more: config_of(tools, **{**more, **changes}))
-    metrics, store = begun.iterate(0)
-    batch = store.get(range(16), ["stays", "input_ids", "response_mask", "environment_rewards"])
-    stays = batch["stays"].values
-    assert stays.sum() >= 12, metrics
+
+    def play(file):
+        changes = {"tools": [], "rewards": [], "sampling": {"max_completion_length": 1200}, **agent("")}
+        command = f"{frameworks} {FILE.with_name(file)}"
+        changes |= {"agent": {"command": command, "at_once": 2}, "on_reward_error": "skip"}
+        metrics, store = run("", make=lambda _, **more: config_of(tools, **{**more, **changes})).iterate(0)
+        return metrics, store.get(range(16), ["stays", "input_ids", "response_mask", "environment_rewards"])
+
+    return play
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_openais_agents_sdk_is_a_rollout_as_it_is(framework):
+    metrics, batch = framework("framework_agent.py")
+    assert batch["stays"].values.sum() >= 12, metrics
     assert batch["environment_rewards"].values.max() >= 3, "a call, its answer, and what was said of it"
     assert metrics["agent/requests"] > 1
     assert metrics["agent/branches"] == 1, "each request continues the one before it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_so_is_an_agent_of_smolagents(framework):
+    """It asks for three steps, which stop strings may end, and for a last answer in other words."""
+    metrics, batch = framework("smol_agent.py")
+    assert batch["stays"].values.sum() == 16, metrics
+    assert batch["environment_rewards"].values.tolist() == [5.0] * 16, (
+        "the task, three steps, the last answer"
+    )
+    assert metrics["agent/requests"] == 4
+    assert metrics["agent/refused"] == 0
+    assert metrics["agent/branches"] == 2, metrics
 
 
 def chain(request, said="yes", tail="<eos>"):

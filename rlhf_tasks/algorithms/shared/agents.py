@@ -111,6 +111,7 @@ def play_agents(
 class _Draw(NamedTuple):
     """An answer that is to be drawn.
 
+    number   of it, among all of its episode
     request  that it answers
     base     the chain that it continues
     context  what is drawn from, as `Chain.data`
@@ -118,6 +119,7 @@ class _Draw(NamedTuple):
     stop     strings
     """
 
+    number: int
     request: Asked
     base: Chain | None
     context: Mapping[str, Tensor]
@@ -137,7 +139,7 @@ class _Episode:
     """
 
     prompt: Tensor
-    chains: list[Chain] = field(default_factory=list)
+    chains: dict[int, Chain] = field(default_factory=dict)
     drawn: int = 0
     draws: int = 0
     ended: Ended | None = None
@@ -162,7 +164,7 @@ class _Episodes:
         )
         self._begin = list(zip(batch.ids, batch["columns"].texts(), seeds.tolist(), strict=True))
         self._answers: list[tuple[int, dict[str, Any]]] = []
-        self._choices: dict[int, list[Choice]] = {}  # by the numbers of requests
+        self._choices: dict[int, dict[int, Choice]] = {}  # by the numbers of requests, and of answers
         self._draws: dict[int, _Draw] = {}  # that wait, by the ids that they are drawn by
         self._now: dict[int, _Draw] = {}  # that are drawn, by places where there are turns, else by these ids
         self._held: dict[int, Chain | None] = {}  # what other places have parked, those used last at the end
@@ -298,11 +300,12 @@ class _Episodes:
             return
         strings = tuple(dict.fromkeys((*self._order.stop_strings, *request.stop)))
         before = {} if base is None else base.data
-        draw = _Draw(request, base, followed(before, ids, self._engine.dtype_of_rows), most, strings)
-        self._choices[request.number] = []
-        for _ in range(request.n):
-            self._draws[request.sample * MOST_REQUESTS + episode.draws] = draw
-            episode.draws += 1
+        context = followed(before, ids, self._engine.dtype_of_rows)
+        self._choices[request.number] = {}
+        for number in range(episode.draws, episode.draws + request.n):
+            draw = _Draw(number, request, base, context, most, strings)
+            self._draws[request.sample * MOST_REQUESTS + number] = draw
+        episode.draws += request.n
 
     def _most(self, episode: _Episode) -> int:
         """Tokens that a sample has at most."""
@@ -331,7 +334,7 @@ class _Episodes:
             return text
 
         ends = [tokenizer.decode([end], special_tokens=True) for end in tokenizer.stop_ids]
-        for chain in sorted(episode.chains, key=lambda chain: chain.length, reverse=True):
+        for chain in sorted(episode.chains.values(), key=lambda chain: (-chain.length, chain.line)):
             if (rest := chain.rest(request, render, ends)) is not None:
                 return chain, encode(rest)
         if request.messages is None:
@@ -381,12 +384,12 @@ class _Episodes:
             said=(choice.raw, choice.text),
             tail=tail,
             data=joined(draw.context, new),
-            line=(*line, len(episode.chains)),
+            line=(*line, draw.number),
             drawn=count + len(turn.ids),
             cut=turn.is_cut,
             is_over=turn.ids[-1] in self._order.params.stop_ids,
         )
-        episode.chains.append(chain)
+        episode.chains[draw.number] = chain
         self._answer(draw, choice)
         return chain
 
@@ -407,11 +410,12 @@ class _Episodes:
 
     def _answer(self, draw: _Draw, choice: Choice) -> None:
         number, choices = draw.request.number, self._choices[draw.request.number]
-        choices.append(choice)
+        choices[draw.number] = choice
         if len(choices) == draw.request.n:
             del self._choices[number]
+            in_order = [choice for _, choice in sorted(choices.items())]
             self._answers.append(
-                (number, {"choices": choices, "prompt_tokens": len(draw.context["input_ids"])})
+                (number, {"choices": in_order, "prompt_tokens": len(draw.context["input_ids"])})
             )
 
     def samples(self) -> SampleBatch:

@@ -90,7 +90,7 @@ class Chain:
         return None
 
 
-def sequences(chains: Sequence[Chain], most: int) -> list[tuple[Chain, int]]:
+def sequences(chains: Mapping[int, Chain], most: int) -> list[tuple[Chain, int]]:
     """The chains that are the sample, in the order of their own answers; of each how many of its first tokens are
     those of a chain before it. Where not all have room, those with the most drawn tokens do, the last first.
 
@@ -98,7 +98,7 @@ def sequences(chains: Sequence[Chain], most: int) -> list[tuple[Chain, int]]:
     most    tokens of a sample
     """
     chosen, covered = list[Chain](), set[int]()
-    for chain in sorted(chains, key=lambda chain: (chain.drawn, chain.line), reverse=True):
+    for chain in sorted(chains.values(), key=lambda chain: (chain.drawn, chain.line), reverse=True):
         if chain.line[-1] not in covered and chain.length <= most:
             most -= chain.length
             chosen.append(chain)

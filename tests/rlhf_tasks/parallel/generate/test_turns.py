@@ -260,6 +260,95 @@ def test_an_engine_that_draws_one_turn_at_a_time_gives_the_same(name: str):
         assert found[key].lengths == packed.lengths
 
 
+class Visitors:
+    """Begin sequences in empty places: prompts, each followed by as many turns as its number says. The same one comes
+    three times, and the next ones when there is a place.
+
+    seed  of the order in which places are answered, and when
+    told  number of a turn -> what it was drawn from, its most tokens, and the turn
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.told: dict[int, tuple[list[int], int, Turn]] = {}
+        self.read, self._begun = 0, 0
+        self._random, self._coming = random.Random(seed), [17, 17, 17, 4, 33, 2, 21]
+        self._at: dict[int, tuple[int, list[int], int]] = {}  # number, context and most of a place's turn
+        self._left: dict[int, int] = {}  # turns
+
+    def begun(self, sample: int, read: int) -> None:
+        self.read += read
+
+    def ended(self, sample: int, turn: Turn) -> None:
+        number, context, most = self._at[sample]
+        kept = turn.kept and (turn.kept[0].clone(), turn.kept[1].clone())
+        self.told[number] = (context, most, turn._replace(logprobs=turn.logprobs.clone(), kept=kept))
+
+    def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
+        ready = [each for each in sorted(samples) if wait_s or self._random.random() < 0.5]
+        self._random.shuffle(ready)
+        return [self._following(place) for place in ready]
+
+    def _following(self, place: int) -> Following:
+        number, anew = self._begun, False
+        self._begun += 1
+        if self._left.get(place):
+            self._left[place] -= 1
+            before, _, turn = self.told[self._at[place][0]]
+            new, before = [number % 61, 5], [*before, *turn.ids]
+        elif self._coming:
+            anew, length, before = True, self._coming.pop(0), []
+            new, self._left[place] = [(length * 7 + each) % 61 for each in range(length)], number % 3
+        else:
+            return Following(place)
+        most = 2 + number % 5
+        self._at[place] = number, [*before, *new], most
+        return Following(place, new, most, number, anew)
+
+
+def visited(engine: Engine, visitors: Visitors, places: int = 4, **options: Any) -> None:
+    given = {key: options.pop(key) for key in OF_GENERATE if key in options}
+    params = SamplingParams(max_new_tokens=80, stop_ids=STOPS, **options)
+    empty = {"prompt_ids": Packed(torch.zeros(0, dtype=torch.int64), (0,) * places)}
+    turns = Turns(80, visitors if engine.is_head else None)
+    generate(engine, SampleBatch(tuple(range(places)), empty), params, 7, 2, turns=turns, **given)
+
+
+def assert_drawn_alone(visitors: Visitors, **options: Any) -> None:
+    """Each turn is what a generation of its own draws."""
+    engine, recorded = build("llama", torch.float64), bool(options.get("record_kept"))
+    drawn = {key: value for key, value in options.items() if key not in OF_GENERATE}
+    assert len(visitors.told) > 12
+    for number, (context, most, turn) in visitors.told.items():
+        one = SampleBatch((number,), {"prompt_ids": Packed.of([torch.tensor(context)])})
+        found = generate(
+            engine, one, SamplingParams(most, stop_ids=STOPS, **drawn), 7, 2, record_kept=recorded
+        )
+        assert found is not None
+        assert found["input_ids"].values.tolist() == [*context, *turn.ids]
+        assert bool(found["truncated"].values) == turn.is_cut
+        torch.testing.assert_close(found["old_logprobs"].values[len(context) :], turn.logprobs)
+        if turn.kept is not None:
+            assert torch.equal(found["kept_counts"].values[len(context) :], turn.kept[0])
+            assert torch.equal(found["kept_tokens"].values, turn.kept[1])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_places_begin_when_their_prompts_come_and_one_after_the_other(name: str):
+    visitors = Visitors()
+    visited(build("llama", torch.float64), visitors, **OPTIONS[name])
+    assert_drawn_alone(visitors, **{"min_new_tokens": 0, **OPTIONS[name]})
+
+
+def test_of_sequences_that_begin_alike_one_is_read_and_of_those_that_go_on_what_is_new():
+    engine, visitors = build("llama", torch.float64), Visitors()
+    passed = watched(engine, tokens_of_prompts)
+    visited(engine, visitors, places=7)
+    assert sum(passed) == visitors.read
+    lengths = [17, 4, 33, 2, 21]
+    later = len(visitors.told) - 7
+    assert visitors.read == sum(lengths) - len(lengths) + 2 * later
+
+
 # Several ranks
 
 
@@ -291,3 +380,31 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy):
     alone = played(build("llama", torch.float64), Game())
     of_ranks = ranks.run(strategy.size, _play_on, strategy, {"micro_batches": 2})
     assert_alike(of_ranks, alone, strategy.dp)
+
+
+def _visit_on(
+    rank: int, world: int, strategy: ParallelStrategy
+) -> dict[int, tuple[list[int], int, Turn]] | None:
+    placement = Placement(tuple(range(world)), strategy)
+    groups = ProcessGroups(device_sets(placement), 240.0, CPU)
+    visitors = Visitors(1)
+    engine = build("llama", torch.float64, strategy, groups)
+    visited(engine, visitors, micro_batches=2)
+    groups.close()
+    return visitors.told if engine.is_head else None
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParallelStrategy(tp=2),
+        ParallelStrategy(pp=2),
+        pytest.param(ParallelStrategy(tp=2, pp=2), marks=pytest.mark.whole),
+    ],
+    ids=str,
+)
+def test_nor_do_those_of_places_that_begin_later(ranks, strategy: ParallelStrategy):
+    visitors = Visitors()
+    (visitors.told,) = [told for told in ranks.run(strategy.size, _visit_on, strategy) if told]
+    assert_drawn_alone(visitors)
