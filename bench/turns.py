@@ -1,6 +1,7 @@
 """Responses of several turns whose environments think for long: waiting for nobody beside lockstep, on the CPU.
 
     python -m bench.turns [--sequences 128] [--rounds 3] [--micro-batches 1 2 4] [--longest 0.25 1 2]
+    python -m bench.turns --agents 16 [--rounds 3] [--longest 0 0.3 2]
 
 A Llama of 5M parameters, float32, one thread, one rank. Prompts of 32 tokens, 4 turns of 16, observations of 16
 between them. An environment thinks for a time that varies by ten from turn to turn, log-uniformly, up to the seconds
@@ -21,12 +22,21 @@ other load on the machine changes little, and what is measured is how often the 
     again    tokens that were read again, for each turn; new ones are 16
 
 Medians over the rounds; the ways take turns.
+
+With `--agents` so many programs ask through the endpoint, six times each, for 8 to 64 tokens (log-uniform), and
+really sleep in between, log-uniformly from a tenth of `longest` seconds on. `by turns`: their requests are turns of
+one generation; `by draws`: as engines beside the run are asked, those together that wait at the same time. Both draw
+the same tokens, but for rounding. `wall`: seconds; `cpu`: those of the rank, without endpoint and agents. Medians,
+and what the rounds span.
 """
 
 import random
+import sys
+import tempfile
 import time
 from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -40,6 +50,9 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+from tests.rlhf_tasks.algorithms.one_rank import OneRank, runs_of_one
+from tests.rlhf_tasks.test_environments import drawn, grpo_config
+from tests.tiny_runs import write_model, write_prompts
 
 TURNS, DRAWN, OBSERVED = 4, 16, 16
 TOKENS = TURNS * (DRAWN + OBSERVED) - OBSERVED
@@ -118,6 +131,53 @@ class Work:
         self.again = (partners.read - new) / (sequences * TURNS)
 
 
+ASKS = """
+import http.client, json, os, random, sys, time
+row, longest_s = json.loads(sys.stdin.readline()), float(sys.argv[1])
+chance = random.Random(int(os.environ["AGENT_SEED"]))
+policy = http.client.HTTPConnection(os.environ["OPENAI_BASE_URL"].split("/")[2])
+text = row["prompt"]
+for _ in range(6):
+    body = json.dumps({"prompt": text, "max_tokens": int(8 * 2 ** (3 * chance.random()))})
+    policy.request("POST", "/v1/completions", body, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    text += json.loads(policy.getresponse().read())["choices"][0]["text"] + f"<{chance.randrange(10**8):08}>"
+    time.sleep(longest_s * 10 ** -chance.random())
+print('{"reward": 1}')
+"""
+
+
+class Asked:
+    """What a generate call with agents took: seconds of the wall, and of this process's CPU time."""
+
+    def __init__(self, run: OneRank, agents: int, by_turns: bool) -> None:
+        run.generator.draws_turns = by_turns
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        drawn(run, range(agents))
+        self.wall_s, self.cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+
+
+def with_agents(agents: int, rounds: int, longest: list[float]) -> None:
+    """Print the table of agents."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_key_value_heads": 4}
+    with tempfile.TemporaryDirectory() as name, runs_of_one(grpo_config, Path(name), Path(name)) as begin:
+        folder = Path(name)
+        write_model(folder / "actor", max_position_embeddings=2048, **sizes)
+        write_prompts(folder / "prompts.jsonl")
+        (folder / "agent.py").write_text(ASKS)
+        for longest_s in longest:
+            command = f"{sys.executable} {folder}/agent.py {longest_s}"
+            changes = {"environment": None, "batch_size": agents, "dtype": "float32"}
+            changes |= {"sampling": {"max_completion_length": 1200}}
+            run = begin(agent={"command": command, "at_once": agents}, **changes)
+            ways = {way: partial(Asked, run, agents, way == "by turns") for way in ("by turns", "by draws")}
+            took = in_turn(ways, rounds, warm_up=1)
+            for way, of_way in took.items():
+                wall, cpu = (
+                    Spread.of([getattr(each, key) for each in of_way]) for key in ("wall_s", "cpu_s")
+                )
+                print(f"longest {longest_s:g} {way}: wall {wall}, cpu {cpu}", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = options(__doc__)
@@ -125,7 +185,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--longest", type=float, nargs="+", default=[0.25, 1.0, 2.0])
+    parser.add_argument("--agents", type=int)
     given = parser.parse_args()
+    if given.agents:
+        with_agents(given.agents, given.rounds, given.longest)
+        return
     torch.set_num_threads(1)
     torch.manual_seed(0)
     groups: Any = Alone()

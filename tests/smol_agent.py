@@ -20,7 +20,7 @@ def add(a: int, b: int) -> int:
 
 if __name__ == "__main__":
     model = OpenAIModel(os.environ["OPENAI_MODEL"], max_tokens=24)
-    agent = CodeAgent([add], model, max_steps=3, verbosity_level=0)
+    agent = CodeAgent([add], model, max_steps=2, verbosity_level=0)
     agent.prompt_templates["system_prompt"] = "Add."
     (message,) = json.loads(sys.stdin.readline())["prompt"]
     agent.run(message["content"])

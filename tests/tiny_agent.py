@@ -99,6 +99,16 @@ def stops(row: dict[str, Any], wait_s: float) -> None:
     print(json.dumps({"reward": 1}))
 
 
+def mixes(row: dict[str, Any], wait_s: float) -> None:
+    """Each answer ends before a letter of its own: requests with other stop strings wait for each other."""
+    text = row["prompt"]
+    for letter in "aeio"[: 2 + SEED % 3]:
+        said = complete(text, stop=[letter, letter.upper(), " "])
+        assert not {letter, letter.upper(), " "} & set(said), said
+        text += f"{said}{letter}."
+    print(json.dumps({"reward": len(text) / 16}))
+
+
 def long(row: dict[str, Any], wait_s: float) -> None:
     """Says how it is refused."""
     for size in (10_000, 3_000_000):

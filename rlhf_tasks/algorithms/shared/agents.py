@@ -5,16 +5,16 @@ continues their tokens: they are read as they were drawn, never tokenised again.
 *chain*. All chains of an episode are one sample: its sequences, in which each drawn token counts once.
 
 Only the head knows requests. They are turns of one generation (turns.py): one that continues a chain goes on where
-that was drawn, others begin in places that are free. Engines that draw no turns draw together what waits at the same
-time; a broadcast tells the other ranks of the replica what to draw from. Random numbers belong to the sample and to
-the number of its request, so an agent that asks one thing after the other draws the same whatever the layout; when
-requests come together is up to the agents.
+that was drawn, others begin in places that are free. An engine that draws one turn at a time draws those together
+that wait at the same time. Random numbers belong to the sample and to the number of its request, so an agent that
+asks one thing after the other draws the same whatever the layout; when requests come together is up to the agents.
 """
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +37,11 @@ from prefect_rlhf.rlhf_tasks.config.responses import MOST_REQUESTS
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.chat_template import TokenizerError
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Tokenizer
-from prefect_rlhf.rlhf_tasks.parallel.batch.redistribution import share_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
-from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.generate.turn_by_turn import turn_by_turn
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 from prefect_rlhf.rlhf_tasks.parallel.layout.transfers import LENGTHS
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -76,6 +75,8 @@ def play_agents(
     dp, draw = engine.coordinate.dp, context.generator.draw
     head, replica = engine.placement.heads[dp], engine.groups[engine.placement.replica(dp)]
     by_turns = getattr(context.generator, "draws_turns", False)  # a user's own engine may be older than turns
+    if not by_turns:
+        draw = partial(turn_by_turn, engine, draw)
     episodes = _Episodes(engine, batch, context, order, by_turns) if engine.is_head else None
     empty = torch.zeros(0, dtype=torch.int64, device=engine.device)
     places = SampleBatch(batch.ids, {"prompt_ids": Packed(empty, (0,) * len(batch))})
@@ -94,14 +95,7 @@ def play_agents(
                 min_new_tokens=min(order.params.min_new_tokens, most),
                 stop_strings=stop_table(context.tokenizer, strings) if strings else None,
             )
-            alike = order._replace(params=params, stop_strings=strings)
-            if by_turns:
-                draw(places, alike._replace(turns=Turns(most, episodes)))
-                continue
-            drawn = draw(share_batch(episodes and episodes.waiting(), engine.placement, engine.groups), alike)
-            if episodes is not None:
-                assert drawn is not None, "this rank is a head"
-                episodes.take(drawn)
+            draw(places, order._replace(params=params, stop_strings=strings, turns=Turns(most, episodes)))
         return None if episodes is None else episodes.samples()
     finally:
         if episodes is not None:
@@ -146,7 +140,8 @@ class _Episode:
 
 
 class _Episodes:
-    """The episodes of a head; where it draws turns, the partners of generation."""
+    """The episodes of a head: the partners of generation. Where that draws by turns, requests enter while others are
+    drawn; else a draw has those that have come before it, and no others."""
 
     def __init__(
         self, engine: Engine, batch: SampleBatch, context: CallContext, order: Order, by_turns: bool
@@ -166,8 +161,8 @@ class _Episodes:
         self._answers: list[tuple[int, dict[str, Any]]] = []
         self._choices: dict[int, dict[int, Choice]] = {}  # by the numbers of requests, and of answers
         self._draws: dict[int, _Draw] = {}  # that wait, by the ids that they are drawn by
-        self._now: dict[int, _Draw] = {}  # that are drawn, by places where there are turns, else by these ids
-        self._held: dict[int, Chain | None] = {}  # what other places have parked, those used last at the end
+        self._now: dict[int, _Draw] = {}  # that are drawn, by places
+        self._held: dict[int, Chain | None] = {}  # what other places hold, those used last at the end
         self._stop: tuple[str, ...] = ()  # strings of what is drawn now
         self._closes = False  # whether nothing enters any more
         self._process = AgentProcess(
@@ -179,8 +174,8 @@ class _Episodes:
         return sum(episode.ended is None for episode in self._of.values())
 
     def next(self) -> dict[str, Any] | None:
-        """The `most` tokens and the `stop` strings of the draws that come next, {} where there are none yet; None
-        where all episodes have ended."""
+        """The `most` tokens and the `stop` strings of the draw that comes next, {} where nothing has been asked for
+        yet; None where all episodes have ended."""
         if not self._running:
             return None
         self._hear(0.0 if self._draws else WAIT_S)
@@ -190,13 +185,8 @@ class _Episodes:
         if not self._draws:
             return {}
         stop = self._stop = next(iter(self._draws.values())).stop
-        if self._by_turns:
-            self._held, self._closes = dict.fromkeys(self._of), False
-            return {"most": max(map(self._most, self._of.values())), "stop": stop}
-        alike = ((number, draw) for number, draw in self._draws.items() if draw.stop == stop)
-        self._now = dict(islice(alike, len(self._of)))  # for so many sequences there is memory
-        self._draws = {number: draw for number, draw in self._draws.items() if number not in self._now}
-        return {"most": max(draw.most for draw in self._now.values()), "stop": stop}
+        self._held, self._closes = dict.fromkeys(self._of), False
+        return {"most": max(map(self._most, self._of.values())), "stop": stop}
 
     def _waiting(self) -> int:
         return len({draw.request.sample for draw in self._draws.values()})
@@ -245,7 +235,8 @@ class _Episodes:
                 self._now[place] = self._draws.pop(number)
                 new = ids[0 if base is None or anew else base.length :]
                 following.append(Following(place, new, draw.most, number, anew))
-        self._closes |= not self._now and not alike and bool(self._draws or not self._running)
+        is_over = not self._by_turns or (not alike and bool(self._draws or not self._running))
+        self._closes |= not self._now and is_over
         return list(map(Following, samples)) if self._closes else following
 
     def _place(self, draw: _Draw, samples: Collection[int]) -> int | None:
@@ -343,28 +334,6 @@ class _Episodes:
 
     def _refuse(self, request: Asked, sentence: str, code: str) -> None:
         self._answers.append((request.number, {"refused": sentence, "code": code}))
-
-    def waiting(self) -> SampleBatch:
-        """What is drawn from now, by ids of the draws."""
-        contexts = [draw.context["input_ids"] for draw in self._now.values()]
-        device = self._engine.device
-        packed = Packed(torch.cat(contexts).to(device), tuple(map(len, contexts)))
-        mosts = torch.tensor([draw.most for draw in self._now.values()], device=device)
-        return SampleBatch(tuple(self._now), {"prompt_ids": packed, MOST: Packed(mosts, (1,) * len(mosts))})
-
-    def take(self, drawn: SampleBatch) -> None:
-        """Record what was drawn, and answer the requests that have all their answers."""
-        data = {key: packed.split() for key, packed in drawn.to(torch.device("cpu")).data.items()}
-        for place, number in enumerate(drawn.ids):
-            draw = self._now[number]
-            whole = {key: parts[place] for key, parts in data.items()}
-            start, kept = len(draw.context["input_ids"]), None
-            ids, logprobs = whole["input_ids"][start:].tolist(), whole["old_logprobs"][start:]
-            if "kept_counts" in whole:
-                kept = whole["kept_counts"][start:], whole["kept_tokens"]
-            self._take(draw, Turn(ids, bool(whole["truncated"]), logprobs, kept))
-        self._now = {}
-        self._send()
 
     def _take(self, draw: _Draw, turn: Turn) -> Chain:
         """Record an answer."""

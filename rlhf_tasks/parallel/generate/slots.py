@@ -150,9 +150,8 @@ class Group:
         self._ended = 0  # sequences that were
         self._drawn = 0  # tokens of all these
         self._said = set[int]()  # places of those of which `on_ended` knows
-        self.forgotten: list[
-            tuple[int, int]
-        ] = []  # of sequences that others took the place of: tokens, drawn ones
+        # Of sequences that others took the places of: tokens, drawn ones.
+        self.forgotten: list[tuple[int, int]] = []
         self._admit(self._fitting(0))
 
     @property

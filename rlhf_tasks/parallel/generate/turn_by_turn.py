@@ -1,5 +1,4 @@
-"""Responses of several turns by an engine that draws one turn at a time: all sequences together, when all have been
-answered."""
+"""Responses of several turns by an engine that draws one turn at a time: those together that were answered before."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,12 +60,17 @@ class _Growing:
             sample: {key: [] for key in self._dtypes} for sample in batch.ids
         }
         self._cut = dict.fromkeys(batch.ids, True)
-        self._most = dict.fromkeys(batch.ids, order.turns.most)  # of those that are drawn next
+        self._most: dict[int, int] = {}  # of those that are drawn next
+        self._numbers = {sample: sample for sample in batch.ids}  # whose random numbers their turns have
         self._unanswered = set[int]()
         for sample, prompt in zip(
             batch.ids, batch["prompt_ids"].to(torch.device("cpu")).split(), strict=True
         ):
             self._read(sample, prompt)
+            if len(prompt):
+                self._most[sample] = order.turns.most
+            else:
+                self._unanswered.add(sample)
 
     def _read(self, sample: int, ids: Tensor) -> None:
         for key, parts in self._parts[sample].items():
@@ -74,15 +78,18 @@ class _Growing:
             parts.append(ids if key == "input_ids" else torch.zeros(length, dtype=self._dtypes[key]))
 
     def waiting(self) -> SampleBatch:
-        """When all have been answered: the contexts of those that continue, by `prompt_ids`, and the tokens of their
+        """When some have been answered: the contexts of those that continue, by `prompt_ids`, and the tokens of their
         turns, MOST [1]."""
-        while self._unanswered:
+        while self._unanswered and not self._most:
             leave_if_ended()
-            for sample, ids, most, *_ in self._partners.answered(self._unanswered, ANSWER_S):
+            for sample, ids, most, number, anew in self._partners.answered(self._unanswered, ANSWER_S):
                 self._unanswered.remove(sample)
                 if most:
+                    if anew:
+                        self._parts[sample] = {key: [] for key in self._dtypes}
                     self._read(sample, torch.tensor(ids, dtype=torch.int64))
                     self._most[sample] = most
+                    self._numbers[sample] = sample if number is None else number
         contexts = [torch.cat(self._parts[sample]["input_ids"]) for sample in self._most]
         none, one = torch.zeros(0, dtype=torch.int64), (1,) * len(contexts)
         for sample, context in zip(self._most, contexts, strict=True):
@@ -91,13 +98,14 @@ class _Growing:
             "prompt_ids": Packed(torch.cat([none, *contexts]), tuple(map(len, contexts))),
             MOST: Packed(torch.tensor([*self._most.values()], dtype=torch.int64), one),
         }
-        return SampleBatch(tuple(self._most), data).to(self._engine.device)
+        ids = tuple(self._numbers[sample] for sample in self._most)
+        return SampleBatch(ids, data).to(self._engine.device)
 
     def add(self, drawn: SampleBatch) -> None:
         """Add the turns that were drawn of all that waited, as many tokens as each may have."""
         data = drawn.to(torch.device("cpu")).data
         parts = {key: data[key].split() for key in self._dtypes}
-        for place, sample in enumerate(drawn.ids):
+        for place, sample in enumerate(self._most):
             whole, mine = {key: of_all[place] for key, of_all in parts.items()}, self._parts[sample]
             start = sum(map(len, mine["input_ids"]))
             stop = min(len(whole["input_ids"]), start + self._most[sample])
