@@ -24,8 +24,8 @@ other load on the machine changes little, and what is measured is how often the 
 Medians over the rounds; the ways take turns.
 
 With `--agents` so many programs ask through the endpoint, six times each, for 8 to 64 tokens (log-uniform), and
-really sleep in between, log-uniformly from a tenth of `longest` seconds on. `by turns`: their requests are turns of
-one generation; `by draws`: as engines beside the run are asked, those together that wait at the same time. Both draw
+really sleep in between, log-uniformly from a tenth of `longest` seconds on. `turns`: their requests are turns of
+one generation; `draws`: as engines beside the run are asked, those together that wait at the same time. Both draw
 the same tokens, but for rounding. `wall`: seconds; `cpu`: those of the rank, without endpoint and agents. Medians,
 and what the rounds span.
 """
@@ -149,8 +149,8 @@ print('{"reward": 1}')
 class Asked:
     """What a generate call with agents took: seconds of the wall, and of this process's CPU time."""
 
-    def __init__(self, run: OneRank, agents: int, by_turns: bool) -> None:
-        run.generator.draws_turns = by_turns
+    def __init__(self, run: OneRank, agents: int, draws_turns: bool) -> None:
+        run.generator.draws_turns = draws_turns
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         drawn(run, range(agents))
         self.wall_s, self.cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
@@ -169,7 +169,7 @@ def with_agents(agents: int, rounds: int, longest: list[float]) -> None:
             changes = {"environment": None, "batch_size": agents, "dtype": "float32"}
             changes |= {"sampling": {"max_completion_length": 1200}}
             run = begin(agent={"command": command, "at_once": agents}, **changes)
-            ways = {way: partial(Asked, run, agents, way == "by turns") for way in ("by turns", "by draws")}
+            ways = {way: partial(Asked, run, agents, way == "turns") for way in ("turns", "draws")}
             took = in_turn(ways, rounds, warm_up=1)
             for way, of_way in took.items():
                 wall, cpu = (

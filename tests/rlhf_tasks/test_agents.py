@@ -97,13 +97,13 @@ def test_what_an_agent_adds_is_context_and_a_turn_is_never_tokenised_again(run):
 @pytest.mark.parametrize("name", ["echo", "branches", "mixes"])
 def test_an_engine_that_draws_one_turn_at_a_time_gives_the_same(run, monkeypatch, name):
     settings = {**WIDE, "top_k": 200}
-    by_turns, beside = drawn(run(name, sampling=settings)), run(name, sampling=settings)
+    in_turns, beside = drawn(run(name, sampling=settings)), run(name, sampling=settings)
     monkeypatch.setattr(beside.generator, "draws_turns", False, raising=False)
     other = drawn(beside)
-    assert other.data.keys() == by_turns.data.keys()
-    for key, packed in by_turns.data.items():
+    assert other.data.keys() == in_turns.data.keys()
+    for key, packed in in_turns.data.items():
         torch.testing.assert_close(other[key].values, packed.values)  # but for rounding
-    requests = [each for each, *_ in counts(by_turns)]
+    requests = [each for each, *_ in counts(in_turns)]
     assert sum(requests) > 24
 
 
@@ -276,9 +276,7 @@ def test_so_is_an_agent_of_smolagents(framework):
     code to what was said: that goes on with an answer that is not over."""
     metrics, batch = framework("smol_agent.py")
     assert batch["stays"].values.sum() == 16, metrics
-    assert batch["environment_rewards"].values.tolist() == [4.0] * 16, (
-        "the task, two steps, the last answer"
-    )
+    assert batch["environment_rewards"].values.tolist() == [4.0] * 16, "the task, two steps, the last answer"
     assert metrics["agent/requests"] == 3
     assert metrics["agent/refused"] == metrics["agent/left_out"] == 0
     assert 2 <= metrics["agent/branches"] < 3

@@ -4,7 +4,7 @@ What an agent asks and is answered is recorded as tokens. A request that begins 
 continues their tokens: they are read as they were drawn, never tokenised again. Any other request begins a new
 *chain*. All chains of an episode are one sample: its sequences, in which each drawn token counts once.
 
-Only the head knows requests. They are turns of one generation (turns.py): one that continues a chain goes on where
+Only the head knows requests. They are turns of one generation (turns.py): one that continues a chain follows where
 that was drawn, others begin in places that are free. An engine that draws one turn at a time draws those together
 that wait at the same time. Random numbers belong to the sample and to the number of its request, so an agent that
 asks one thing after the other draws the same whatever the layout; when requests come together is up to the agents.
@@ -74,10 +74,11 @@ def play_agents(
     """
     dp, draw = engine.coordinate.dp, context.generator.draw
     head, replica = engine.placement.heads[dp], engine.groups[engine.placement.replica(dp)]
-    by_turns = getattr(context.generator, "draws_turns", False)  # a user's own engine may be older than turns
-    if not by_turns:
+    # A user's own engine may be older than turns.
+    draws_turns = getattr(context.generator, "draws_turns", False)
+    if not draws_turns:
         draw = partial(turn_by_turn, engine, draw)
-    episodes = _Episodes(engine, batch, context, order, by_turns) if engine.is_head else None
+    episodes = _Episodes(engine, batch, context, order, draws_turns) if engine.is_head else None
     empty = torch.zeros(0, dtype=torch.int64, device=engine.device)
     places = SampleBatch(batch.ids, {"prompt_ids": Packed(empty, (0,) * len(batch))})
     try:
@@ -140,17 +141,17 @@ class _Episode:
 
 
 class _Episodes:
-    """The episodes of a head: the partners of generation. Where that draws by turns, requests enter while others are
+    """The episodes of a head: the partners of generation. Where that draws turns, requests enter while others are
     drawn; else a draw has those that have come before it, and no others."""
 
     def __init__(
-        self, engine: Engine, batch: SampleBatch, context: CallContext, order: Order, by_turns: bool
+        self, engine: Engine, batch: SampleBatch, context: CallContext, order: Order, draws_turns: bool
     ) -> None:
         config = context.config
         assert isinstance(config, Scores), "the configuration has agents"
         assert config.agent is not None, "the configuration has agents"
         self._engine, self._context, self._config, self._order = engine, context, config, order
-        self._by_turns, self._at_once = by_turns, config.agent.at_once
+        self._draws_turns, self._at_once = draws_turns, config.agent.at_once
         prompts = batch["prompt_ids"].to(torch.device("cpu")).split()
         self._of = {sample: _Episode(prompt) for sample, prompt in zip(batch.ids, prompts, strict=True)}
         ids = torch.tensor(batch.ids, dtype=torch.int64)
@@ -162,7 +163,7 @@ class _Episodes:
         self._choices: dict[int, dict[int, Choice]] = {}  # by the numbers of requests, and of answers
         self._draws: dict[int, _Draw] = {}  # that wait, by the ids that they are drawn by
         self._now: dict[int, _Draw] = {}  # that are drawn, by places
-        self._held: dict[int, Chain | None] = {}  # what other places hold, those used last at the end
+        self._parked: dict[int, Chain | None] = {}  # what other places have, those used last at the end
         self._stop: tuple[str, ...] = ()  # strings of what is drawn now
         self._closes = False  # whether nothing enters any more
         self._process = AgentProcess(
@@ -179,13 +180,13 @@ class _Episodes:
         if not self._running:
             return None
         self._hear(0.0 if self._draws else WAIT_S)
-        until_s = time.monotonic() + (0.0 if self._by_turns else GATHER_S)
+        until_s = time.monotonic() + (0.0 if self._draws_turns else GATHER_S)
         while 0 < self._waiting() < min(self._running, self._at_once) and time.monotonic() < until_s:
             self._hear(until_s - time.monotonic())
         if not self._draws:
             return {}
         stop = self._stop = next(iter(self._draws.values())).stop
-        self._held, self._closes = dict.fromkeys(self._of), False
+        self._parked, self._closes = dict.fromkeys(self._of), False
         return {"most": max(map(self._most, self._of.values())), "stop": stop}
 
     def _waiting(self) -> int:
@@ -219,7 +220,7 @@ class _Episodes:
 
     def ended(self, sample: int, turn: Turn) -> None:
         """An answer was drawn: a request may have all of its answers now."""
-        self._held[sample] = self._take(self._now.pop(sample), turn)
+        self._parked[sample] = self._take(self._now.pop(sample), turn)
         self._send()
 
     def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
@@ -230,27 +231,27 @@ class _Episodes:
         alike = list(takewhile(lambda each: each[1].stop == self._stop, self._draws.items()))
         for number, draw in () if self._closes else alike:
             if (place := self._place(draw, samples)) is not None:
-                base, ids = self._held.pop(place), draw.context["input_ids"].tolist()
+                base, ids = self._parked.pop(place), draw.context["input_ids"].tolist()
                 anew = base is None or base is not draw.base
                 self._now[place] = self._draws.pop(number)
                 new = ids[0 if base is None or anew else base.length :]
                 following.append(Following(place, new, draw.most, number, anew))
-        is_over = not self._by_turns or (not alike and bool(self._draws or not self._running))
+        is_over = not self._draws_turns or (not alike and bool(self._draws or not self._running))
         self._closes |= not self._now and is_over
         return list(map(Following, samples)) if self._closes else following
 
     def _place(self, draw: _Draw, samples: Collection[int]) -> int | None:
         """The place of these in which a draw enters: where its chain is parked; else one whose chain none continues
         any more, or that was used the longest ago. None where there is none now."""
-        for place, chain in self._held.items():
+        for place, chain in self._parked.items():
             if chain is not None and chain is draw.base:
                 return place if place in samples else None
 
         def is_needed(place: int) -> bool:
-            chain = self._held[place]
+            chain = self._parked[place]
             return chain is not None and self._of[chain.request.sample].ended is None
 
-        return min((place for place in self._held if place in samples), key=is_needed, default=None)
+        return min((place for place in self._parked if place in samples), key=is_needed, default=None)
 
     def _end(self, ended: Ended) -> None:
         """An agent has ended: what it still waits for is not drawn."""
@@ -342,8 +343,8 @@ class _Episodes:
             "response_mask": torch.ones(len(turn.ids), dtype=torch.bool),
             "old_logprobs": turn.logprobs.to("cpu", self._engine.dtype_of_rows),
         }
-        if turn.kept is not None:
-            new |= dict(zip(("kept_counts", "kept_tokens"), turn.kept, strict=True))
+        if turn.candidates is not None:
+            new |= dict(zip(("kept_counts", "kept_tokens"), turn.candidates, strict=True))
         choice, tail = self._choice(draw, new, turn.is_cut)
         episode = self._of[draw.request.sample]
         episode.drawn += len(turn.ids)

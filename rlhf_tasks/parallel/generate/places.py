@@ -112,9 +112,16 @@ class Responses:
     def turn(self, place: int) -> Turn:
         """The turn that has ended at a place."""
         start, stop = -int(self.before[place]), int(self.lengths[place])
-        logprobs = self.logprobs[place, start:stop]
-        kept = None if self.kept is None else kept_tensors(self.kept[place][start:stop])
-        return Turn(self.tokens[place, start:stop].tolist(), bool(self.truncated[place]), logprobs, kept)
+        ids, logprobs = self.tokens[place, start:stop].tolist(), self.logprobs[place, start:stop]
+        return Turn(ids, bool(self.truncated[place]), logprobs, self.candidates(place, start, stop))
+
+    def candidates(self, place: int, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
+        """(`kept_counts`, `kept_tokens`) of some tokens of a response; None where they are not recorded."""
+        if self.kept is None:
+            return None
+        listed = self.kept[place][start:stop]
+        counts = torch.tensor([count for count, _ in listed], dtype=torch.int32)
+        return counts, torch.cat([torch.zeros(0, dtype=torch.int32), *(ids for _, ids in listed)])
 
     def observe(self, place: int, following: Following) -> int:
         """Let a response whose turn has ended have an observation, and then a turn. Returns its length before that
@@ -250,12 +257,6 @@ class Rows:
         self.drawn = self.drawn[index]
         self.finished = self.finished[index]
         self.matched = self.matched[index]
-
-
-def kept_tensors(kept: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(`kept_counts`, `kept_tokens`) of some tokens."""
-    counts = torch.tensor([count for count, _ in kept], dtype=torch.int32)
-    return counts, torch.cat([torch.zeros(0, dtype=torch.int32), *(ids for _, ids in kept)])
 
 
 def same_prompts(prompts: Packed) -> list[list[int]]:

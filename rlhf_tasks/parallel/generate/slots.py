@@ -21,7 +21,6 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.places import (
     Queue,
     Responses,
     Rows,
-    kept_tensors,
     same_prompts,
 )
 from prefect_rlhf.rlhf_tasks.parallel.generate.relay import Relay
@@ -514,10 +513,9 @@ class Group:
                 "old_logprobs": torch.cat([logprobs.new_zeros(len(prompt)), logprobs[place, :length]]),
                 "truncated": truncated[place : place + 1],
             }
-            if responses.kept is not None:
-                counts, ids = kept_tensors(responses.kept[place][:length])
+            if (candidates := responses.candidates(place, 0, length)) is not None:
+                counts, data["kept_tokens"] = candidates
                 data["kept_counts"] = torch.cat([counts.new_zeros(len(prompt)), counts])
-                data["kept_tokens"] = ids
             samples[sample_id] = data
         return samples
 

@@ -117,8 +117,8 @@ class _Growing:
             self._cut[sample] = bool(data["truncated"].values[place]) or stop < len(whole["input_ids"])
             self._unanswered.add(sample)
             ids, logprobs = mine["input_ids"][-1], mine["old_logprobs"][-1]
-            kept = (mine["kept_counts"][-1], mine["kept_tokens"][-1]) if "kept_counts" in mine else None
-            self._partners.ended(sample, Turn(ids.tolist(), self._cut[sample], logprobs, kept))
+            candidates = (mine["kept_counts"][-1], mine["kept_tokens"][-1]) if "kept_counts" in mine else None
+            self._partners.ended(sample, Turn(ids.tolist(), self._cut[sample], logprobs, candidates))
         self._most.clear()
 
     def samples(self) -> SampleBatch:

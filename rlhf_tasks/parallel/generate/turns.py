@@ -25,16 +25,16 @@ class Following(NamedTuple):
 class Turn(NamedTuple):
     """A turn that was drawn. What has tensors is good until the call that it is given to returns.
 
-    ids       its tokens
-    is_cut    neither a stop id nor a stop string has ended it
-    logprobs  [n] float of its tokens
-    kept      where recorded, which tokens could be drawn: as `kept_counts` and `kept_tokens` of `generate`
+    ids         its tokens
+    is_cut      neither a stop id nor a stop string has ended it
+    logprobs    [n] float of its tokens
+    candidates  where recorded, which tokens could be drawn: as `kept_counts` and `kept_tokens` of `generate`
     """
 
     ids: Sequence[int]
     is_cut: bool
     logprobs: Tensor
-    kept: tuple[Tensor, Tensor] | None
+    candidates: tuple[Tensor, Tensor] | None
 
 
 class Partners(Protocol):

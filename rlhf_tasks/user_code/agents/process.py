@@ -87,14 +87,14 @@ class AgentProcess:
         until_s = time.monotonic() + wait_s
         while True:
             replies, now_s = self._process.replies(), time.monotonic()
-            asked = [Asked(*each) for reply in replies for each in reply["asked"]]
+            requests = [Asked(*each) for reply in replies for each in reply["asked"]]
             ended = [Ended(**each) for reply in replies for each in reply["ended"]]
             if replies:
                 self._heard_s = now_s
             elif now_s - self._heard_s > STARTING_S:
                 raise self._process.late(self._heard_s)
-            if asked or ended or now_s >= until_s:
-                return asked, ended
+            if requests or ended or now_s >= until_s:
+                return requests, ended
             waiting = select.poll()
             self._process.watch(waiting)
             waiting.poll(min(until_s - now_s, BEAT_S) * 1000)

@@ -91,8 +91,10 @@ class Agents:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), BEAT_S)
             self._changed.clear()
-            asked, ended, self._new, self._ended = self._new, self._ended, [], []
-            await asyncio.to_thread(say, {"asked": asked, "ended": ended})  # the rank may be slow to read it
+            requests, ended, self._new, self._ended = self._new, self._ended, [], []
+            await asyncio.to_thread(
+                say, {"asked": requests, "ended": ended}
+            )  # the rank may be slow to read it
 
     async def _serve(self) -> None:
         methods = ["POST"]

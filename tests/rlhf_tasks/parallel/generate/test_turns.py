@@ -280,8 +280,12 @@ class Visitors:
 
     def ended(self, sample: int, turn: Turn) -> None:
         number, context, most = self._at[sample]
-        kept = turn.kept and (turn.kept[0].clone(), turn.kept[1].clone())
-        self.told[number] = (context, most, turn._replace(logprobs=turn.logprobs.clone(), kept=kept))
+        candidates = turn.candidates and (turn.candidates[0].clone(), turn.candidates[1].clone())
+        self.told[number] = (
+            context,
+            most,
+            turn._replace(logprobs=turn.logprobs.clone(), candidates=candidates),
+        )
 
     def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
         ready = [each for each in sorted(samples) if wait_s or self._random.random() < 0.5]
@@ -327,9 +331,9 @@ def assert_drawn_alone(visitors: Visitors, **options: Any) -> None:
         assert found["input_ids"].values.tolist() == [*context, *turn.ids]
         assert bool(found["truncated"].values) == turn.is_cut
         torch.testing.assert_close(found["old_logprobs"].values[len(context) :], turn.logprobs)
-        if turn.kept is not None:
-            assert torch.equal(found["kept_counts"].values[len(context) :], turn.kept[0])
-            assert torch.equal(found["kept_tokens"].values, turn.kept[1])
+        if turn.candidates is not None:
+            assert torch.equal(found["kept_counts"].values[len(context) :], turn.candidates[0])
+            assert torch.equal(found["kept_tokens"].values, turn.candidates[1])
 
 
 @pytest.mark.parametrize("name", OPTIONS)
