@@ -1,7 +1,9 @@
 """The process that runs agents: real programs, answered here in the policy's place; every way in which one fails."""
 
 import json
+import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -195,6 +197,17 @@ def test_a_program_that_is_not_there_fails_its_episodes(folder):
 def test_the_process_itself_may_be_lost(begin):
     with pytest.raises(RewardError, match="agents"):
         play(begin(), "os.kill(os.getppid(), 9); time.sleep(60)")
+
+
+def test_a_process_that_falls_silent_is_late(begin, monkeypatch):
+    monkeypatch.setattr("prefect_rlhf.rlhf_tasks.user_code.agents.process.STARTING_S", 3.0)
+    process = begin()
+    process.tell([(0, json.dumps("complete('abc')"), 7)])
+    assert len(process.heard(WITHIN_S)[0]) == 1
+    assert process.heard(4.0) == ([], []), "it says that it is there"
+    os.kill(process._process.pid, signal.SIGSTOP)
+    with pytest.raises(RewardError, match="the process of agents gave no answer in 3 s"):
+        process.heard(WITHIN_S)
 
 
 def test_the_longest_that_agents_take_is_that_of_all_rounds(folder):
