@@ -284,8 +284,12 @@ def _generation_bytes(
         of_states = min(groups * slots, share) * local.state * STATE_BYTES
         cache = (blocks * BLOCK * of_token + of_states) * mesh.layers(stage)
         of_row = longest * BLOCK * of_token
-        # What is attended to is copied in parts, and the one before is still there.
-        gathered = min(rows * of_row, 2 * max(READ_AT_ONCE[mesh.device_type], of_row))
+        # What is attended to is copied in parts, and the one before is still there. A CPU may attend to a part of
+        # bfloat16 in float32 (attention.py), when the one before is gone.
+        part = max(READ_AT_ONCE[mesh.device_type], of_row)
+        gathered = min(rows * of_row, 2 * part)
+        if mesh.device_type == "cpu" and workload.itemsize == 2:
+            gathered = 3 * min(rows * of_row, part)
         logits = rows * local.vocab if stage == mesh.strategy.pp - 1 else 0
         drawing = logits * workload.itemsize + _drawing_bytes(mesh, logits)
         reading = here.layer_working_bytes(read_tokens, False, 0.0, workload.prompt_tokens)

@@ -312,5 +312,10 @@ def _cached(
     grouped = of_sequence.reshape(n, kv_heads, group * t, head_dim)
     if mask is not None and t > 1:
         mask = mask.repeat(1, 1, group, 1)
+    # Of one row the kernel makes products by vectors: 64 sequences, 8 heads of 64, on an AMD EPYC without AMX, of 96
+    # keys 5.1 ms and in float32 2.3, of 512 31 and 13. From two rows on it is as fast as float32, or faster.
+    if group * t == 1 and _converts(query):
+        grouped, keys, values = grouped.float(), keys.float(), values.float()
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    output = output.to(query.dtype)
     return output.reshape(n, heads, t, -1).transpose(1, 2).reshape(1, tokens, heads, -1)

@@ -104,7 +104,8 @@ class ListCache:
     def read(self, layer: int, window: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
         longest = max(map(len, self.rows))
         kv_heads, head_dim = self.rows[0][0][0].shape
-        keys, values = torch.full((2, len(self.rows), kv_heads, longest, head_dim), 1e3)
+        dtype = self.rows[0][0][0].dtype
+        keys, values = torch.full((2, len(self.rows), kv_heads, longest, head_dim), 1e3, dtype=dtype)
         mask = torch.zeros(len(self.rows), 1, 1, longest, dtype=torch.bool)
         for i, rows in enumerate(self.rows):
             for j, (key, value) in enumerate(rows):
@@ -137,6 +138,25 @@ def test_prefill_and_decoding_equal_packed_attention(kv_map: tuple[int, ...], wi
         at = [start + length + i for start, length in zip(starts, prompts, strict=True)]
         torch.testing.assert_close(step(at, (1, 1)), expected[:, at])
     assert cache.layers == {5}
+
+
+@pytest.mark.parametrize(("kv_heads", "once"), [(HEADS, True), (HEADS // 2, False)])
+def test_one_query_in_bfloat16_is_rounded_once_where_the_kernel_would_convert(
+    monkeypatch, kv_heads: int, once: bool
+):
+    """Two query heads of a KV head are two rows of one query, which are left to the kernel."""
+    monkeypatch.setattr(attention, "_converts", lambda query: query.dtype == torch.bfloat16)
+    module, n = module_with(tuple(head * kv_heads // HEADS for head in range(HEADS))), 60
+
+    def decoded(dtype: torch.dtype) -> Tensor:
+        micro, *tokens = inputs((1,) * n, kv_heads)
+        cache = ListCache(n)
+        for cache.continues in (False, True):
+            part = [x.detach().to(torch.bfloat16).to(dtype).roll(int(cache.continues), 2) for x in tokens]
+            output, _ = packed_attention(module, *part, None, scaling=SCALING, micro=micro, cache=cache)
+        return output.to(torch.bfloat16)
+
+    assert torch.equal(decoded(torch.bfloat16), decoded(torch.float32)) == once
 
 
 def sharing(lengths: tuple[int, ...]) -> tuple[MicroBatch, Tensor, Tensor, Tensor]:
