@@ -343,8 +343,8 @@ def test_prefills_and_steps_have_scores_of_one_layer(active, llama):
 
 
 def test_a_step_in_bfloat16_on_a_cpu_attends_to_a_part_in_float32(active):
-    """A rank has 2 sequences of 8,192 tokens. Beside the cache are keys and values of one sequence, as they are and in
-    float32; in a model of float32 those of both."""
+    """A rank has 2 sequences of 8,192 tokens. Beside the cache are keys and values of one sequence, as they are and
+    in float32; in a model of float32 those of both."""
     of_cpu = {"device": preset("cpu-slot"), "n_seqs": 8, "new_tokens": Lengths.fixed(8192 - 128)}
     half, whole = (active("actor_generate", dp=4, itemsize=size, **of_cpu)[0] for size in (2, 4))
     of_row = 8192 * 2 * 32 * 128 * 2  # tokens, keys and values, heads, width, bfloat16
