@@ -16,8 +16,10 @@ The search proves optimality within this class of options:
 - Pools: of a call in one, only the meshes inside it.
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
   mixture of experts has one.
-- Sharded weights: of a call that is no generation, under strategies with one stage and several copies of the weights
-  where no option fits that has all of its memory resident. Their gathering only costs time where memory suffices.
+- Sharded weights: of a call that is no generation, under strategies with one stage and several copies of the weights.
+  Where no whole weights under the strategy fit alone with all of the call's memory resident; and of all calls, if
+  the fastest options of all calls do not fit on one device together. Where these do, a plan of them fits, so nothing
+  is refused that sharded weights would make fit.
 - Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses; for a
   train_step both the optimizer's state and the parameters are resident, or the one is in host memory, and the others
   between their uses if another call may run meanwhile on these devices.
@@ -209,22 +211,29 @@ def all_options(
     few    with few numbers of micro-batches (`micro_batch_counts`)
     Raises ProblemError and OptionsTakeTooLongError as `call_options` does.
     """
-    graph, classes = problem.graph, problem.model.classes
+    classes = problem.model.classes
     on_hosts = any(device.is_on_host for device in classes.profiles)
-    found = [
-        call_options(
-            problem,
-            call,
-            deadline,
-            among[call.name] if among else None,
-            few,
-            not on_hosts and _may_offload(problem, call),
-        )
-        for call in graph.calls
-    ]
+
+    def priced(sharded: bool) -> list[tuple[Pair, ...]]:
+        return [
+            call_options(
+                problem,
+                call,
+                deadline,
+                among[call.name] if among else None,
+                few,
+                not on_hosts and _may_offload(problem, call),
+                sharded,
+            )
+            for call in problem.graph.calls
+        ]
+
+    found = priced(sharded=False)
+    fastest = [min((pair.resident for pair in pairs), key=lambda option: option.seconds) for pairs in found]
+    if among is None and not _fit_together([[option] for option in fastest], classes):
+        found = priced(sharded=True)
     resident = [tuple(pair.resident for pair in pairs) for pairs in found]
-    all_fit = not any(option.offload for own in resident for option in own)
-    if on_hosts or (all_fit and sum(map(_most_needed, resident)) <= min(classes.rooms)):
+    if on_hosts or _fit_together(resident, classes):
         return tuple(resident)
     return tuple(
         (*own, *(pair.offloaded for pair in pairs if pair.offloaded is not None))
@@ -239,6 +248,15 @@ def _may_offload(problem: Problem, call: ModelFunctionCall) -> bool:
         trainer = graph.trainer(call.role)
         return trainer is not None and trainer.name == call.name
     return sum(other.role == call.role for other in graph.calls) == 1
+
+
+def _fit_together(options: Sequence[Sequence[Option]], classes: DeviceClasses) -> bool:
+    """Whether the largest of some options of every call fit on any one device together, all of their memory resident.
+
+    options  [calls] options as `call_options` gives them as resident ones
+    """
+    fit_alone = not any(option.offload for own in options for option in own)
+    return fit_alone and sum(map(_most_needed, options)) <= min(classes.rooms)
 
 
 def _most_needed(options: Iterable[Option]) -> float:
@@ -275,12 +293,14 @@ def call_options(
     among: Collection[Placement] | None = None,
     few: bool = False,
     offload: bool = False,
+    sharded: bool = False,
 ) -> tuple[Pair, ...]:
     """All options of a call, sorted by mesh and strategy.
 
     among    placements of which only the meshes and strategies count
     few      with few numbers of micro-batches (`micro_batch_counts`)
     offload  with offloaded ones; where only the offloaded one fits, it stands for both
+    sharded  with sharded weights also where whole ones fit
     Raises ProblemError when none fits; it names the smallest shortfall and the fields that would reduce it. Raises
     OptionsTakeTooLongError when the deadline has passed.
     """
@@ -314,9 +334,10 @@ def call_options(
                 rooms = _rooms(strategy, mesh.first, classes)
                 price = partial(_fitting_pairs, problem, call, mesh.first, rooms, shortfalls, few, offload)
                 pairs = price(strategy) if strategy in asked_for else []
-                for sharded in _sharded(call, strategy):
-                    if sharded in asked_for or not (wanted or any(not p.resident.offload for p in pairs)):
-                        pairs += price(sharded)
+                lacks_whole = sharded or not any(not pair.resident.offload for pair in pairs)
+                for shares in _sharded(call, strategy):
+                    if shares in asked_for or (lacks_whole and not wanted):
+                        pairs += price(shares)
                 fitting += pairs
             priced[like] = fitting
         found += [pair.at(mesh.first) for pair in priced[like]]

@@ -29,10 +29,21 @@ ROUNDING = 1e-9  # relative
 
 def scarce_problem(number: int) -> Problem:
     """The same problem with so little memory that weights are sharded in some options of many."""
-    whole = random_problem(number)
+    return with_memory(random_problem(number), (0.33e9, 0.42e9, 0.5e9)[number % 3])
+
+
+def crowded_problem(number: int) -> Problem:
+    """The same problem with memory for the largest option of any call alone, or for most of that: where several roles
+    are large, they fit alone but not together."""
+    ample = with_memory(random_problem(number), 80e9)
+    most = max(max(o.held) + o.active_bytes for own in Tables(ample).options for o in own)
+    return with_memory(ample, (0.4, 0.5, 0.6)[number % 3] * most)
+
+
+def with_memory(whole: Problem, memory_bytes: float) -> Problem:
+    """A problem on devices of so many bytes."""
     model = whole.model
-    memory_bytes = int((0.33e9, 0.42e9, 0.5e9)[number % 3])
-    device = model.classes.profiles[0].model_copy(update={"memory_bytes": memory_bytes})
+    device = model.classes.profiles[0].model_copy(update={"memory_bytes": int(memory_bytes)})
     cost = CostModel(model.cluster, device, model.models, model.workload)
     return Problem(whole.graph, cost, whole.max_tp)
 

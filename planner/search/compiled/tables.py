@@ -138,19 +138,18 @@ def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) ->
 
 def counterparts(few: Tables, choice: Sequence[int], tables: Tables) -> list[int]:
     """The numbers, in tables of all options, of a choice among few: for each call the option with the same mesh and
-    strategy that is no slower and needs no more memory; offloaded as it was, if it may be."""
+    strategy that is no slower and needs no more memory; offloaded as it was, if it may be. Where only the few have
+    sharded weights, since their fastest options need more memory together, it is the fastest on the same mesh."""
 
     def counterpart(option: Option, options: Sequence[Option]) -> int:
-        return min(
-            (
-                i
-                for i, other in enumerate(options)
-                if other[:3] == option[:3]
-                and other.seconds <= option.seconds
-                and all(a <= b for a, b in zip(other.active, option.active, strict=True))
-            ),
-            key=lambda i: (options[i].offload != option.offload, options[i].seconds),
-        )
+        alike = [
+            i
+            for i, other in enumerate(options)
+            if other[:3] == option[:3]
+            and other.seconds <= option.seconds
+            and all(a <= b for a, b in zip(other.active, option.active, strict=True))
+        ] or [i for i, other in enumerate(options) if other[:2] == option[:2]]
+        return min(alike, key=lambda i: (options[i].offload != option.offload, options[i].seconds))
 
     return [
         counterpart(own[number], options)

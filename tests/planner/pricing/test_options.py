@@ -10,6 +10,7 @@ from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster, meshes
 from prefect_rlhf.planner.pricing.devices import preset
 from prefect_rlhf.planner.pricing.options import (
+    all_options,
     call_options,
     candidate_meshes,
     cut_points,
@@ -163,9 +164,8 @@ def test_a_problem_without_a_model_or_with_a_bad_limit(problem, make_graph, ppo_
         Problem(make_graph(), model)
 
 
-def sharded_and_whole(problem: Problem, name: str) -> tuple[set[tuple], set[tuple]]:
+def sharded_and_whole(options) -> tuple[set[tuple], set[tuple]]:
     """(mesh size, strategy without shards) of a call's options with sharded weights, and of the others."""
-    options = [pair.resident for pair in call_options(problem, problem.graph.call(name))]
     degrees = [(option.size, replace(option.strategy, shard="gradients")) for option in options]
     is_sharded = [option.strategy.shard == "parameters" for option in options]
     return (
@@ -174,11 +174,16 @@ def sharded_and_whole(problem: Problem, name: str) -> tuple[set[tuple], set[tupl
     )
 
 
+def alone(problem: Problem, name: str) -> tuple[set[tuple], set[tuple]]:
+    """`sharded_and_whole` of a call by itself."""
+    return sharded_and_whole([pair.resident for pair in call_options(problem, problem.graph.call(name))])
+
+
 @pytest.mark.parametrize("call", ["ref_inference", "actor_train"])
 def test_weights_are_sharded_only_where_whole_ones_do_not_fit(problem, call):
-    ample, _ = sharded_and_whole(problem(), call)
+    ample, _ = alone(problem(), call)
     scarce = problem(memory_bytes=int(30e9 if call == "actor_train" else 12e9))
-    sharded, whole = sharded_and_whole(scarce, call)
+    sharded, whole = alone(scarce, call)
     assert not ample
     assert sharded
     assert not sharded & whole
@@ -186,5 +191,19 @@ def test_weights_are_sharded_only_where_whole_ones_do_not_fit(problem, call):
 
 
 def test_no_generation_has_sharded_weights(problem):
-    sharded, _ = sharded_and_whole(problem(memory_bytes=int(12e9)), "actor_generate")
+    sharded, _ = alone(problem(memory_bytes=int(12e9)), "actor_generate")
     assert not sharded
+
+
+@pytest.mark.parametrize(("memory_bytes", "together"), [(80e9, False), (200e9, True)])
+def test_and_beside_whole_ones_where_the_fastest_options_of_all_calls_fit_alone_but_not_together(
+    problem, memory_bytes, together
+):
+    """By hand: four 7B models on eight devices, each with dp 8, hold 13.5 GB of weights each and 13.5 GB of training
+    state twice. With 200 GB these fit, though the largest options do not: 121 GB for each training on one device."""
+    asked = problem(memory_bytes=int(memory_bytes))
+    options = all_options(asked)
+    assert any(option.offload for own in options for option in own)
+    for call, own in zip(asked.graph.calls, options, strict=True):
+        sharded, whole = sharded_and_whole(own)
+        assert bool(sharded & whole) == (not together and call.kind != "generate"), call.name
