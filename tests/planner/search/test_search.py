@@ -8,7 +8,7 @@ from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.order import call_orders
 from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
-from prefect_rlhf.planner.pricing import options
+from prefect_rlhf.planner.pricing import options as all_priced
 from prefect_rlhf.planner.pricing import problem as deadlines
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.devices import preset
@@ -435,7 +435,7 @@ def test_what_is_chosen_with_few_micro_batches_is_no_slower_and_no_larger_among_
 def test_sharded_weights_that_only_the_few_have_become_an_option_on_the_same_mesh(monkeypatch):
     problem = crowded_problem(CROWDED[0])
     few = Tables(problem, few=True)
-    monkeypatch.setattr(options, "_fit_together", lambda *_: True)
+    monkeypatch.setattr(all_priced, "_fit_together", lambda *_: True)
     tables = Tables(problem)
     choice = [max(range(len(own)), key=lambda n: own[n].strategy.shard) for own in few.options]
     taken = counterparts(few, choice, tables)
