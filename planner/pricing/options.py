@@ -228,16 +228,16 @@ def all_options(
             for call in problem.graph.calls
         ]
 
-    found = priced(sharded=False)
-    fastest = [min((pair.resident for pair in pairs), key=lambda option: option.seconds) for pairs in found]
+    options = priced(sharded=False)
+    fastest = [min((pair.resident for pair in pairs), key=lambda option: option.seconds) for pairs in options]
     if among is None and not _fit_together([[option] for option in fastest], classes):
-        found = priced(sharded=True)
-    resident = [tuple(pair.resident for pair in pairs) for pairs in found]
+        options = priced(sharded=True)
+    resident = [tuple(pair.resident for pair in pairs) for pairs in options]
     if on_hosts or _fit_together(resident, classes):
         return tuple(resident)
     return tuple(
         (*own, *(pair.offloaded for pair in pairs if pair.offloaded is not None))
-        for own, pairs in zip(resident, found, strict=True)
+        for own, pairs in zip(resident, options, strict=True)
     )
 
 
