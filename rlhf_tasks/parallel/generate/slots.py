@@ -428,10 +428,10 @@ class Group:
             stop = self._responses.observe(place, answered)
             self._queue.come_back(place, self._responses.tokens[place, :stop])
             if answered.anew:
+                # One that has parked blocks enters with these: a finished row may still be there.
+                others = [*self._rows.places, *self._queue.waiting]
                 parked = self._cache.blocks.parked
-                self._queue.liken(
-                    place, [*self._rows.places, *(p for p in self._queue.waiting if p not in parked)]
-                )
+                self._queue.liken(place, [other for other in others if other not in parked])
 
     def _forget(self, place: int) -> None:
         """Another sequence takes the place of one whose turns are over."""

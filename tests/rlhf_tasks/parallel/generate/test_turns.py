@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import micro_batch
+from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.generate import slots
@@ -321,7 +321,6 @@ def assert_drawn_alone(visitors: Visitors, **options: Any) -> None:
     """Each turn is what a generation of its own draws."""
     engine, recorded = build("llama", torch.float64), bool(options.get("record_kept"))
     drawn = {key: value for key, value in options.items() if key not in OF_GENERATE}
-    assert len(visitors.told) > 12
     for number, (context, most, turn) in visitors.told.items():
         one = SampleBatch((number,), {"prompt_ids": Packed.of([torch.tensor(context)])})
         found = generate(
@@ -340,6 +339,7 @@ def assert_drawn_alone(visitors: Visitors, **options: Any) -> None:
 def test_places_begin_when_their_prompts_come_and_one_after_the_other(name: str):
     visitors = Visitors()
     visited(build("llama", torch.float64), visitors, **OPTIONS[name])
+    assert len(visitors.told) > 12
     assert_drawn_alone(visitors, **{"min_new_tokens": 0, **OPTIONS[name]})
 
 
@@ -351,6 +351,43 @@ def test_of_sequences_that_begin_alike_one_is_read_and_of_those_that_go_on_what_
     lengths = [17, 4, 33, 2, 21]
     later = len(visitors.told) - 7
     assert visitors.read == sum(lengths) - len(lengths) + 2 * later
+
+
+class Twins(Visitors):
+    """Places 0 and 1 begin alike. The turn of place 0 ends first, and two go on with it at once: one there, and one
+    from the beginning in place 4."""
+
+    def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
+        if not self._at:
+            alike = [*range(33)]
+            return [self._goes(place, place, alike[place // 2 :], 40 if place else 3) for place in range(4)]
+        if len(self._at) == 4 and 0 in samples:
+            before, _, turn = self.told[0]
+            whole = [*before, *turn.ids, 3, 5]
+            return [self._goes(0, 10, whole, 40, new=2), self._goes(4, 11, whole, 40)]
+        return [Following(place) for place in samples] if wait_s else []
+
+    def _goes(self, place: int, number: int, context: list[int], most: int, new: int = 0) -> Following:
+        self._at[place] = number, context, most
+        return Following(place, context[-new:], most, number, anew=not new)
+
+
+class Uncaptured(slots.DecodeGraphs):
+    """As graphs, for which rows of sequences that have ended stay."""
+
+    def run(self, x: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        return self._forward(x, micro, self._cache)
+
+
+def test_two_that_go_on_with_one_turn_at_once_leave_what_others_share_with_it_as_it_is(monkeypatch):
+    monkeypatch.setattr(slots, "DecodeGraphs", Uncaptured)
+    monkeypatch.setattr(f"{__name__}.STOPS", (1000,))
+    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(4, 8, graphs=True))
+    visitors = Twins()
+    visited(build("llama", torch.float64), visitors, places=5)
+    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(1, 1, graphs=False))
+    assert visitors.told.keys() == {0, 1, 2, 3, 10, 11}
+    assert_drawn_alone(visitors)
 
 
 # Several ranks
@@ -411,4 +448,5 @@ def _visit_on(
 def test_nor_do_those_of_places_that_begin_later(ranks, strategy: ParallelStrategy):
     visitors = Visitors()
     (visitors.told,) = [told for told in ranks.run(strategy.size, _visit_on, strategy) if told]
+    assert len(visitors.told) > 12
     assert_drawn_alone(visitors)
