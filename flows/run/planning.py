@@ -357,6 +357,7 @@ def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -
         new_tokens=Lengths(points=tuple(sorted(shares.items()))),
         max_new_tokens=longest,
         thinking=None if played is None else _thinking(config, played, mean),
+        agents=isinstance(config, Scores) and config.agent is not None,
         answers=2 if pairs else 1,
         # Where `planning.prompt_tokens` counts instead of the data, nobody knows what the answers of a pair share.
         shared_tokens=shared_tokens(config) if pairs and planning.prompt_tokens is None else 0.0,

@@ -149,6 +149,7 @@ class Workload(Frozen):
     new_tokens       distribution of the tokens that are generated
     max_new_tokens   generated tokens per sequence that the KV cache has room for; default: the longest of new_tokens
     thinking         of the environments that answer turns; None: there are none
+    agents           whether agents ask for responses: in the KV cache each has room for a prompt of its own
     answers          sequences of a sample: 2 for a pair of answers. A length is that of all of them together
     shared_tokens    mean first tokens that a pair's answers have in common, and that are computed once
     top_k, top_p     whether tokens are drawn from the likeliest only
@@ -170,6 +171,7 @@ class Workload(Frozen):
     new_tokens: Lengths
     max_new_tokens: int | None = Field(None, gt=0)
     thinking: Thinking | None = None
+    agents: bool = False
     answers: int = Field(1, gt=0)
     shared_tokens: float = Field(0.0, ge=0)
     top_k: bool = False
@@ -197,6 +199,7 @@ class Workload(Frozen):
             "new_tokens": Lengths.fixed(self.judge.new_tokens),
             "max_new_tokens": None,
             "thinking": None,
+            "agents": False,
             "top_k": False,
             "top_p": False,
             "other": None,

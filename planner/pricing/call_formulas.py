@@ -308,7 +308,7 @@ def blocks_of_cache(
     """
     longest = blocks_of(workload.cache_tokens - 1)
     shared = shared_blocks(workload.longest_prompt or workload.prompt_tokens)
-    copies = min(share, max(-(-share // group_size), groups))
+    copies = share if workload.agents else min(share, max(-(-share // group_size), groups))
     return pool_of(share * longest - (share - copies) * shared, groups * longest, micro_batches) + groups
 
 

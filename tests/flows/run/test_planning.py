@@ -126,6 +126,12 @@ def test_turns_are_planned_for_where_an_environment_answers():
     assert answered.thinking == Thinking(mean_s=1.0, longest_s=1.0), "two turns of half a second"
 
 
+@pytest.mark.parametrize("agent", [None, {"command": "agent"}])
+def test_a_cache_without_shared_prompts_is_planned_for_where_agents_ask(agent):
+    config = PPOConfig.model_validate(ppo(planning={"prompt_tokens": 16}, agent=agent))
+    assert workload_of(config).agents == (agent is not None)
+
+
 @pytest.mark.parametrize(
     ("together", "engine", "waits"),
     [(True, "builtin", True), (False, "builtin", False), (False, "vllm", True)],

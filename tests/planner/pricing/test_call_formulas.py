@@ -155,6 +155,13 @@ def test_a_prompt_that_is_cut_over_the_groups_in_flight_is_read_by_each(
     assert blocks_of_cache(workload, share, groups, group_size, 1) == blocks
 
 
+def test_what_agents_ask_has_a_prompt_each_in_the_cache(ppo_cost):
+    """160 tokens are 10 blocks. Their sequences begin in empty places: no prompt is known to be shared."""
+    lengths = Lengths.fixed(33)
+    workload = ppo_cost(CLUSTER, new_tokens=lengths, prompt_tokens=128, agents=True).workload
+    assert blocks_of_cache(workload, 8, 1, 8, 1) == 8 * 10 + 1
+
+
 def test_as_many_are_decoded_at_a_time_as_the_cache_is_expected_to_have_room_for(ppo_cost):
     def at_once(lengths: Lengths, micro_batches: int = 4, **more) -> int:
         workload = ppo_cost(CLUSTER, new_tokens=lengths, max_new_tokens=960, prompt_tokens=64).workload
