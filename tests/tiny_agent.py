@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from threading import Thread
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -107,6 +108,17 @@ def mixes(row: dict[str, Any], wait_s: float) -> None:
         assert not {letter, letter.upper(), " "} & set(said), said
         text += f"{said}{letter}."
     print(json.dumps({"reward": len(text) / 16}))
+
+
+def leaves(row: dict[str, Any], wait_s: float) -> None:
+    """Ends while an answer that it has asked for is drawn."""
+    complete(row["prompt"], max_tokens=2)
+    asks = Thread(target=complete, args=(row["prompt"] + "!",), kwargs={"max_tokens": 40}, daemon=True)
+    asks.start()
+    time.sleep(wait_s)
+    assert asks.is_alive(), "the answer is there"
+    print(json.dumps({"reward": 1}), flush=True)
+    os._exit(0)
 
 
 def long(row: dict[str, Any], wait_s: float) -> None:

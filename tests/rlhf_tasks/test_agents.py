@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 import venv
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError
 from prefect_rlhf.rlhf_tasks.algorithms.held_out import evaluation_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
+from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import _Episodes
 from prefect_rlhf.rlhf_tasks.algorithms.shared.chains import Chain
 from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked, Drawing, read_request
@@ -146,6 +148,24 @@ def test_a_sample_is_all_branches_of_its_episode_and_each_token_that_was_drawn_c
     kept = [int(each.abs().sum()) for each in whole["kept_counts"].split()]
     assert list(whole["kept_tokens"].lengths) == kept
     assert torch.equal(whole["kept_counts"].values != 0, whole["response_mask"].values)
+
+
+def test_what_is_drawn_when_its_agent_has_ended_is_no_part_of_the_sample(run, monkeypatch):
+    is_drawn = _Episodes.ended
+
+    def late(self, sample, turn):
+        """The second answer of an agent is there when the agent has ended."""
+        draw, until_s = self._now[sample], time.monotonic() + 60
+        while draw.number == 1 and self._of[draw.request.sample].ended is None:
+            assert time.monotonic() < until_s, "the agent does not end"
+            self._hear(0.1)
+        is_drawn(self, sample, turn)
+
+    monkeypatch.setattr(_Episodes, "ended", late)
+    begun = run("leaves 0.3", sampling=WIDE)
+    batch = drawn(begun, range(2))
+    assert [branches for _, _, branches, _ in counts(batch)] == [1, 1]
+    assert {marks for _, marks in responses(begun, batch)} <= {"x", "xx"}
 
 
 def test_branches_without_room_are_left_out_those_with_the_fewest_drawn_tokens_first(run):

@@ -219,8 +219,11 @@ class _Episodes:
         """Nothing follows from it."""
 
     def ended(self, sample: int, turn: Turn) -> None:
-        """An answer was drawn: a request may have all of its answers now."""
-        self._parked[sample] = self._take(self._now.pop(sample), turn)
+        """An answer was drawn: a request may have all of its answers now. What an agent that has ended did not get is
+        no part of its episode."""
+        draw = self._now.pop(sample)
+        has_ended = self._of[draw.request.sample].ended is not None
+        self._parked[sample] = None if has_ended else self._take(draw, turn)
         self._send()
 
     def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
@@ -277,6 +280,8 @@ class _Episodes:
     def _receive(self, request: Asked) -> None:
         """Make a request's draws, or refuse it."""
         episode = self._of[request.sample]
+        if episode.ended is not None:  # its body came late
+            return
         try:
             base, ids = self._read(request, episode)
         except (TokenizerError, Refused) as error:
