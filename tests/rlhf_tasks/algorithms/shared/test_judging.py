@@ -202,7 +202,6 @@ def test_only_the_policy_draws_ahead_and_in_segments(folder):
             {"rewards": [{"function": "builtin:length", "kwargs": {"most": 3}}]},
             "models.judge: no reward asks it",
         ),
-        ({"generation": {"engine": "vllm"}}, "replies by the built-in engine, and generation.engine=vllm"),
         (
             {"evaluation": {"data": "rows.jsonl"}, "on_reward_error": "skip"},
             "rewards.0: without url, builtin:judge asks models.judge, which replies in training only",
