@@ -21,7 +21,7 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 371,
+    "files": 372,
     "hundreds of lines": 805,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,

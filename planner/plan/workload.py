@@ -94,7 +94,7 @@ class OtherEngine(Frozen):
 
     copies    whole models in the memory of a replica's host: the memory by which weights are handed over, and on
               hosts without GPUs the engine's own
-    kv_bytes  of its keys and values on each device, or on a host without GPUs in all; None: it is on another machine
+    kv_bytes  of its keys and values on each device; None: it is on another machine
     """
 
     copies: int = Field(ge=1)

@@ -357,15 +357,16 @@ def generate_beside(
     cached    bytes of a token's keys and values in all layers
     kv_heads  their heads in a layer: more ranks have copies of them
     weights   bytes of the whole model
-    On a host without GPUs the engine of a replica is one process beside its head, so all counts at the first stage.
+    On a host without GPUs the engine's processes are beside the head of the replica: all counts at the first stage.
     """
     other, stages, parts = mesh.workload.other, mesh.strategy.pp, 1
     assert other is not None, "the ranks draw"
-    ranks = mesh.strategy.tp * stages if mesh.gpus else 1
+    ranks = mesh.strategy.tp * stages
     if other.kv_bytes is not None:
         of_sequence = mesh.workload.cache_tokens * cached / min(ranks, kv_heads)
         parts = -(-mesh.share(call) // max(1, int(other.kv_bytes // of_sequence)))
     seconds = generate_in_turns(mesh, call, parts).seconds
     if not mesh.gpus:
-        return CallCost(seconds, (other.copies * weights + (other.kv_bytes or 0), *(0.0,) * (stages - 1)))
+        in_all = other.copies * weights + ranks * (other.kv_bytes or 0)
+        return CallCost(seconds, (in_all, *(0.0,) * (stages - 1)))
     return CallCost(seconds, (weights / ranks + other.kv_bytes if other.kv_bytes else 0.0,) * stages)

@@ -19,7 +19,8 @@ The search proves optimality within this class of options:
 - Sharded weights: of a call that is no generation, under strategies with one stage and several copies of the weights.
   Where no whole weights under the strategy fit alone with all of the call's memory resident; and of all calls, if
   the fastest options of all calls do not fit on one device together. Where these do, a plan of them fits, so nothing
-  is refused that sharded weights would make fit.
+  is refused that sharded weights would make fit. The few with which a search begins lack the latter: good plans come
+  sooner without them.
 - Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses; for a
   train_step both the optimizer's state and the parameters are resident, or the one is in host memory, and the others
   between their uses if another call may run meanwhile on these devices.
@@ -208,7 +209,8 @@ def all_options(
     An option that fits its devices' memory only if it is offloaded stands in both places.
 
     among  call -> placements of which only the meshes and strategies count
-    few    with few numbers of micro-batches (`micro_batch_counts`)
+    few    with few numbers of micro-batches (`micro_batch_counts`), and sharded weights only where whole ones do not
+           fit alone
     Raises ProblemError and OptionsTakeTooLongError as `call_options` does.
     """
     classes = problem.model.classes
@@ -230,7 +232,7 @@ def all_options(
 
     options = priced(sharded=False)
     fastest = [min((pair.resident for pair in pairs), key=lambda option: option.seconds) for pairs in options]
-    if among is None and not _fit_together([[option] for option in fastest], classes):
+    if not few and among is None and not _fit_together([[option] for option in fastest], classes):
         options = priced(sharded=True)
     resident = [tuple(pair.resident for pair in pairs) for pairs in options]
     if on_hosts or _fit_together(resident, classes):

@@ -33,7 +33,7 @@ class GenerationConfig(Settings):
         default=2**30,
         gt=0,
         le=2**50,
-        description="With vllm: bytes of the keys and values that it keeps, on each replica's devices.",
+        description="With vllm: bytes of the keys and values that it keeps, on each of a replica's devices.",
     )
 
     url: str | None = Field(

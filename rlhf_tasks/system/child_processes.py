@@ -40,22 +40,14 @@ def kept_call(function: str, *arguments: str) -> list[str]:
     return python_call(f"{__name__}:{keep.__name__}", function, *arguments)
 
 
-_CALL_IN_OTHERS = (
-    "import importlib.util as u, os, sys; from pkgutil import resolve_name; package, first, function, *rest = "
-    "sys.argv[1:]; spec = u.spec_from_file_location('prefect_rlhf', package, submodule_search_locations="
-    "[os.path.dirname(package)]); sys.modules['prefect_rlhf'] = m = u.module_from_spec(spec); "
-    "spec.loader.exec_module(m); resolve_name(first)(function, *rest)"
-)
-
-
 def kept_call_of(python: str, function: str, *arguments: str) -> list[str]:
     """`kept_call` in the interpreter of another environment: of what is installed here it sees this package only.
 
     python  the interpreter's path
     """
-    package = sys.modules[__name__.partition(".")[0]].__file__
-    assert package is not None
-    return [python, "-c", _CALL_IN_OTHERS, package, f"{__name__}:{keep.__name__}", function, *arguments]
+    (package,) = sys.modules[__name__.partition(".")[0]].__path__
+    program = os.path.join(package, "rlhf_tasks", "system", "other_environment.py")
+    return [python, "-P", program, f"{__name__}:{keep.__name__}", function, *arguments]
 
 
 def users_environment() -> dict[str, str]:

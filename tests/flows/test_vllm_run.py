@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from tests.committed import last_step
-from tests.flows.marked_command import outcome
+from tests.flows.marked_command import MarkedCommand, outcome
 from tests.rlhf_tasks.rank.test_generators import VLLM_PYTHON, needs_vllm
 from tests.tiny_runs import critic_free_config, write_model
 
@@ -76,3 +77,23 @@ def test_vllm_draws_ahead_of_training(file: Path, tmp_path: Path):
     rows = metrics(tmp_path / "runs" / "ahead")
     assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
     assert rows[0]["importance/kl"] < 0.02
+
+
+def test_vllm_divides_the_model_over_the_ranks_of_a_replica(file: Path, tmp_path: Path):
+    """Two processes of it have a part of each weight. Weights of the version before would be 0.01 nats away."""
+    plan = (f"plan.{call}=0-1 t2" for call in ("actor_generate", "reward_inference", "actor_train"))
+    wanted = (*plan, "name=divided", "dtype=float32", "optimizer.learning_rate=0.01")
+    with MarkedCommand(tmp_path / "log", "run", "grpo", "--config", str(file), *wanted) as run:
+        run.wait_until(lambda: {f"VLLM::Worker_TP{rank}" for rank in range(2)} <= named())
+        status = run.process.wait(400)
+        run.assert_gone()
+    assert status == 0, run.output
+    rows = metrics(tmp_path / "runs" / "divided")
+    assert len(rows) == 4
+    assert all(row["importance/kl"] < 1e-6 for row in rows), rows
+    assert not [name for name in named() if name.startswith("VLLM::Worker")]
+
+
+def named() -> set[str]:
+    """Command lines of all processes, which vLLM's name themselves by."""
+    return {" ".join(process.info["cmdline"] or ()).strip() for process in psutil.process_iter(["cmdline"])}

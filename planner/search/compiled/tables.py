@@ -41,7 +41,7 @@ class Tables:
     arrays   the same for compiled code, where planner.search.compiled.evaluator.value prices a choice
 
     Arguments: `deadline`, by which all of this must be made; `among`, call -> assignment, several times: calls then
-    have no other options than these meshes and strategies; `few`: options have few numbers of micro-batches;
+    have no other options than these meshes and strategies; `few`: only the few options with which a search begins;
     `before`: other tables of the problem, of which the patterns of plans are taken where they are the same.
 
     Raises ProblemError when a call has no option that fits, OptionsTakeTooLongError when the deadline passes first.
@@ -138,8 +138,7 @@ def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) ->
 
 def counterparts(few: Tables, choice: Sequence[int], tables: Tables) -> list[int]:
     """The numbers, in tables of all options, of a choice among few: for each call the option with the same mesh and
-    strategy that is no slower and needs no more memory; offloaded as it was, if it may be. Where only the few have
-    sharded weights, since their fastest options need more memory together, it is the fastest on the same mesh."""
+    strategy that is no slower and needs no more memory; offloaded as it was, if it may be."""
 
     def counterpart(option: Option, options: Sequence[Option]) -> int:
         alike = [
@@ -148,7 +147,7 @@ def counterparts(few: Tables, choice: Sequence[int], tables: Tables) -> list[int
             if other[:3] == option[:3]
             and other.seconds <= option.seconds
             and all(a <= b for a, b in zip(other.active, option.active, strict=True))
-        ] or [i for i, other in enumerate(options) if other[:2] == option[:2]]
+        ]
         return min(alike, key=lambda i: (options[i].offload != option.offload, options[i].seconds))
 
     return [

@@ -127,8 +127,7 @@ def _environment() -> dict[str, str]:
 class Vllm:
     """The `Generator` on vLLM: a process on the head of each replica, which gets the weights of all its ranks.
 
-    On CPUs it has all of the model. On GPUs its tensor parallelism has as many ranks as the replica; that has never
-    been run.
+    Its tensor parallelism has as many ranks as the replica. On GPUs that has never been run.
     """
 
     serve = SERVE
@@ -205,7 +204,7 @@ class Vllm:
                 "tokens": terms.tokens,
                 "most_tokens": terms.most_tokens,
                 "kv_bytes": terms.settings["kv_bytes"],
-                "tp": strategy.tp * strategy.pp if on_gpu else 1,
+                "tp": strategy.tp * strategy.pp,
                 "sleeps": on_gpu,
             },
             terms.patience,

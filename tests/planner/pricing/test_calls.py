@@ -645,11 +645,11 @@ def test_another_engine_has_a_copy_of_the_weights_and_its_own_keys_and_values(ac
     assert active("ref_inference", dp, tp, pp, other=vllm) == ours, "it only draws"
 
 
-def test_on_a_host_without_gpus_another_engine_is_one_process_beside_the_head(active, llama):
-    """Its copy of the weights, and the memory in which they are handed over."""
+def test_on_a_host_without_gpus_another_engine_is_beside_the_head(active, llama):
+    """Its weights, the memory in which they are handed over, and the keys and values of its four ranks."""
     of_cpu = {"device": preset("cpu-slot"), "shape": llama(num_key_value_heads=8), "n_seqs": 8}
     vllm = OtherEngine(copies=2, kv_bytes=10**9)
-    assert active("actor_generate", 1, 2, 2, other=vllm, **of_cpu) == (2 * WEIGHTS_7B + 10**9, 0.0)
+    assert active("actor_generate", 1, 2, 2, other=vllm, **of_cpu) == (2 * WEIGHTS_7B + 4 * 10**9, 0.0)
 
 
 def test_another_engine_draws_in_parts_what_its_keys_and_values_have_no_room_for(seconds, llama):

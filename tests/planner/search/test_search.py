@@ -8,7 +8,6 @@ from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.order import call_orders
 from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
-from prefect_rlhf.planner.pricing import options as all_priced
 from prefect_rlhf.planner.pricing import problem as deadlines
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.devices import preset
@@ -286,12 +285,12 @@ def test_roles_that_fit_alone_but_not_together_get_a_plan_with_sharded_weights(n
 
 
 def is_sharded_beside_whole(options) -> bool:
-    """Whether a call may have sharded weights under a strategy under which whole ones fit alone."""
+    """Whether a call may have sharded weights under a strategy under which whole ones fit alone, all resident."""
     sharded, whole = [
         {
             (o.size, o.strategy.tp, o.strategy.cp)
             for o in options
-            if o.strategy.pp == 1 and o.strategy.shard == shard
+            if o.strategy.pp == 1 and o.strategy.shard == shard and not o.offload
         }
         for shard in ("parameters", "gradients")
     ]
@@ -432,17 +431,11 @@ def test_what_is_chosen_with_few_micro_batches_is_no_slower_and_no_larger_among_
         assert after.time_s <= before.time_s * (1 + 1e-12)
 
 
-def test_sharded_weights_that_only_the_few_have_become_an_option_on_the_same_mesh(monkeypatch):
-    problem = crowded_problem(CROWDED[0])
-    few = Tables(problem, few=True)
-    monkeypatch.setattr(all_priced, "_fit_together", lambda *_: True)
-    tables = Tables(problem)
-    choice = [max(range(len(own)), key=lambda n: own[n].strategy.shard) for own in few.options]
-    taken = counterparts(few, choice, tables)
-    assert [own[n][:2] for own, n in zip(few.options, choice, strict=True)] == [
-        own[n][:2] for own, n in zip(tables.options, taken, strict=True)
-    ]
-    assert any(few.options[i][n].strategy.shard == "parameters" for i, n in enumerate(choice))
+@pytest.mark.parametrize("number", CROWDED[:3])
+def test_the_few_have_sharded_weights_only_where_whole_ones_do_not_fit_alone(number):
+    problem = crowded_problem(number)
+    assert not any(map(is_sharded_beside_whole, Tables(problem, few=True).options))
+    assert any(map(is_sharded_beside_whole, Tables(problem).options))
 
 
 def test_a_plan_by_hand_needs_no_options(problem, monkeypatch):

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ class FakeVllm(Vllm):
     serve = f"{__name__}:serve"
 
     def __init__(self, terms: Terms) -> None:
-        super().__init__(terms._replace(settings={**terms.settings, "python": sys.executable}))
+        os.environ["RLHF_TEST_PYTHON"] = sys.executable
+        python = str(Path(__file__).parent / "python_with_tests.sh")
+        super().__init__(terms._replace(settings={**terms.settings, "python": python}))
 
 
 def serve() -> None:

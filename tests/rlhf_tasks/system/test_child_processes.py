@@ -3,11 +3,14 @@
 import signal
 import subprocess
 import time
+import venv
+from pathlib import Path
+from textwrap import dedent
 
 import psutil
 import pytest
 
-from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call
+from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call, kept_call_of
 
 SLEEPS = "sleep 600 & sleep 600"
 
@@ -43,3 +46,23 @@ def test_a_call_that_is_given_up_ends_though_its_keeper_was_stopped():
         process.kill()
         _, left = psutil.wait_procs(below, timeout=60)
     assert left == []
+
+
+@pytest.mark.parametrize(("module", "status"), [("prefect_rlhf.rlhf_tasks.system.reading", 0), ("numpy", 1)])
+def test_what_starts_in_another_environment_sees_this_package_and_nothing_else_from_here(
+    tmp_path, module: str, status: int
+):
+    """As vLLM starts its workers: by multiprocessing, in new interpreters."""
+    venv.create(tmp_path, symlinks=True)
+    (installed,) = tmp_path.glob("lib/python*/site-packages")
+    (installed / "psutil").symlink_to(Path(psutil.__file__).parent)  # of the keeper, as vLLM has it
+    code = f"""
+        import multiprocessing, os
+        process = multiprocessing.get_context("spawn").Process(target=__import__, args=({module!r},))
+        process.start()
+        process.join()
+        os._exit(process.exitcode)
+    """
+    call = kept_call_of(str(tmp_path / "bin" / "python"), "builtins:exec", dedent(code))
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/") as process:
+        assert process.wait(60) == status
