@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 372,
-    "hundreds of lines": 805,
+    "hundreds of lines": 806,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 160,

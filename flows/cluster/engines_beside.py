@@ -13,7 +13,6 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.beside import BLOCK_ON_CPUS, BLOC
 from prefect_rlhf.rlhf_tasks.parallel.generate.completions import Completions
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
-from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
 from prefect_rlhf.rlhf_tasks.system.reading import module_file, names_bound, parsed, read_json
 
 VLLM_VERSION, TORCH_VERSION = "0.32.0", "2.13.0"
@@ -98,22 +97,6 @@ def check_generation(config: RunConfig, shape: ModelShape) -> None:
                 f"models.actor={config.models.actor}: vLLM {vllm} does not know {architecture}. Leave out "
                 "generation.engine, or choose another model."
             )
-
-
-def check_layout(config: RunConfig, shape: ModelShape, plan: ExecutionPlan) -> None:
-    """Raises ConfigError where vLLM cannot divide the heads of the model over a replica of the plan."""
-    if not isinstance(config, Samples) or config.generation.engine != VLLM:
-        return
-    for nodes in plan.calls.values():
-        node = nodes[0]
-        if node.call.kind == "generate":
-            s, heads, of_keys = node.placement.strategy, shape.query_heads, shape.kv_heads
-            ranks = s.tp * s.pp
-            if heads % ranks or max(of_keys, ranks) % min(of_keys, ranks):
-                raise ConfigError(
-                    f"{node.call.name}: vLLM divides the model over the tp x pp = {ranks} devices of a replica, but "
-                    f"it has {heads} heads and {of_keys} of keys and values. Choose a plan with a larger dp."
-                )
 
 
 def _ask_server(config: Samples, shape: ModelShape) -> None:

@@ -512,7 +512,7 @@ def made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
             limit_s, seed = config.planning.time_limit_s, config.seed
             return run_in_thread(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
         plan = balanced(heuristic_plan(problem.graph, problem.model), problem).plan
-        problem.refuse_outside(plan)
+        problem.refuse(plan)
         return plan
     except ConfigError as error:
         raise PlanError(f"{error}{devices_assumed(config, problem)}") from error

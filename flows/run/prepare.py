@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prefect_rlhf.flows.cluster.engines_beside import check_generation, check_layout
+from prefect_rlhf.flows.cluster.engines_beside import check_generation
 from prefect_rlhf.flows.cluster.this_machine import cores_here, gpus_here
 from prefect_rlhf.flows.pushes import check_push
 from prefect_rlhf.flows.rewards import (
@@ -169,8 +169,6 @@ def _prepare(config: RunConfig, folder: Path | None, ranks: int | None, weights:
     config, hardware, problem = chosen
     if config.on_device_loss == "shrink":
         refuse_no_shrink(config)
-    if "actor" in shapes:
-        check_layout(config, shapes["actor"], plan)
     of_plan = (
         *hardware.warnings,
         *problem.warnings,
@@ -371,7 +369,7 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
         plan = build_plan(problem.graph, manual, problem.cluster)
     else:
         return made_plan(config, problem)
-    problem.refuse_outside(plan)
+    problem.refuse(plan)
     missing = shortfall(plan_memory(plan, problem.model), problem.model)
     if missing is not None:
         raise PlanError(missing + devices_assumed(config, problem))

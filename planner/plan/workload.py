@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 
 from prefect_rlhf.rlhf_tasks.config.models import JUDGE, JUDGE_REPLIES
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import Lora
-from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Head, ModelShape, Recompute
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
 from prefect_rlhf.rlhf_tasks.spec import Frozen, ModelFunctionCall, SavedShape
 
 PARTS = 32
@@ -94,11 +95,24 @@ class OtherEngine(Frozen):
 
     copies    whole models in the memory of a replica's host: the memory by which weights are handed over, and on
               hosts without GPUs the engine's own
-    kv_bytes  of its keys and values on each device; None: it is on another machine
+    kv_bytes  of its keys and values on each device; None: it is on another machine, and divides its model as it likes
     """
 
     copies: int = Field(ge=1)
     kv_bytes: int | None = Field(default=None, gt=0)
+
+    def divides(self, shape: ModelShape, ranks: int) -> bool:
+        """Whether it can divide the heads of a model over the ranks of a replica."""
+        heads, of_keys = shape.query_heads, shape.kv_heads
+        evenly = heads % ranks == 0 and max(of_keys, ranks) % min(of_keys, ranks) == 0
+        return self.kv_bytes is None or evenly
+
+    def draws_on(self, placement: Placement, devices_per_host: int) -> bool:
+        """Whether each replica of a placement is on one host."""
+        replicas = map(placement.replica, range(placement.strategy.dp))
+        return self.kv_bytes is None or all(
+            min(replica) // devices_per_host == max(replica) // devices_per_host for replica in replicas
+        )
 
 
 class Thinking(Frozen):

@@ -14,6 +14,7 @@ The search proves optimality within this class of options:
   generation 1, 2, 4, 8 or 16: the fewest with which it fits memory.
 - Parts of a call: all have its option.
 - Pools: of a call in one, only the meshes inside it.
+- vLLM: of a generation by it, only what its tensor parallelism can divide: whole heads, on one host.
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced. A tp group of a
   mixture of experts has one.
 - Sharded weights: of a call that is no generation, under strategies with one stage and several copies of the weights.
@@ -324,9 +325,9 @@ def call_options(
             fitting: list[Pair] = []
             for strategy in strategies(problem, call, mesh.size):
                 asked_for = {strategy, *_sharded(call, strategy)} & wanted if wanted else {strategy}
-                if not asked_for or not problem.model.routes_alike(
-                    call.role, Placement(mesh.devices, strategy)
-                ):
+                placement = Placement(mesh.devices, strategy)
+                routes_alike = problem.model.routes_alike(call.role, placement)
+                if not (asked_for and routes_alike and problem.draws(call, placement)):
                     continue
                 if deadline.is_past():
                     raise OptionsTakeTooLongError(

@@ -10,7 +10,8 @@ from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.pools import Pool
-from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import Placement
+from prefect_rlhf.rlhf_tasks.spec import ExecutionPlan, ModelFunctionCall
 from prefect_rlhf.rlhf_tasks.system.reading import ConfigError
 
 
@@ -82,14 +83,31 @@ class Problem:
         """Whether a call may have these devices: all devices, unless it is in a pool."""
         return call not in self.pools or self.pools[call].devices.issuperset(devices)
 
-    def refuse_outside(self, plan: ExecutionPlan) -> None:
-        """Raises ProblemError where a call of a plan has a device outside its pool."""
+    def draws(self, call: ModelFunctionCall, placement: Placement) -> bool:
+        """Whether what draws a call's responses can be divided as a placement says."""
+        other = self.model.workload.of_role(call.role).other
+        if call.kind != "generate" or other is None:
+            return True
+        ranks = placement.strategy.tp * placement.strategy.pp
+        divides = other.divides(self.model.models[call.role].shape, ranks)
+        return divides and other.draws_on(placement, self.cluster.devices_per_host)
+
+    def refuse(self, plan: ExecutionPlan) -> None:
+        """Raises ProblemError where a call of a plan has a device outside its pool, or vLLM cannot be divided as a
+        generation is."""
         for name, (node, *_) in plan.calls.items():
             if not self.allows(name, node.devices):
                 outside = min(set(node.devices) - self.pools[name].devices)
                 raise ProblemError(
                     f"Call {name!r} is on device {outside}, which is not in its {self.pools[name]}. Search for a "
                     "plan (plan: auto), or place it there by hand."
+                )
+            if not self.draws(node.call, node.placement):
+                s, shape = node.placement.strategy, self.model.models[node.call.role].shape
+                raise ProblemError(
+                    f"Call {name!r}: vLLM divides the model over the tp x pp = {s.tp * s.pp} devices of a replica, "
+                    f"which must be of one host of {self.cluster.devices_per_host}, and it has {shape.query_heads} "
+                    f"heads and {shape.kv_heads} of keys and values. Choose a plan with a larger dp."
                 )
 
     @property

@@ -274,7 +274,7 @@ def find_plan(
     )
     ending = Deadline(max(started + time_limit_s, time.monotonic() + RULES_S), called_off)
     priced = outcome.priced if mode == "manual" else balanced(outcome.priced, problem, ending)
-    problem.refuse_outside(priced.plan)
+    problem.refuse(priced.plan)
     time_s = priced.price.iteration_time_s
     in_class = outcome.lower_bound_s <= time_s * (1 + ROUNDING)
     lower_bound_s = min(outcome.lower_bound_s, time_s)
@@ -420,7 +420,7 @@ def _by_rule(problem: Problem, started: float, time_limit_s: float) -> Rules:
     for rule, least_s in ((heuristic_plan, FIRST_RULE_S), (symmetric_plan, RULES_S)):
         with suppress(PlanError, ProblemError):
             made = rule(problem.graph, problem.model, Deadline(started + max(least_s, time_limit_s)))
-            problem.refuse_outside(made.plan)
+            problem.refuse(made.plan)
             plans.append(made)
             best = min(plan.price.iteration_time_s for plan in plans)
             trace.append(TracePoint(time.monotonic() - started, best, 0.0))

@@ -8,6 +8,7 @@ deterministic (its batch-invariant mode, on GPUs that have it); a commit has the
 
 import contextlib
 import json
+import os
 import subprocess
 import threading
 import time
@@ -28,16 +29,25 @@ from prefect_rlhf.rlhf_tasks.system.child_pipes import END_S, ChildOutput, Lines
 from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call_of, users_environment
 
 SERVE = "prefect_rlhf.rlhf_tasks.parallel.generate.vllm_server:serve"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 LEAST_S = 1.0
 
 
 class VllmProcess:
     """A running vLLM.
 
-    begin  what it begins with, as JSON
+    begin    what it begins with, as JSON
+    visible  CUDA_VISIBLE_DEVICES of it and its workers; None: as this process has it
     """
 
-    def __init__(self, python: str, begin: Mapping[str, Any], patience: float, serve: str = SERVE) -> None:
+    def __init__(
+        self,
+        python: str,
+        begin: Mapping[str, Any],
+        patience: float,
+        serve: str = SERVE,
+        visible: str | None = None,
+    ) -> None:
         self._patience, self._ready = patience, False
         self._output = ChildOutput("the process of vLLM")
         try:
@@ -47,7 +57,7 @@ class VllmProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=output,
-                    env=_environment(),
+                    env=_environment() | ({} if visible is None else {VISIBLE: visible}),
                     start_new_session=True,
                 )
         except OSError as error:
@@ -151,11 +161,14 @@ class Vllm:
         also draws for other placements, and sleeps.
         """
         self._engine, self.version = engine, engine.version
-        if not _said_by_head(engine, self._taken != (id(engine), engine.version)):
+        starts = self._process is None and not self._aborted
+        needs, starts = _said_by_head(engine, [self._taken != (id(engine), engine.version), starts])
+        if not needs:
             return
         self._taken = None
-        if engine.is_head and self._process is None and not self._aborted:
-            self._start(engine)
+        visible = visible_together(engine) if starts else None
+        if engine.is_head and starts:
+            self._start(engine, visible)
         handed = self._handover.write(engine)
         if handed is not None:
             taken = self._reply_to({"take": handed})
@@ -177,7 +190,7 @@ class Vllm:
         assert engine is not None, "draw before take"
         assert order.segments is None, "the configuration refuses segments"
         answered = self._drawn(engine, batch, order) if engine.is_head else None
-        _said_by_head(engine, True)
+        _said_by_head(engine, None)
         return answered
 
     def _drawn(self, engine: Engine, batch: SampleBatch, order: Order) -> SampleBatch:
@@ -192,7 +205,7 @@ class Vllm:
             raise GenerationFault("the process of vLLM was ended")
         return self._process.ask(request)
 
-    def _start(self, engine: Engine) -> None:
+    def _start(self, engine: Engine, visible: str | None) -> None:
         terms, on_gpu = self._terms, engine.device.type == "cuda"
         strategy = engine.placement.strategy
         process = VllmProcess(
@@ -209,6 +222,7 @@ class Vllm:
             },
             terms.patience,
             self.serve,
+            visible,
         )
         with self._starts:
             self._process, aborted = process, self._aborted
@@ -237,7 +251,21 @@ class Vllm:
         self._handover.close()
 
 
-def _said_by_head(engine: Engine, value: bool) -> bool:
+def visible_together(engine: Engine) -> str | None:
+    """The GPUs of a replica's ranks, as CUDA_VISIBLE_DEVICES names them: each rank sees its own first. None where a
+    rank has no such variable.
+
+    Collective over the replica.
+    """
+    replica = engine.placement.replica(engine.coordinate.dp)
+    group, here = engine.groups[replica], os.environ.get(VISIBLE)
+    of_ranks = [broadcast_json(here, rank, group, engine.device) for rank in replica]
+    if None in of_ranks:
+        return None
+    return ",".join(filter(None, (of_rank.partition(",")[0] for of_rank in of_ranks)))
+
+
+def _said_by_head(engine: Engine, value: Any) -> Any:
     """What the replica's head has, on all its ranks."""
     dp = engine.coordinate.dp
     replica = engine.placement.replica(dp)

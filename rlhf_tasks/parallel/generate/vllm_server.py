@@ -24,6 +24,9 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.beside import BLOCK_ON_CPUS
 from prefect_rlhf.rlhf_tasks.system.child_pipes import Requests
 
 SAY_EVERY_S = 1.0
+LEAST_FREE = 0.01
+"""The share of a GPU's memory without which vLLM does not begin, 0.92 by default: there ours has most of it. With
+`kv_cache_memory_bytes` it says nothing else (vllm/v1/worker/gpu_worker.py)."""
 MOST_TRACEBACK = 8000  # characters
 
 
@@ -58,6 +61,7 @@ class _Server:
             tensor_parallel_size=begin["tp"],
             max_model_len=begin["most_tokens"],
             kv_cache_memory_bytes=begin["kv_bytes"],
+            gpu_memory_utilization=LEAST_FREE,
             enforce_eager=not begin["sleeps"],  # on CPUs, compiling takes longer than it saves
             enable_sleep_mode=begin["sleeps"],
             load_format="dummy",  # the weights come by `take`

@@ -3,18 +3,15 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prefect_rlhf.flows.cluster import engines_beside
-from prefect_rlhf.flows.cluster.engines_beside import check_generation, check_layout
+from prefect_rlhf.flows.cluster.engines_beside import check_generation
 from prefect_rlhf.flows.commands.setup import REQUIREMENTS
 from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
-from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import read_shape
-from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 from tests.loopback import served
 from tests.rlhf_tasks.algorithms.test_one_rank import document, folder, world
 from tests.rlhf_tasks.parallel.generate.completion_server import CompletionServer
@@ -104,43 +101,6 @@ def test_the_pinned_list_has_the_versions_that_runs_accept():
         "of PyPI's builds torch needs CUDA's libraries"
     )
     assert not {"torchvision", "torchaudio", "torchcodec"} & pinned.keys()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "heads", "said"),
-    [
-        (ParallelStrategy(tp=2), (4, 2), None),
-        (ParallelStrategy(tp=2, pp=2), (4, 2), None),
-        (ParallelStrategy(dp=4), (9, 3), None),
-        (ParallelStrategy(tp=4), (6, 2), "but it has 6 heads and 2 of keys and values"),
-        (
-            ParallelStrategy(tp=4),
-            (9, 3),
-            "over the tp x pp = 4 devices of a replica, but it has 9 heads and 3 of keys",
-        ),
-        (
-            ParallelStrategy(tp=2, pp=2),
-            (12, 3),
-            "it has 12 heads and 3 of keys and values. Choose a plan with a la",
-        ),
-    ],
-)
-def test_vllm_must_be_able_to_divide_the_heads(
-    folder: Path,
-    strategy: ParallelStrategy,
-    heads: tuple[int, int],
-    said: str | None,
-):
-    config = make_config(document("grpo", folder, num_generations=2, generation={"engine": "vllm"}))
-    shape = replace(read_shape(config.models.actor), query_heads=heads[0], kv_heads=heads[1])
-    call = ModelFunctionCall(name="actor_generate", role="actor", kind="generate", inputs=(), n_seqs=8)
-    node = SimpleNamespace(call=call, placement=Placement(tuple(range(strategy.size)), strategy))
-    plan: Any = SimpleNamespace(calls={"actor_generate": [node]})
-    if said is None:
-        check_layout(config, shape, plan)
-        return
-    with pytest.raises(ConfigError, match=said):
-        check_layout(config, shape, plan)
 
 
 @pytest.mark.parametrize(

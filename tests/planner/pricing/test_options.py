@@ -8,6 +8,7 @@ import pytest
 from prefect_rlhf.planner.plan.build import build_plan
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster, meshes
+from prefect_rlhf.planner.plan.workload import OtherEngine
 from prefect_rlhf.planner.pricing.devices import preset
 from prefect_rlhf.planner.pricing.options import (
     all_options,
@@ -18,7 +19,8 @@ from prefect_rlhf.planner.pricing.options import (
 )
 from prefect_rlhf.planner.pricing.plans import kept_on_hosts
 from prefect_rlhf.planner.pricing.problem import Problem, ProblemError
-from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from prefect_rlhf.rlhf_tasks.spec import CallAssignment
 
 ONE_HOST = Cluster(1, 8)
 
@@ -53,6 +55,46 @@ def test_a_cluster_of_17_hosts_can_be_used_wholly_and_by_single_hosts():
     found = list(candidate_meshes(Cluster(17, 2)))
     assert len(found) == len(set(found))
     assert {(0, 2), (0, 34), (2, 2)} <= {(mesh.first, mesh.size) for mesh in found}
+
+
+@pytest.mark.parametrize(
+    ("heads", "divided"),
+    [((32, 8), {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)}), ((9, 3), {(1, 1)}), ((12, 3), {(1, 1)})],
+    ids=str,
+)
+def test_a_generation_by_vllm_has_what_it_can_divide_on_a_host(make_graph, ppo_cost, llama, heads, divided):
+    """(tp, pp) of a host of 4 devices: only here has 2 x pp a replica on one host. Other calls are as they were."""
+    shape, graph = llama(num_attention_heads=heads[0], num_key_value_heads=heads[1]), make_graph(n_seqs=64)
+    cost = ppo_cost(Cluster(2, 4), shape=shape, other=OtherEngine(copies=2, kv_bytes=10**9))
+    asked, ours = Problem(graph, cost), Problem(graph, ppo_cost(Cluster(2, 4), shape=shape))
+    options = dict(zip([call.name for call in graph.calls], all_options(asked), strict=True))
+    of_vllm = {(o.size, o.strategy.tp, o.strategy.pp) for o in options["actor_generate"]}
+    assert {(tp, pp) for size, tp, pp in of_vllm if size <= 4} == divided
+    assert {(tp, pp) for size, tp, pp in of_vllm if size == 8} == {(tp, pp) for tp, pp in divided if pp == 1}
+    assert {o.strategy for o in options["actor_train"]} == {o.strategy for o in all_options(ours)[4]}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "heads"),
+    [
+        (ParallelStrategy(tp=4), (6, 2)),
+        (ParallelStrategy(tp=4), (9, 3)),
+        (ParallelStrategy(tp=2, pp=2), (12, 3)),
+        (ParallelStrategy(dp=4, pp=2), (8, 8)),
+    ],
+    ids=str,
+)
+def test_a_plan_by_hand_that_vllm_cannot_divide_is_refused(make_graph, ppo_cost, llama, strategy, heads):
+    shape, graph = llama(num_attention_heads=heads[0], num_key_value_heads=heads[1]), make_graph(n_seqs=64)
+    cost = ppo_cost(Cluster(2, 4), shape=shape, other=OtherEngine(copies=2, kv_bytes=10**9))
+    given = CallAssignment(placement=Placement(tuple(range(strategy.size)), strategy))
+    plan = build_plan(graph, {call.name: given for call in graph.calls}, Cluster(2, 4))
+    said = (
+        rf"Call 'actor_generate': vLLM divides the model over the tp x pp = {strategy.tp * strategy.pp} devices of a "
+        rf"replica, which must be of one host of 4, and it has {heads[0]} heads and {heads[1]} of keys and values\."
+    )
+    with pytest.raises(ProblemError, match=said):
+        Problem(graph, cost).refuse(plan)
 
 
 def test_options_keep_in_their_hosts_memory_what_their_plan_keeps_there(problem):

@@ -115,13 +115,13 @@ def test_the_search_is_as_good_as_the_best_choice_inside_the_pools(problem, pool
     result = find_plan(within, "search", TO_THE_END_S)
     assert result.iteration_time_s == pytest.approx(best_s, rel=1e-9)
     assert result.lower_bound_s <= best_s * (1 + 1e-9)
-    within.refuse_outside(result.plan)
+    within.refuse(result.plan)
     unbound = find_plan(problem, "search", TO_THE_END_S)
     assert unbound.iteration_time_s < best_s, "the pools cost something, else they would prove nothing"
     with pytest.raises(
         ProblemError, match=r"Call '.*' is on device \d, which is not in its pool 'p' \(device \d\)"
     ):
-        within.refuse_outside(unbound.plan)
+        within.refuse(unbound.plan)
 
 
 def test_a_pool_that_is_too_small_for_a_call_is_named_with_what_it_lacks(small_problem):

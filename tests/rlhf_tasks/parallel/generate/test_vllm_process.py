@@ -1,5 +1,6 @@
 """The process of vLLM as ranks see it: all ranks of a replica follow its head, and no start is missed."""
 
+import os
 import threading
 from typing import Any
 
@@ -12,7 +13,12 @@ from prefect_rlhf.rlhf_tasks.parallel.generate import vllm_process
 from prefect_rlhf.rlhf_tasks.parallel.generate.beside import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams
-from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import Vllm, VllmProcess
+from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import (
+    VISIBLE,
+    Vllm,
+    VllmProcess,
+    visible_together,
+)
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from tests.rlhf_tasks.parallel.comm.test_reallocation import whole_model
 from tests.rlhf_tasks.parallel.generate.test_handover import CPU, engine_of
@@ -61,6 +67,25 @@ def test_all_ranks_of_a_replica_hand_weights_over_when_its_head_needs_them(ranks
     assert ranks.run(2, takes_in_turn) == [[True] * 3, [False] * 3]
 
 
+def seen_by_vllm(rank, world, named: list[str | None]) -> str | None:
+    both = place([0, 1], tp=2)
+    os.environ.pop(VISIBLE, None)
+    if named[rank] is not None:
+        os.environ[VISIBLE] = named[rank]
+    return visible_together(engine_on(both, ProcessGroups(device_sets(both), 30.0, CPU)))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("named", "together"),
+    [(["3", "GPU-7f,3"], "3,GPU-7f"), (["", ""], ""), ([None, "1"], None)],
+    ids=["of each its own", "none", "not said"],
+)
+def test_vllm_sees_the_gpus_of_all_ranks_of_its_replica(ranks, named, together):
+    """A rank sees its own alone, or first."""
+    assert ranks.run(2, seen_by_vllm, named) == [together] * 2
+
+
 def drawn_of_nothing(rank, world) -> dict[str, Any]:
     groups = ProcessGroups(device_sets(place([0])), 30.0, CPU)
     generator = FakeVllm(TERMS)
@@ -105,5 +130,5 @@ def test_an_abort_while_the_process_starts_ends_it(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(vllm_process, "VllmProcess", Started)
     monkeypatch.setattr(vllm_process, "base_of", lambda folder: folder)
-    generator._start(type("Engine", (), {"device": CPU, "placement": place([0])})())
+    generator._start(type("Engine", (), {"device": CPU, "placement": place([0])})(), None)
     assert len(killed) == 1
