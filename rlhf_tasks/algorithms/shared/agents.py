@@ -6,8 +6,9 @@ continues their tokens: they are read as they were drawn, never tokenised again.
 
 Only the head knows requests. They are turns of one generation (turns.py): one that continues a chain follows where
 that was drawn, others begin in places that are free. An engine that draws one turn at a time draws those together
-that wait at the same time. Random numbers belong to the sample and to the number of its request, so an agent that
-asks one thing after the other draws the same whatever the layout; when requests come together is up to the agents.
+that wait at the same time and have the same stop strings. Random numbers belong to the sample and to the number of
+its request, so an agent that asks one thing after the other draws the same whatever the layout; when requests come
+together is up to the agents.
 """
 
 import time
@@ -33,6 +34,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
     ENVIRONMENT_FAULT,
     ENVIRONMENT_REWARDS,
 )
+from prefect_rlhf.rlhf_tasks.algorithms.shared.spoken import Spoken, after, until
 from prefect_rlhf.rlhf_tasks.config.responses import MOST_REQUESTS
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.chat_template import TokenizerError
@@ -49,9 +51,11 @@ from prefect_rlhf.rlhf_tasks.system.counter_random import counter_bits
 from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import RAW, Asked, Choice, Drawing, Refused
 from prefect_rlhf.rlhf_tasks.user_code.agents.process import AgentProcess, Ended
+from prefect_rlhf.rlhf_tasks.user_code.agents.streams import Piece
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 
 WAIT_S = 0.5  # at most, that a head waits for a request until it tells the other ranks that it is there
+STREAM_EVERY_S = 0.02  # that streamed answers are told further, at most
 GATHER_S = 0.05  # that a request waits for others, where they are drawn together with it or after it
 COUNTS = ("requests", "refused", "branches", "left_out")
 """What is counted of an episode: answers it has asked for, requests that were refused, sequences of its sample, drawn
@@ -96,7 +100,10 @@ def play_agents(
                 min_new_tokens=min(order.params.min_new_tokens, most),
                 stop_strings=stop_table(context.tokenizer, strings) if strings else None,
             )
-            draw(places, order._replace(params=params, stop_strings=strings, turns=Turns(most, episodes)))
+            turns = Turns(
+                most, episodes, listener=episodes, stop_strings=partial(stop_table, context.tokenizer)
+            )
+            draw(places, order._replace(params=params, stop_strings=strings, turns=turns))
         return None if episodes is None else episodes.samples()
     finally:
         if episodes is not None:
@@ -107,6 +114,7 @@ class _Draw(NamedTuple):
     """An answer that is to be drawn.
 
     number   of it, among all of its episode
+    choice   its number among those to its request
     request  that it answers
     base     the chain that it continues
     context  what is drawn from, as `Chain.data`
@@ -115,11 +123,31 @@ class _Draw(NamedTuple):
     """
 
     number: int
+    choice: int
     request: Asked
     base: Chain | None
     context: Mapping[str, Tensor]
     most: int
     stop: tuple[str, ...]
+
+
+class _Streamed:
+    """An answer that is told while it is drawn. heard: how many of its tokens were"""
+
+    def __init__(self, draw: _Draw, tokenizer: Tokenizer) -> None:
+        self.heard, self._draw, self._tokenizer = 0, draw, tokenizer
+        before = draw.context["input_ids"].tolist()
+        self._text = Spoken(tokenizer, before, draw.stop, special_tokens=False)
+        self._raw = Spoken(tokenizer, before, draw.stop, special_tokens=True) if draw.request.tools else None
+
+    def piece(self, ids: Sequence[int], logprobs: Tensor) -> tuple[int, Piece]:
+        """(number of the request, what further tokens say)"""
+        self.heard += len(ids)
+        raw = "" if self._raw is None else self._raw.add(ids)
+        tokens = [self._tokenizer.decode([each], special_tokens=True) for each in ids]
+        return self._draw.request.number, Piece(
+            self._draw.choice, self._text.add(ids), raw, tokens, logprobs.tolist()
+        )
 
 
 @dataclass
@@ -141,8 +169,8 @@ class _Episode:
 
 
 class _Episodes:
-    """The episodes of a head: the partners of generation. Where that draws turns, requests enter while others are
-    drawn; else a draw has those that have come before it, and no others."""
+    """The episodes of a head: the partners of generation, and its listener. Where that draws turns, requests enter
+    while others are drawn; else a draw has those that have come before it, and no others."""
 
     def __init__(
         self, engine: Engine, batch: SampleBatch, context: CallContext, order: Order, draws_turns: bool
@@ -164,7 +192,9 @@ class _Episodes:
         self._draws: dict[int, _Draw] = {}  # that wait, by the ids that they are drawn by
         self._now: dict[int, _Draw] = {}  # that are drawn, by places
         self._parked: dict[int, Chain | None] = {}  # what other places have, those used last at the end
-        self._stop: tuple[str, ...] = ()  # strings of what is drawn now
+        self._streamed: dict[int, _Streamed] = {}  # those of them that are, by places
+        self._streamed_s = 0.0  # time.monotonic() when these were told last
+        self._stop = order.stop_strings  # of the draw
         self._closes = False  # whether nothing enters any more
         self._process = AgentProcess(
             config, config.agent, Drawing(order.params.temperature, order.params.top_p)
@@ -185,9 +215,10 @@ class _Episodes:
             self._hear(until_s - time.monotonic())
         if not self._draws:
             return {}
-        stop = self._stop = next(iter(self._draws.values())).stop
+        if not self._draws_turns:
+            self._stop = next(iter(self._draws.values())).stop
         self._parked, self._closes = dict.fromkeys(self._of), False
-        return {"most": max(map(self._most, self._of.values())), "stop": stop}
+        return {"most": max(map(self._most, self._of.values())), "stop": self._stop}
 
     def _waiting(self) -> int:
         return len({draw.request.sample for draw in self._draws.values()})
@@ -222,26 +253,46 @@ class _Episodes:
         """An answer was drawn: a request may have all of its answers now. What an agent that has ended did not get is
         no part of its episode."""
         draw = self._now.pop(sample)
+        self._streamed.pop(sample, None)
         has_ended = self._of[draw.request.sample].ended is not None
         self._parked[sample] = None if has_ended else self._take(draw, turn)
         self._send()
 
     def answered(self, samples: Collection[int], wait_s: float) -> list[Following]:
-        """The requests that enter in these places. None does after one with other stop strings: that waits until all
-        that is drawn has ended, and so does this draw then, or when all episodes have."""
+        """The requests that enter in these places. An engine that draws one turn at a time draws those that have come
+        first, while stop strings are the same; the next draw has the others. Else a draw ends when all episodes
+        have."""
         self._hear(0.0 if self._draws or self._closes else wait_s)
         following = []
-        alike = list(takewhile(lambda each: each[1].stop == self._stop, self._draws.items()))
-        for number, draw in () if self._closes else alike:
+        draws = list(self._draws.items())
+        if not self._draws_turns:
+            draws = list(takewhile(lambda each: each[1].stop == self._stop, draws))
+        for number, draw in () if self._closes else draws:
             if (place := self._place(draw, samples)) is not None:
                 base, ids = self._parked.pop(place), draw.context["input_ids"].tolist()
                 anew = base is None or base is not draw.base
                 self._now[place] = self._draws.pop(number)
+                if draw.request.stream:
+                    self._streamed[place] = _Streamed(draw, self._context.tokenizer)
                 new = ids[0 if base is None or anew else base.length :]
-                following.append(Following(place, new, draw.most, number, anew))
-        is_over = not self._draws_turns or (not alike and bool(self._draws or not self._running))
+                stop = None if draw.stop == self._stop else draw.stop
+                following.append(Following(place, new, draw.most, number, anew, stop))
+        is_over = not self._draws_turns or not (self._draws or self._running)
         self._closes |= not self._now and is_over
         return list(map(Following, samples)) if self._closes else following
+
+    def listened(self) -> Mapping[int, int]:
+        """The places of answers that are streamed, at times."""
+        now_s = time.monotonic()
+        if not self._streamed or now_s - self._streamed_s < STREAM_EVERY_S:
+            return {}
+        self._streamed_s = now_s
+        return {place: streamed.heard for place, streamed in self._streamed.items()}
+
+    def drawn(self, sample: int, ids: Sequence[int], logprobs: Tensor) -> None:
+        """Tell a part of an answer that is streamed."""
+        if self._of[self._now[sample].request.sample].ended is None:
+            self._process.tell(pieces=[self._streamed[sample].piece(ids, logprobs)])
 
     def _place(self, draw: _Draw, samples: Collection[int]) -> int | None:
         """The place of these in which a draw enters: where its chain is parked; else one whose chain none continues
@@ -299,8 +350,9 @@ class _Episodes:
         before = {} if base is None else base.data
         context = followed(before, ids, self._engine.dtype_of_rows)
         self._choices[request.number] = {}
-        for number in range(episode.draws, episode.draws + request.n):
-            draw = _Draw(number, request, base, context, most, strings)
+        for choice in range(request.n):
+            number = episode.draws + choice
+            draw = _Draw(number, choice, request, base, context, most, strings)
             self._draws[request.sample * MOST_REQUESTS + number] = draw
         episode.draws += request.n
 
@@ -372,13 +424,13 @@ class _Episodes:
         """(what was drawn, as an agent is told; the text of what has ended it)"""
         tokenizer, ids = self._context.tokenizer, new["input_ids"].tolist()
         said = ids[:-1] if ids[-1] in self._order.params.stop_ids else ids
-        raw = _after(tokenizer, draw.context["input_ids"].tolist(), said, special_tokens=True)
+        raw = after(tokenizer, draw.context["input_ids"].tolist(), said, special_tokens=True)
         tail = "" if said == ids else tokenizer.decode(ids[-1:], special_tokens=True)
-        text = _after(tokenizer, draw.context["input_ids"].tolist(), said, special_tokens=False)
+        text = after(tokenizer, draw.context["input_ids"].tolist(), said, special_tokens=False)
         if said == ids and not cut:
             whole, context = raw, draw.context["input_ids"].tolist()
-            before = (_after(tokenizer, context, ids[:-1], special_tokens=each) for each in (True, False))
-            raw, text = (_until(*each, draw.stop) for each in zip((raw, text), before, strict=True))
+            before = (after(tokenizer, context, ids[:-1], special_tokens=each) for each in (True, False))
+            raw, text = (until(*each, draw.stop) for each in zip((raw, text), before, strict=True))
             tail = whole[len(raw) :]
         tokens = [tokenizer.decode([token], special_tokens=True) for token in ids]
         return Choice(text, raw, "length" if cut else "stop", tokens, new["old_logprobs"].tolist()), tail
@@ -455,25 +507,3 @@ def _plain(message: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any
     if message["role"] != "tool":
         return message
     return {**message, "content": tokenizer.without_special(message["content"])}
-
-
-def _until(text: str, before: str, strings: Sequence[str]) -> str:
-    """A text up to the first of some strings that its last token has completed: min_new_tokens lets others be.
-
-    before  the text without that token
-    """
-    same = takewhile(lambda both: both[0] == both[1], zip(text, before, strict=False))
-    since = len(list(same)) + 1  # the last token may have completed a character
-    places = (text.find(string, max(since - len(string), 0)) for string in strings)
-    return text[: min((place for place in places if place >= 0), default=len(text))]
-
-
-def _after(tokenizer: Tokenizer, before: list[int], ids: list[int], special_tokens: bool) -> str:
-    """The text that tokens add to those before them: some tokenizers leave out a space where a text begins."""
-    begun = tokenizer.decode(before, special_tokens=special_tokens)
-    whole = tokenizer.decode([*before, *ids], special_tokens=special_tokens)
-    return (
-        whole[len(begun) :]
-        if whole.startswith(begun)
-        else tokenizer.decode(ids, special_tokens=special_tokens)
-    )

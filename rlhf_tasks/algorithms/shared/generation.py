@@ -37,7 +37,7 @@ from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.places import BEGUN
-from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings, TokenTexts
 from prefect_rlhf.rlhf_tasks.parallel.generate.turn_by_turn import turn_by_turn
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -139,11 +139,14 @@ def sampling_params(settings: SamplingConfig, tokenizer: Tokenizer) -> SamplingP
     )
 
 
-@lru_cache(
-    maxsize=8
-)  # a run's, its evaluation's, agents': a table takes a second for a vocabulary of 150,000
+@lru_cache(maxsize=64)  # a run's, its evaluation's, agents'
 def _stop_strings(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
-    return StopStrings(strings, tokenizer.texts())
+    return StopStrings(strings, _token_texts(tokenizer))
+
+
+@lru_cache(maxsize=1)  # they take a second or two for a vocabulary of 150,000
+def _token_texts(tokenizer: Tokenizer) -> TokenTexts:
+    return TokenTexts(tokenizer.texts())
 
 
 class Drawn(NamedTuple):

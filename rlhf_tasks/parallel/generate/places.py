@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, states_after, uniform
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
+    SamplingParams,
+    StopStrings,
+    StopTable,
+    follow,
+    states_after,
+    uniform,
+)
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 
 BEFORE = "before"
@@ -176,15 +183,15 @@ class Queue:
         self.waiting = deque[int]()
         self.entering: list[int] = []
 
-    def line_up(self, places: Sequence[int], before: Tensor, strings: Tensor | None) -> None:
-        """Let sequences wait. before: as in `Responses`; strings: their table"""
+    def line_up(self, places: Sequence[int], before: Tensor, strings: "StopSets | None") -> None:
+        """Let sequences wait. before: as in `Responses`; strings: of the order"""
         for place in places:
             self.last[place] = self.tokens[place][-1]
         drawn = list(map(add, before.tolist(), self.drawn))
         self.matched = torch.zeros_like(before)
         if strings is not None and any(drawn):
             texts = [tokens[len(tokens) - n :] for tokens, n in zip(self.tokens, drawn, strict=True)]
-            self.matched = states_after(strings, texts)
+            self.matched = states_after(strings.table, texts)
         self.waiting = deque(places)
 
     def admit(self, count: int) -> None:
@@ -208,6 +215,50 @@ class Queue:
             if other != place and torch.equal(self.tokens[other], self.tokens[place]):
                 self.like[place] = self.like[other]
                 return
+
+
+class StopSets:
+    """The stop strings of a group's n sequences. Each has those of the order, unless its turn has others: one look-up
+    follows all, whatever they are.
+
+    table  of the sets that are in use, and of some that were
+    """
+
+    KEPT = 16  # sets are there in any case: agents ask with the same ones again
+
+    def __init__(self, strings: StopStrings, n: int, device: torch.device) -> None:
+        self._sets: list[tuple[tuple[str, ...] | None, StopStrings]] = [(None, strings)]
+        self._of = torch.zeros(n, dtype=torch.int64, device=device)  # the number of each one's set
+        self.table = strings.to(device)
+
+    def follow(self, order: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """As `sampling.follow`. order: the places of the rows"""
+        return follow(self.table, states, tokens, self._of[order])
+
+    def give(
+        self,
+        place: int,
+        strings: tuple[str, ...] | None,
+        made: Callable[[tuple[str, ...]], StopStrings],
+        running: Sequence[int],
+    ) -> None:
+        """Let a turn that begins have these strings, None being those of the order.
+
+        made     makes a set
+        running  the places of all turns that have not ended
+        """
+        names = [name for name, _ in self._sets]
+        if strings not in names:
+            assert strings is not None, "the order's are there"
+            used = {0, *self._of[list(running)].tolist()}
+            free = [number for number in range(len(names)) if number not in used]
+            if len(names) < self.KEPT or not free:
+                self._sets.append((strings, made(strings)))
+                names.append(strings)
+            else:
+                self._sets[free[0]], names[free[0]] = (strings, made(strings)), strings
+            self.table = StopTable.of([each for _, each in self._sets], self._of.device)
+        self._of[place] = names.index(strings)
 
 
 @dataclass

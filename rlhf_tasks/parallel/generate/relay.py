@@ -1,5 +1,6 @@
 """The messages between the ranks that decode sequences together."""
 
+import json
 from collections.abc import Sequence
 from itertools import islice
 
@@ -61,8 +62,18 @@ class Relay:
     def share_following(self, following: Sequence[Following]) -> None:
         """On the last stage: what follows some turns, of which the head knows, to all ranks of the replica."""
         flat = []
-        for sample, ids, most, number, anew in following:
-            flat += [sample, len(ids), *ids, most, -1 if number is None else number, anew]
+        for sample, ids, most, number, anew, stop in following:
+            strings = b"" if stop is None else json.dumps(stop).encode()
+            flat += [
+                sample,
+                len(ids),
+                *ids,
+                most,
+                -1 if number is None else number,
+                anew,
+                len(strings),
+                *strings,
+            ]
         numbers = torch.tensor(flat, dtype=torch.int64, device=self._device)
         if self._tp_group is not None:
             numbers = self._receive(numbers, self._head, self._tp_group)
@@ -111,5 +122,7 @@ def _following_of(numbers: list[int]) -> list[Following]:
     following, rest = list[Following](), iter(numbers)
     for sample, count in zip(rest, rest, strict=False):
         ids, most, number, anew = list(islice(rest, count)), next(rest), next(rest), next(rest)
-        following.append(Following(sample, ids, most, None if number < 0 else number, bool(anew)))
+        strings = bytes(islice(rest, next(rest)))
+        stop = tuple(json.loads(strings)) if strings else None
+        following.append(Following(sample, ids, most, None if number < 0 else number, bool(anew), stop))
     return following

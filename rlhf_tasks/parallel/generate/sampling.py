@@ -1,8 +1,10 @@
 """Sampling the next token, with one uniform random number per (sample id, position) in any layout and batch; and
 which token completes a stop string, by one look-up per token for a whole batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -261,56 +263,104 @@ def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
 BYTES = 256  # different ones
 
 
-class StopStrings:
-    """A finite automaton over tokens: how much of a stop string a text ends with (Aho and Corasick, CACM 1975).
+class TokenTexts:
+    """The texts of all token ids in UTF-8. A token may hold part of a character, and text around a string."""
 
-    strings  none empty
-    texts    of each token id in UTF-8; a token may hold part of a character, and text on both sides of a string
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+        self._bytes = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(np.int64)
+        self._starts = lengths.cumsum() - lengths
+        # Longest texts first: the tokens with a byte at a place are then the first ones.
+        self._order = np.argsort(-lengths, kind="stable")
+        self._counts = [int((lengths > place).sum()) for place in range(int(lengths.max(initial=0)))]
+        self.count = len(texts)
 
-    A row's *state* is the number of the longest prefix of a string that its text ends with; 0 is the empty one.
+    def bytes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each place in a text: the ids of the tokens that have a byte there, and these bytes."""
+        for place, count in enumerate(self._counts):
+            longer = self._order[:count]
+            yield longer, self._bytes[self._starts[longer] + place]
+
+
+class StopTable(NamedTuple):
+    """Automata over tokens, of one set of stop strings each, on a device.
+
+    A row's *state* says how much of a string of its set its text ends with; 0: nothing.
+    kinds    [sets, tokens + 1] int32: where in `entries` those of a token begin. The last column is for token ids
+             that the tokenizer does not have, and which have no text
+    entries  [..] int32, at a token's kind and a state: twice the next state, plus 1 where a string was completed
     """
 
-    def __init__(self, strings: Sequence[str], texts: Sequence[bytes]) -> None:
+    kinds: Tensor
+    entries: Tensor
+
+    @staticmethod
+    def of(sets: Sequence["StopStrings"], device: torch.device) -> "StopTable":
+        """Those of some sets, which have their numbers in this order."""
+        firsts = accumulate((len(each.entries) for each in sets), initial=0)
+        kinds = [each.kinds + first for each, first in zip(sets, firsts, strict=False)]
+        entries = torch.cat([each.entries for each in sets])
+        return StopTable(torch.stack(kinds).to(device), entries.to(device))
+
+
+class StopStrings:
+    """How a set of stop strings is found, token by token (Aho and Corasick, CACM 1975).
+
+    strings  none empty; there may be none
+    texts    of the tokens
+
+    To the automaton, whose states are the prefixes of strings, a token is a function: what it makes of each state.
+    Few of these differ, so a vocabulary of 150,000 takes a twentieth of a second, and less than a megabyte.
+    """
+
+    def __init__(self, strings: Sequence[str], texts: TokenTexts) -> None:
         after, completes = _automaton([string.encode() for string in strings])
-        # Longest texts first: the tokens with a byte at a place are then the first ones.
-        order = np.array(sorted(range(len(texts)), key=lambda token: -len(texts[token])), dtype=np.int64)
-        lengths = np.array([len(texts[token]) for token in order], dtype=np.int64)
-        states = np.repeat(np.arange(len(after), dtype=np.int32)[:, None], len(texts) + 1, axis=1)
-        completed = np.zeros_like(states)
-        for place in range(int(lengths.max(initial=0))):
-            longer = order[: int((lengths > place).sum())]
-            byte = np.array([texts[token][place] for token in longer], dtype=np.int64)
-            here = states[:, longer]
-            completed[:, longer] |= completes[here, byte]
-            states[:, longer] = after[here, byte]
-        self._table = torch.from_numpy(2 * states + completed)
+        steps = 2 * after + completes
+        functions = [2 * np.arange(len(after), dtype=np.int64)]
+        numbers = {functions[0].tobytes(): 0}
 
-    def to(self, device: torch.device) -> Tensor:
-        """[states, tokens + 1] int32 on a device: twice the next state, plus 1 where a string was completed.
+        @cache
+        def number(before: int, byte: int) -> int:
+            """Of the function that a byte makes of another."""
+            function = steps[functions[before] >> 1, byte] | (functions[before] & 1)
+            found = numbers.setdefault(function.tobytes(), len(functions))
+            if found == len(functions):
+                functions.append(function)
+            return found
 
-        The last column is for token ids that the tokenizer does not have, and which have no text.
-        """
-        return self._table.to(device)
+        kinds = np.zeros(texts.count + 1, dtype=np.int64)
+        for tokens, bytes_ in texts.bytes():
+            pairs, places = np.unique(BYTES * kinds[tokens] + bytes_, return_inverse=True)
+            kinds[tokens] = np.array([number(*divmod(pair, BYTES)) for pair in pairs.tolist()])[places]
+        entries = np.stack(functions, axis=1)
+        self.kinds = torch.from_numpy(kinds.astype(np.int32))
+        self.entries = torch.from_numpy(
+            (2 * len(functions) * (entries >> 1) + (entries & 1)).astype(np.int32)
+        ).flatten()
+
+    def to(self, device: torch.device) -> StopTable:
+        """The table of this set alone."""
+        return StopTable.of([self], device)
 
 
-def follow(table: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def follow(table: StopTable, states: Tensor, tokens: Tensor, sets: Tensor | int = 0) -> tuple[Tensor, Tensor]:
     """The states of some rows after one token more each, and whether this token completed a stop string.
 
-    table   as from `StopStrings.to`
     states, tokens  [n] int64
+    sets            [n] int64: the number of each row's set
     Returns [n] int64 and [n] bool.
     """
-    entry = table[states, tokens.clamp(max=table.shape[1] - 1)].long()
+    kinds = table.kinds[sets, tokens.clamp(max=table.kinds.shape[1] - 1)]
+    entry = table.entries[states + kinds].long()
     return entry >> 1, (entry & 1).bool()
 
 
-def states_after(table: Tensor, texts: Sequence[Tensor]) -> Tensor:
-    """The states after some texts, all followed at the same time: [n] int64.
+def states_after(table: StopTable, texts: Sequence[Tensor]) -> Tensor:
+    """The states in the first set after some texts, all followed at the same time: [n] int64.
 
-    table  as from `StopStrings.to`
     texts  the tokens of each, [L] int64; L may be 0
     """
-    lengths = torch.tensor([len(text) for text in texts], device=table.device)
+    lengths = torch.tensor([len(text) for text in texts], device=table.kinds.device)
     states = torch.zeros_like(lengths)
     for number, tokens in enumerate(pad_sequence(list(texts)).unbind()):
         states = torch.where(number < lengths, follow(table, states, tokens)[0], states)
@@ -318,19 +368,24 @@ def states_after(table: Tensor, texts: Sequence[Tensor]) -> Tensor:
 
 
 def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """([states, 256] int32 the state after a byte; [states, 256] int32, 1 where a string ends with it)."""
+    """([states, 256] int64 the state after a byte; [states, 256] int64, 1 where a string ends with it)."""
     prefixes = sorted(
-        {string[:length] for string in strings for length in range(len(string) + 1)},
+        {b"", *(string[: length + 1] for string in strings for length in range(len(string)))},
         key=lambda p: (len(p), p),
     )
     number = {prefix: state for state, prefix in enumerate(prefixes)}
-    after = np.zeros((len(prefixes), BYTES), dtype=np.int32)
+    after = np.zeros((len(prefixes), BYTES), dtype=np.int64)
     completes = np.zeros_like(after)
-    for state, prefix in enumerate(prefixes):
+    rest = [0] * len(prefixes)  # of each, the longest other state that it ends with
+    for prefix, state in number.items():
+        if prefix:
+            before = rest[number[prefix[:-1]]]
+            rest[state] = int(after[before, prefix[-1]]) if len(prefix) > 1 else 0
+            after[state], completes[state] = after[rest[state]], completes[rest[state]]
         for byte in range(BYTES):
-            text = prefix + bytes([byte])
-            completes[state, byte] = text.endswith(tuple(strings))
-            after[state, byte] = next(
-                number[text[start:]] for start in range(len(text) + 1) if text[start:] in number
-            )
+            longer = prefix + bytes([byte])
+            if longer in number:
+                after[state, byte] = number[longer]
+            if longer in strings:
+                completes[state, byte] = 1
     return after, completes

@@ -21,11 +21,12 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.places import (
     Queue,
     Responses,
     Rows,
+    StopSets,
     same_prompts,
 )
 from prefect_rlhf.rlhf_tasks.parallel.generate.relay import Relay
-from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import follow, sample
-from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import sample
+from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Listener
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
     REFILL_SHARE,
     blocks_of,
@@ -107,7 +108,7 @@ class Group:
         self._partners = drawing.turns and drawing.turns.partners
         self._prompts = prompts["input_ids"].split()
         self._stops = torch.tensor(drawing.params.stop_ids, dtype=torch.int64, device=device)
-        self._strings = stop_strings and stop_strings.to(device)
+        self._strings = stop_strings and StopSets(stop_strings, len(prompts), device)
         # What changes with the steps:
         self.computed = False
         self.done = False
@@ -291,6 +292,8 @@ class Group:
             self._refuse_unsound_logits()
         if self._drawing.on_ended is not None:
             self._say_ended(finished, self._drawing.on_ended)
+        if self._drawing.turns is not None and self._drawing.turns.listener is not None:
+            self._say_drawn(finished, self._drawing.turns.listener)
         self._turn_over(finished, following)
 
     def _store(self, tokens: Tensor) -> bool:
@@ -301,7 +304,7 @@ class Group:
         responses.tokens[order, rows.drawn] = tokens
         ends = torch.isin(tokens, self._stops)
         if self._strings is not None:
-            rows.matched, completed = follow(self._strings, rows.matched, tokens)
+            rows.matched, completed = self._strings.follow(order, rows.matched, tokens)
             ends |= completed & (responses.before[order] + rows.drawn >= self._drawing.params.min_new_tokens)
         ends &= ~rows.finished
         responses.truncated[order] &= ~ends
@@ -328,6 +331,19 @@ class Group:
             if is_finished and ended[place] and place not in self._said:
                 self._said.add(place)
                 on_ended(self._ids[place], self.drawn(place).tolist())
+
+    def _say_drawn(self, finished: Sequence[bool], listener: Listener) -> None:
+        """Say what was drawn of turns that are listened to and have not ended. finished: by row"""
+        if not (listened := listener.listened()):
+            return
+        responses, rows = self._responses, self._rows
+        for place, started, is_finished in zip(rows.places, rows.started, finished, strict=True):
+            heard = listened.get(self._ids[place])
+            if heard is None or is_finished:
+                continue
+            new = slice(heard - int(responses.before[place]), self._step + 1 - started)
+            if ids := responses.tokens[place, new].tolist():
+                listener.drawn(self._ids[place], ids, responses.logprobs[place, new])
 
     def drawn(self, place: int) -> Tensor:
         """The tokens [n] int64 of a response as far as they are stored."""
@@ -425,6 +441,7 @@ class Group:
             self._apart.remove(place)
             if answered.anew:
                 self._forget(place)
+            self._give_strings(place, answered.stop)
             stop = self._responses.observe(place, answered)
             self._queue.come_back(place, self._responses.tokens[place, :stop])
             if answered.anew:
@@ -432,6 +449,17 @@ class Group:
                 others = [*self._rows.places, *self._queue.waiting]
                 parked = self._cache.blocks.parked
                 self._queue.liken(place, [other for other in others if other not in parked])
+
+    def _give_strings(self, place: int, strings: tuple[str, ...] | None) -> None:
+        """Let the turn that begins at a place end with these strings, None being those of the order."""
+        assert self._drawing.turns is not None, "a turn begins"
+        made, n = self._drawing.turns.stop_strings, len(self._ids)
+        if made is None or (strings is None and self._strings is None):
+            assert strings is None, "turns have strings of their own"
+            return
+        if self._strings is None:
+            self._strings = StopSets(made(()), n, self._device)
+        self._strings.give(place, strings, made, [each for each in range(n) if each not in self._apart])
 
     def _forget(self, place: int) -> None:
         """Another sequence takes the place of one whose turns are over."""

@@ -82,7 +82,8 @@ class _Growing:
         turns, MOST [1]."""
         while self._unanswered and not self._most:
             leave_if_ended()
-            for sample, ids, most, number, anew in self._partners.answered(self._unanswered, ANSWER_S):
+            for sample, ids, most, number, anew, stop in self._partners.answered(self._unanswered, ANSWER_S):
+                assert stop is None, "what is drawn together has the strings of its order"
                 self._unanswered.remove(sample)
                 if most:
                     if anew:

@@ -1,9 +1,11 @@
 """Responses of several turns: what generation says of them, and is answered (docs/adr/0042-turns-apart.md)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import StopStrings
 
 
 class Following(NamedTuple):
@@ -13,6 +15,7 @@ class Following(NamedTuple):
     most    tokens of the next turn; 0: the response is over, and nothing is read
     number  of the sample whose random numbers the turn has; None: its own
     anew    whether another sequence begins here: all before is forgotten. The prompt must be empty
+    stop    strings that end the turn; None: those of the order
     """
 
     sample: int
@@ -20,6 +23,7 @@ class Following(NamedTuple):
     most: int = 0
     number: int | None = None
     anew: bool = False
+    stop: tuple[str, ...] | None = None
 
 
 class Turn(NamedTuple):
@@ -56,15 +60,31 @@ class Partners(Protocol):
         ...
 
 
+class Listener(Protocol):
+    """Who hears turns while they are drawn, on the head. Both methods return soon."""
+
+    def listened(self) -> Mapping[int, int]:
+        """The samples whose turns are heard now -> the tokens that were heard of these. Asked at every check."""
+        ...
+
+    def drawn(self, sample: int, ids: Sequence[int], logprobs: Tensor) -> None:
+        """Further tokens of a turn that has not ended, and their log-probabilities [n] float."""
+        ...
+
+
 class Turns(NamedTuple):
     """Responses are drawn turn by turn.
 
-    most      tokens of the first turn of each
-    partners  on the head; None elsewhere
-    together  all continue when all have been answered and nobody is drawn, so who was faster decides nothing, not
-              even how batches round
+    most          tokens of the first turn of each
+    partners      on the head; None elsewhere
+    together      all continue when all have been answered and nobody is drawn, so who was faster decides nothing, not
+                  even how batches round
+    listener      on the head, hears turns while they are drawn; None: nobody does
+    stop_strings  makes what finds the stop strings of single turns, on all ranks; None: turns have none of their own
     """
 
     most: int
     partners: Partners | None
     together: bool = False
+    listener: Listener | None = None
+    stop_strings: Callable[[tuple[str, ...]], StopStrings] | None = None

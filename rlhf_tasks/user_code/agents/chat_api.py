@@ -7,8 +7,9 @@ that would change what is drawn. Imports the standard library only.
 import json
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from prefect_rlhf.rlhf_tasks.system.reading import shown
@@ -81,6 +82,7 @@ class Asked(NamedTuple):
     n         answers
     most      tokens of an answer; None: as many as there is room for
     stop      further strings that end an answer
+    stream    whether it is told while it is drawn
     """
 
     number: int
@@ -91,6 +93,7 @@ class Asked(NamedTuple):
     n: int
     most: int | None
     stop: list[str]
+    stream: bool = False
 
 
 class Choice(NamedTuple):
@@ -145,7 +148,8 @@ def read_request(document: Any, is_chat: bool, drawing: Drawing, raws: Mapping[s
     _refuse_other_drawing(document, drawing)
     n = _whole(document, "n", 1, 128) or 1
     most = _whole(document, "max_completion_tokens", 1) or _whole(document, "max_tokens", 1)
-    fields = {"n": n, "most": most, "stop": _stop(document.get("stop")), "tools": []}
+    stream = bool(document.get("stream"))
+    fields = {"n": n, "most": most, "stop": _stop(document.get("stop")), "tools": [], "stream": stream}
     options = document.get("stream_options")
     if not isinstance(options, dict | None):
         raise Refused(400, f"stream_options={shown(options)}: give an object")
@@ -160,7 +164,7 @@ def read_request(document: Any, is_chat: bool, drawing: Drawing, raws: Mapping[s
             400,
             "tools: each is {type: function, function: {name, parameters}}, parameters being a JSON schema",
         )
-    if document.get("tool_choice") != "none":
+    if offers_tools(document):
         fields["tools"] = tools
     messages = document.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -267,9 +271,10 @@ def answer(
     raws: dict[str, str] = {}
     made = []
     for index, choice in enumerate(choices):
-        of_both = {"index": index, "finish_reason": choice.finish}
+        of_both: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
+        of_both["logprobs"] = logprobs_of(request, is_chat, choice.tokens, choice.logprobs)
         if not is_chat:
-            made.append({**of_both, "text": choice.text, "logprobs": _flat(request, choice)})
+            made.append({**of_both, "text": choice.text})
             continue
         message: dict[str, Any] = {"role": "assistant", "content": choice.text}
         calls = _calls(request, choice, tool_format)
@@ -277,30 +282,28 @@ def answer(
             message |= {"content": None, "tool_calls": calls}
             of_both["finish_reason"] = "tool_calls"
             raws |= {call["id"]: choice.raw for call in calls}
-        made.append({**of_both, "message": message, "logprobs": _listed(request, choice)})
+        made.append({**of_both, "message": message})
     drawn = sum(len(choice.tokens) for choice in choices)
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": drawn,
         "total_tokens": prompt_tokens + drawn,
     }
+    return {**head_of(is_chat, number), "choices": made, "usage": usage}, raws
+
+
+def head_of(is_chat: bool, number: int) -> dict[str, Any]:
+    """What the answer to a request begins with. number: of the request"""
     kind = "chat.completion" if is_chat else "text_completion"
-    return {
-        "id": f"{kind}-{number}",
-        "object": kind,
-        "created": 0,
-        "model": MODEL,
-        "choices": made,
-        "usage": usage,
-    }, raws
+    return {"id": f"{kind}-{number}", "object": kind, "created": 0, "model": MODEL}
 
 
 def _calls(request: Mapping[str, Any], choice: Choice, tool_format: str | None) -> list[dict[str, Any]]:
     """The calls of tools in an answer; none where a part of it looks like a call and is none: the agent reads it."""
-    offered = request.get("tools") or []
-    if not offered or request.get("tool_choice") == "none" or tool_format is None:
+    if not offers_tools(request) or tool_format is None:
         return []
-    schemas = {each["function"]["name"]: each["function"].get("parameters") or {} for each in offered}
+    offered = [each["function"] for each in request["tools"]]
+    schemas = {each["name"]: each.get("parameters") or {} for each in offered}
     read = calls_of(choice.raw, tool_format, schemas)
     calls = [each for each in read if isinstance(each, Call)]
     return [
@@ -313,58 +316,32 @@ def _calls(request: Mapping[str, Any], choice: Choice, tool_format: str | None) 
     ]
 
 
-def _listed(request: Mapping[str, Any], choice: Choice) -> dict[str, Any] | None:
-    if not request.get("logprobs"):
-        return None
-    tokens = zip(choice.tokens, choice.logprobs, strict=True)
-    return {
-        "content": [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in tokens
-        ],
-        "refusal": None,
-    }
+def offers_tools(request: Mapping[str, Any]) -> bool:
+    """Whether an answer may call tools."""
+    return bool(request.get("tools")) and request.get("tool_choice") != "none"
 
 
-def _flat(request: Mapping[str, Any], choice: Choice) -> dict[str, Any] | None:
-    if request.get("logprobs") is None:
-        return None
-    offsets = [0]
-    for text in choice.tokens:
-        offsets.append(offsets[-1] + len(text))
-    return {
-        "tokens": choice.tokens,
-        "token_logprobs": choice.logprobs,
-        "top_logprobs": None,
-        "text_offset": offsets[:-1],
-    }
+def logprobs_of(
+    request: Mapping[str, Any],
+    is_chat: bool,
+    tokens: Sequence[str],
+    logprobs: Sequence[float],
+    offset: int = 0,
+) -> dict[str, Any] | None:
+    """The log-probabilities of tokens as an answer has them; None where they are not asked for.
 
-
-def streamed(request: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
-    """An answer as server-sent events. It was drawn as a whole: a choice is one event, and its end another."""
-    is_chat = whole["object"] == "chat.completion"
-    head = {key: whole[key] for key in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk" if is_chat else whole["object"]
-    for choice in whole["choices"]:
-        piece = {"index": choice["index"], "logprobs": choice["logprobs"]}
-        if is_chat:
-            delta = dict(choice["message"])
-            if "tool_calls" in delta:
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-            piece["delta"] = delta
-            end: dict[str, Any] = {"index": choice["index"], "delta": {}, "logprobs": None}
-        else:
-            piece["text"] = choice["text"]
-            end = {"index": choice["index"], "text": "", "logprobs": None}
-        yield _event({**head, "choices": [{**piece, "finish_reason": None}]})
-        yield _event({**head, "choices": [{**end, "finish_reason": choice["finish_reason"]}]})
-    if (request.get("stream_options") or {}).get("include_usage"):
-        yield _event({**head, "choices": [], "usage": whole["usage"]})
-    yield "data: [DONE]\n\n"
-
-
-def _event(document: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(document)}\n\n"
+    tokens  texts; offset: characters of those before
+    """
+    if not is_chat:
+        ends = accumulate(map(len, tokens), initial=offset)
+        flat = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
+        flat["text_offset"] = [end for end, _ in zip(ends, tokens, strict=False)]
+        return None if request.get("logprobs") is None else flat
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None} if request.get("logprobs") else None
 
 
 def reward_of(document: Any) -> float:

@@ -9,6 +9,7 @@ from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import template_of
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import BEAT_S, Asked, Drawing, Limits
+from prefect_rlhf.rlhf_tasks.user_code.agents.streams import Piece
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, Terms, UserProcess
 from prefect_rlhf.rlhf_tasks.user_code.tools.formats import format_of
 
@@ -72,14 +73,17 @@ class AgentProcess:
         self,
         episodes: Sequence[tuple[int, str, int]] = (),
         answers: Sequence[tuple[int, dict[str, Any]]] = (),
+        pieces: Sequence[tuple[int, Piece]] = (),
     ) -> None:
         """Say what is to be done, and wait for nothing but the start of the process.
 
         episodes  sample, row as JSON and seed of those to be played, in this order
         answers   number of a request -> its answer: `choices` and `prompt_tokens`, or `refused` and `code`
+        pieces    number of a request that is streamed, and what was drawn of its answer
         Raises RewardError where no process starts.
         """
-        self._process.submit({"episodes": episodes, "answers": answers})
+        listed = [(number, *piece) for number, piece in pieces]
+        self._process.submit({"episodes": episodes, "answers": answers, "pieces": listed})
 
     def heard(self, wait_s: float) -> tuple[list[Asked], list[Ended]]:
         """(requests that have come, episodes that have ended) since the last call. Waits for the first of them, so

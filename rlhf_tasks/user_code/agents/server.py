@@ -2,7 +2,8 @@
 
 It listens on loopback only. An agent has a key that is valid while its process runs. It reads the row as JSON on
 standard input, asks, and says its reward in the last line of standard output, or by POST to /v1/reward. The rank is
-told of each request at once, and says when its answer is drawn.
+told of each request at once, and says when its answer is drawn; where it is to be streamed, also what was drawn of it
+by then.
 """
 
 import asyncio
@@ -15,8 +16,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
 
 import psutil
 import uvicorn
@@ -37,8 +39,8 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
     answer,
     read_request,
     reward_of,
-    streamed,
 )
+from prefect_rlhf.rlhf_tasks.user_code.agents.streams import Piece, Stream
 from prefect_rlhf.rlhf_tasks.user_code.child import Caller, allow_many_files
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, shortened
 from prefect_rlhf.rlhf_tasks.user_code.process import used_memory
@@ -65,7 +67,7 @@ class Agents:
         self._running: dict[str, _Episode] = {}  # by key
         self._tasks: set[asyncio.Task[None]] = set()
         self._new: list[Asked] = []
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, _Reply] = {}
         self._ended: list[dict[str, Any]] = []
         self._number = 0
         allow_many_files()  # a connection is a file, and an agent may open many
@@ -75,11 +77,14 @@ class Agents:
         self._serving = False
 
     async def answered(self, request: Mapping[str, Any], say: Callable[[Mapping[str, Any]], None]) -> None:
-        """Take `episodes`, which are to be played, and `answers` to requests. What happens is said when it does, and
-        at least every BEAT_S: `asked`, requests, and `ended`, episodes."""
-        for number, reply in request["answers"]:
-            if (future := self._waiting.get(number)) is not None and not future.done():
-                future.set_result(reply)  # `_answered` takes it out
+        """Take `episodes`, which are to be played, `answers` to requests, and `pieces` of answers before these. What
+        happens is said when it does, and at least every BEAT_S: `asked`, requests, and `ended`, episodes."""
+        for number, *piece in request["pieces"]:
+            if (reply := self._waiting.get(number)) is not None:
+                reply.pieces.put_nowait(Piece(*piece))
+        for number, said in request["answers"]:
+            if (reply := self._waiting.get(number)) is not None and not reply.whole.done():
+                reply.whole.set_result(said)
         self._queue.extend(_Episode(*each) for each in request["episodes"])
         self._start()
         if not self._serving:
@@ -123,7 +128,7 @@ class Agents:
             reward, fault = None, f"could not be run: {type(error).__name__}: {error}"
         del self._running[episode.key]
         for number in episode.waiting:
-            self._waiting[number].cancel()
+            self._waiting[number].whole.cancel()
         self._new = [each for each in self._new if each.sample != episode.sample]
         self._ended.append(
             {
@@ -241,28 +246,46 @@ class Agents:
             raise Refused(429, f"the agent {episode.fault}", "rate_limit_exceeded")
 
     async def _answered(self, episode: "_Episode", document: Any, is_chat: bool) -> Response:
-        """The answer to a request, once the policy has given it. Raises Refused."""
+        """The answer to a request, once the policy has given it, or begun to where it is streamed. Raises Refused."""
         fields = read_request(document, is_chat, self._drawing, episode.raws)
         episode.requests += fields["n"]
         self._allow(episode, episode.requests)
         number, self._number = self._number, self._number + 1
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        episode.waiting.add(number)
+        reply = self._reply(number, episode)
         self._new.append(Asked(number=number, sample=episode.sample, **fields))
         self._changed.set()
-        try:
-            reply = await future
-        finally:
-            self._waiting.pop(number, None)
+
+        @cache
+        def said() -> tuple[list[Choice], dict[str, Any]]:
+            """What the policy has said, and the answer that has it."""
+            told = reply.whole.result()
+            if "refused" in told:
+                raise Refused(400, told["refused"], told["code"])
+            choices = [Choice(*each) for each in told["choices"]]
+            whole, raws = answer(document, is_chat, choices, told["prompt_tokens"], number, self._tool_format)
+            episode.raws |= raws
+            return choices, whole
+
+        if not fields["stream"]:
+            await reply.whole
+            return JSONResponse(said()[1])
+        if (first := await reply.pieces.get()) is None:
+            said()  # what is refused is no stream
+        stream = Stream(document, is_chat, number, self._tool_format)
+        return StreamingResponse(_events(stream, first, reply, said), media_type="text/event-stream")
+
+    def _reply(self, number: int, episode: "_Episode") -> "_Reply":
+        """What a request waits for until it is answered, or its episode over."""
+        reply = self._waiting[number] = _Reply(asyncio.get_running_loop().create_future(), asyncio.Queue())
+        episode.waiting.add(number)
+
+        def is_over(_: Any) -> None:
+            del self._waiting[number]
             episode.waiting.discard(number)
-        if "refused" in reply:
-            raise Refused(400, reply["refused"], reply["code"])
-        choices = [Choice(*each) for each in reply["choices"]]
-        whole, raws = answer(document, is_chat, choices, reply["prompt_tokens"], number, self._tool_format)
-        episode.raws |= raws
-        if document.get("stream"):
-            return StreamingResponse(streamed(document, whole), media_type="text/event-stream")
-        return JSONResponse(whole)
+            reply.pieces.put_nowait(None)
+
+        reply.whole.add_done_callback(is_over)
+        return reply
 
     async def _reward(self, request: Request) -> Response:
         episode = self._of(request)
@@ -273,6 +296,17 @@ class Agents:
         self._of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "the run"}
         return JSONResponse({"object": "list", "data": [model]})
+
+
+class _Reply(NamedTuple):
+    """What the policy says to a request.
+
+    whole   its answer
+    pieces  of it, where it is streamed, as they come; None when there is `whole`, or will be none
+    """
+
+    whole: asyncio.Future[Any]
+    pieces: asyncio.Queue[Piece | None]
 
 
 class _Episode:
@@ -302,6 +336,22 @@ class _Episode:
         """Have the agent ended. The first reason counts."""
         self.fault = self.fault or fault
         self.over.set()
+
+
+async def _events(
+    stream: Stream,
+    piece: Piece | None,
+    reply: _Reply,
+    said: Callable[[], tuple[list[Choice], dict[str, Any]]],
+) -> AsyncIterator[str]:
+    """The events of an answer. piece: the first one"""
+    while piece is not None:
+        for event in stream.of(piece):
+            yield event
+        piece = await reply.pieces.get()
+    if not reply.whole.cancelled():  # else its episode is over
+        for event in stream.end(*said()):
+            yield event
 
 
 def _refusal(request: Request, error: Exception) -> Response:

@@ -57,12 +57,16 @@ _DECISIVE = {"type", "enum", "const", "anyOf", "oneOf", "allOf"}  # what says wh
 class Format:
     """A format of calls.
 
-    marks  texts of a chat template by which it is recognised: all of one of these groups
-    read   (the text of a turn, schemas) -> its calls, not yet compared with the schemas
+    marks     texts of a chat template by which it is recognised: all of one of these groups
+    read      (the text of a turn, schemas) -> its calls, not yet compared with the schemas
+    openings  a call begins with one of these
+    are_all   a turn with calls has nothing before them
     """
 
     marks: Sequence[Sequence[str]]
     read: Callable[[str, Schemas], Iterator[Read]]
+    openings: Sequence[str]
+    are_all: bool = False
 
 
 def format_of(template: str) -> str | None:
@@ -222,12 +226,17 @@ def _harmony(text: str, schemas: Schemas) -> Iterator[Read]:
 
 
 FORMATS: Mapping[str, Format] = {
-    "xml": Format([["<tool_call>", "<function="]], _xml),
-    "glm": Format([["<tool_call>", "<arg_key>"]], _glm),
-    "hermes": Format([["<tool_call>"]], _hermes),
-    "mistral": Format([["[TOOL_CALLS]"]], _mistral),
-    "harmony": Format([["<|channel|>commentary", "functions."]], _harmony),
-    "llama": Format([["<|python_tag|>"], ["ipython", '"parameters": ']], _llama),
+    "xml": Format([["<tool_call>", "<function="]], _xml, ["<tool_call>"]),
+    "glm": Format([["<tool_call>", "<arg_key>"]], _glm, ["<tool_call>"]),
+    "hermes": Format([["<tool_call>"]], _hermes, ["<tool_call>"]),
+    "mistral": Format([["[TOOL_CALLS]"]], _mistral, ["[TOOL_CALLS]"]),
+    "harmony": Format([["<|channel|>commentary", "functions."]], _harmony, ["<|", "to="]),
+    "llama": Format(
+        [["<|python_tag|>"], ["ipython", '"parameters": ']],
+        _llama,
+        ["{", "<|python_tag|>", "<|python_start|>"],
+        are_all=True,
+    ),
 }
 """Name -> format: of Qwen3-Coder and 3.5, GLM 4.5, Hermes and Qwen 2.5 and 3, Mistral, GPT-OSS, Llama 3 and 4."""
 

@@ -15,7 +15,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate import slots
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import Segments, generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import KVCache
 from prefect_rlhf.rlhf_tasks.parallel.generate.places import MOST
-from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings, TokenTexts
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.parallel.layout.work import ROWS_OF_SLOT, blocks_of, generation_flops
@@ -285,7 +285,7 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_one(min_new_t
     options = {"max_new_tokens": 24, "min_new_tokens": min_new_tokens}
     engine, batch = build("llama", torch.float64), prompts((2,) * 40)
     whole = responses(draw(engine, batch, **options))
-    samples = draw(engine, batch, stop_strings=StopStrings(STRINGS, TEXTS), **options)
+    samples = draw(engine, batch, stop_strings=StopStrings(STRINGS, TokenTexts(TEXTS)), **options)
     truncated = dict(zip(samples.ids, samples["truncated"].values.tolist(), strict=True))
     for sample_id, response in responses(samples).items():
         text = b"".join(TEXTS[token] for token in whole[sample_id]).decode()
@@ -396,7 +396,7 @@ def test_refilled_slots_give_the_tokens_of_all_at_once(
 ):
     engine, batch = build(family, torch.float64), prompts(MANY)
     options: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 2, "stop_ids": STOPS, "top_p": 0.9}
-    options |= {"stop_strings": StopStrings(STRINGS, TEXTS), "record_kept": True}
+    options |= {"stop_strings": StopStrings(STRINGS, TokenTexts(TEXTS)), "record_kept": True}
     whole = draw(engine, batch, **options)
     monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
     refilled = draw(engine, batch, micro_batches=micro_batches, **options)
@@ -512,7 +512,7 @@ def test_where_blocks_run_out_the_last_sequences_are_drawn_later_with_the_same_t
     """Responses are taken to end at once, so more sequences enter than have room in the end."""
     engine, batch = build(family, torch.float64), repeated(9, (2, 20, 3, 35, 2, 20, 3, 17, 2, 20))
     options: dict[str, Any] = {"max_new_tokens": 60, "stop_ids": STOPS[:2], "record_kept": True, "top_k": 20}
-    options |= {"stop_strings": StopStrings(("abc",), TEXTS)}
+    options |= {"stop_strings": StopStrings(("abc",), TokenTexts(TEXTS))}
     whole = draw(engine, batch, **options)
     monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
     monkeypatch.setattr(slots, "rows_of", lambda sequences, *_: sequences)
@@ -625,7 +625,7 @@ MODES: dict[str, tuple[dict[str, Any], list[tuple[int, int, int]]]] = {
         {
             "min_new_tokens": 2,
             "stop_ids": STOPS[:2],
-            "stop_strings": StopStrings(STRINGS, TEXTS),
+            "stop_strings": StopStrings(STRINGS, TokenTexts(TEXTS)),
             "record_kept": True,
         },
         [(1, 1, 2), (2, 2, 1)],

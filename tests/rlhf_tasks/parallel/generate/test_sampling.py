@@ -13,6 +13,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
     SamplingParams,
     StopStrings,
+    TokenTexts,
     follow,
     sample,
     states_after,
@@ -327,7 +328,7 @@ def test_a_string_is_completed_where_a_search_in_the_text_finds_it(strings: list
     draw = random.Random(0)
     rows, steps = 40, 60
     tokens = [[draw.randrange(len(TEXTS) + 2) for _ in range(steps)] for _ in range(rows)]  # two have no text
-    table, states = StopStrings(strings, TEXTS).to(CPU), torch.zeros(rows, dtype=torch.int64)
+    table, states = StopStrings(strings, TokenTexts(TEXTS)).to(CPU), torch.zeros(rows, dtype=torch.int64)
     found = []
     for step in range(steps):
         states, completed = follow(table, states, torch.tensor([row[step] for row in tokens]))
@@ -343,7 +344,7 @@ def test_the_states_after_texts_are_those_after_their_tokens_one_by_one():
         torch.tensor([draw.randrange(len(TEXTS) + 2) for _ in range(length)], dtype=torch.int64)
         for length in (5, 0, 23, 1, 17)
     ]
-    table, expected = StopStrings(["abab", "b a", "ab"], TEXTS).to(CPU), []
+    table, expected = StopStrings(["abab", "b a", "ab"], TokenTexts(TEXTS)).to(CPU), []
     for text in texts:
         state = torch.zeros(1, dtype=torch.int64)
         for token in text:

@@ -13,7 +13,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_s
 from prefect_rlhf.rlhf_tasks.parallel.generate import slots
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
-from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings
+from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings, TokenTexts
 from prefect_rlhf.rlhf_tasks.parallel.generate.turn_by_turn import turn_by_turn
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -140,7 +140,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "few slots": {"micro_batches": 4},
     "likeliest": {"top_k": 20, "record_kept": True},
-    "strings": {"stop_strings": StopStrings(("ab", "ce"), TEXTS), "min_new_tokens": 2},
+    "strings": {"stop_strings": StopStrings(("ab", "ce"), TokenTexts(TEXTS)), "min_new_tokens": 2},
 }
 
 

@@ -1,7 +1,5 @@
 """OpenAI's API, as agents speak it: what is read, what is refused, what is written."""
 
-import json
-
 import pytest
 
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
@@ -12,7 +10,6 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
     answer,
     read_request,
     reward_of,
-    streamed,
 )
 
 DRAWING = Drawing(temperature=1.0, top_p=0.9)
@@ -57,6 +54,7 @@ def test_a_request_states_what_is_drawn():
         "n": 2,
         "most": 5,
         "stop": ["b"],
+        "stream": False,
     }
     assert chat(max_completion_tokens=7, max_tokens=5, stop=["b", "a", "b"])["stop"] == ["a", "b"]
     assert chat(max_completion_tokens=7, max_tokens=5)["most"] == 7
@@ -178,18 +176,6 @@ def test_calls_of_tools_are_read_where_tools_are_offered():
 def test_otherwise_an_answer_is_text(request_, raw, form):
     whole, _ = answer(request_, True, [said(raw)], 5, 3, form)
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": raw}
-
-
-def test_a_stream_has_the_same_in_pieces():
-    request = {"tools": [ADD], "stream_options": {"include_usage": True}}
-    whole, _ = answer(request, True, [said("", CALL)], 5, 3, "hermes")
-    *events, last = [each.removeprefix("data: ").strip() for each in streamed(request, whole)]
-    assert last == "[DONE]"
-    said_, end, usage = map(json.loads, events)
-    delta = said_["choices"][0]["delta"]
-    assert delta["tool_calls"] == [{"index": 0, **whole["choices"][0]["message"]["tool_calls"][0]}]
-    assert end["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
-    assert usage["usage"] == whole["usage"]
 
 
 NO_REWARDS = [True, "1", float("nan"), 10**400]

@@ -19,13 +19,13 @@ def test_an_episode_ends_though_an_answer_arrives_at_the_same_moment(monkeypatch
         played[episode.sample] = asyncio.ensure_future(agents._answered(episode, {"prompt": "a"}, False))
         if episode.sample == 0:  # its end, and the answer of the rank, come before the request reads it
             await asyncio.sleep(0)
-            await agents.answered({"answers": [(0, ANSWER)], "episodes": []}, said.append)
+            await agents.answered({"answers": [(0, ANSWER)], "episodes": [], "pieces": []}, said.append)
         return None, "was late"
 
     monkeypatch.setattr(agents, "_outcome", asks_and_ends)
 
     async def play():
-        request = {"answers": [], "episodes": [(0, "{}", 1), (1, "{}", 1)]}
+        request = {"answers": [], "episodes": [(0, "{}", 1), (1, "{}", 1)], "pieces": []}
         serving = asyncio.ensure_future(agents.answered(request, said.append))
         async with asyncio.timeout(20):
             while sum(len(each["ended"]) for each in said) < 2:
