@@ -33,6 +33,42 @@ def complete(text: str, **fields: Any) -> str:
     return answer["choices"][0]["text"]
 
 
+def streamed(text: str, **fields: Any) -> list[str]:
+    """What the policy says after a text, in its pieces, as they come."""
+    body = {"prompt": text, "max_tokens": 8, "stream": True, "logprobs": 1, **fields}
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    request = Request(os.environ["OPENAI_BASE_URL"] + "/completions", json.dumps(body).encode(), headers)
+    with urlopen(request) as answer:
+        lines = [line.removeprefix(b"data: ").strip() for line in answer if line.strip()]
+    assert lines.pop() == b"[DONE]"
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    assert [each["finish_reason"] for each in choices[:-1]] == [None] * (len(choices) - 1)
+    tokens = [token for each in choices if each["logprobs"] for token in each["logprobs"]["tokens"]]
+    assert len(tokens) <= fields.get("max_tokens", 8)
+    return [each["text"] for each in choices[:-1]]
+
+
+def streams(row: dict[str, Any], wait_s: float) -> None:
+    """Echo, by streams. Its reward is the number of pieces."""
+    text, pieces = row["prompt"], 0
+    for _ in range(1 + SEED % 3):
+        said = streamed(text)
+        pieces += len(said)
+        length = len("".join(said))
+        text += f"{''.join(said)}<{length}>"
+    print(json.dumps({"reward": pieces}))
+
+
+def stops_streams(row: dict[str, Any], wait_s: float) -> None:
+    """Each answer ends before a letter of its own, of which no piece has any."""
+    text = row["prompt"]
+    for letter in "aeio"[: 2 + SEED % 3]:
+        said = "".join(streamed(text, stop=[letter, letter.upper(), " "], max_tokens=12))
+        assert not {letter, letter.upper(), " "} & set(said), said
+        text += f"{said}{letter}."
+    print(json.dumps({"reward": 1}))
+
+
 def echo(row: dict[str, Any], wait_s: float) -> None:
     """Answers with how long each turn was, for as many turns as the seed says, as tiny_environment.py does."""
     text, reward, turns = row["prompt"], 0.0, 1 + SEED % 3
@@ -101,10 +137,10 @@ def stops(row: dict[str, Any], wait_s: float) -> None:
 
 
 def mixes(row: dict[str, Any], wait_s: float) -> None:
-    """Each answer ends before a letter of its own: requests with other stop strings wait for each other."""
+    """Each answer ends before a letter of its own."""
     text = row["prompt"]
     for letter in "aeio"[: 2 + SEED % 3]:
-        said = complete(text, stop=[letter, letter.upper(), " "])
+        said = complete(text, stop=[letter, letter.upper(), " "], max_tokens=12)
         assert not {letter, letter.upper(), " "} & set(said), said
         text += f"{said}{letter}."
     print(json.dumps({"reward": len(text) / 16}))

@@ -187,6 +187,10 @@ class Tokenizer:
         """Text of token ids; special tokens are left out unless asked for."""
         return self._backend.decode(list(ids), skip_special_tokens=not special_tokens)
 
+    def is_byte(self, token: int) -> bool:
+        """Whether a token is written as <0xE2>: its text depends on such tokens beside it."""
+        return _is_byte(self._backend.id_to_token(token) or "")
+
     def texts(self) -> list[bytes]:
         """The text of each token id after other text, in UTF-8; special tokens have none.
 
@@ -232,9 +236,13 @@ class Tokenizer:
             )
 
 
+def _is_byte(token: str) -> bool:
+    return token.startswith("<0x") and token.endswith(">")
+
+
 def _bytes_of(token: str) -> bytes:
     """The bytes of a token that is a part of a character: written as <0xE2>, or a letter for each byte (GPT-2)."""
-    if token.startswith("<0x") and token.endswith(">"):
+    if _is_byte(token):
         return bytes([int(token[3:-1], 16)])
     if all(letter in BYTE_OF_LETTER for letter in token):
         return bytes(BYTE_OF_LETTER[letter] for letter in token)

@@ -109,6 +109,27 @@ def test_an_engine_that_draws_one_turn_at_a_time_gives_the_same(run, monkeypatch
     assert sum(requests) > 24
 
 
+@pytest.mark.parametrize(("streamed", "whole"), [("streams", "echo"), ("stops_streams", "mixes")])
+def test_a_stream_comes_while_others_are_drawn_and_gives_the_same_sample(run, monkeypatch, streamed, whole):
+    expected, batch = (drawn(run(name, sampling=WIDE)) for name in (whole, streamed))
+    for key in {*KEYS} - {"environment_rewards"}:
+        torch.testing.assert_close(batch[key].values, expected[key].values)  # but for rounding
+    if streamed == "streams":
+        requests = sum(each for each, *_ in counts(batch))
+        assert batch["environment_rewards"].values.sum() > 1.5 * requests, "most come in several pieces"
+        beside = run(streamed, sampling=WIDE)
+        monkeypatch.setattr(beside.generator, "draws_turns", False, raising=False)
+        assert drawn(beside)["environment_rewards"].values.sum() == requests, "others stream what is whole"
+
+
+def test_requests_with_other_stop_strings_enter_the_same_draw(run, monkeypatch):
+    begun, draws = run("mixes", sampling=WIDE), []
+    draw = begun.generator.draw
+    monkeypatch.setattr(begun.generator, "draw", lambda *given: draws.append(given) or draw(*given))
+    assert sum(requests for requests, *_ in counts(drawn(begun))) > 32
+    assert len(draws) == 1
+
+
 def test_a_turn_reads_only_what_is_new(run):
     """Eight letters are drawn of each turn but the last, and one of them is read with what the agent adds."""
     begun = run("echo")

@@ -53,10 +53,10 @@ class Spoken:
         """The text that further tokens settle."""
         self._open += ids
         text = after(self._tokenizer, self._before, self._open, self._special)
-        if text.endswith(NO_CHARACTER):
+        if not text or text.endswith(NO_CHARACTER) or self._tokenizer.is_byte(ids[-1]):
             return ""
-        # The text of a token depends on that before it: a space may be left out where there is none.
-        self._before, self._open = (self._open if text else [*self._before, *self._open]), []
+        # Some text is to stand before a token: at the beginning some tokenizers leave out a space.
+        self._before, self._open = self._open, []
         text = self._held + text
         free = len(text) - begun(text, self._strings)
         self._held = text[free:]

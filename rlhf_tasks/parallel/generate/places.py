@@ -21,6 +21,8 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
 )
 from prefect_rlhf.rlhf_tasks.parallel.generate.turns import Following, Turn, Turns
 
+KEPT_SETS = 16  # of stop strings stay, though nobody has them now: agents ask with the same ones again
+
 BEFORE = "before"
 """The key of the number of tokens that were drawn of a response before."""
 
@@ -224,8 +226,6 @@ class StopSets:
     table  of the sets that are in use, and of some that were
     """
 
-    KEPT = 16  # sets are there in any case: agents ask with the same ones again
-
     def __init__(self, strings: StopStrings, n: int, device: torch.device) -> None:
         self._sets: list[tuple[tuple[str, ...] | None, StopStrings]] = [(None, strings)]
         self._of = torch.zeros(n, dtype=torch.int64, device=device)  # the number of each one's set
@@ -252,7 +252,7 @@ class StopSets:
             assert strings is not None, "the order's are there"
             used = {0, *self._of[list(running)].tolist()}
             free = [number for number in range(len(names)) if number not in used]
-            if len(names) < self.KEPT or not free:
+            if len(names) < KEPT_SETS or not free:
                 self._sets.append((strings, made(strings)))
                 names.append(strings)
             else:

@@ -13,6 +13,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import (
     SamplingParams,
     StopStrings,
+    StopTable,
     TokenTexts,
     follow,
     sample,
@@ -336,6 +337,21 @@ def test_a_string_is_completed_where_a_search_in_the_text_finds_it(strings: list
     expected = [completing(strings, row) for row in tokens]
     assert [list(row) for row in zip(*found, strict=True)] == expected
     assert 0 < sum(map(sum, expected)) < rows * steps
+
+
+def test_rows_with_other_strings_are_followed_together():
+    draw, texts = random.Random(2), TokenTexts(TEXTS)
+    sets = [[], ["aab"], ["é", "ba"], ["abab", "b a", "ab"]]
+    table = StopTable.of([StopStrings(strings, texts) for strings in sets], CPU)
+    numbers = torch.arange(40) % 4
+    states = torch.zeros(40, dtype=torch.int64)
+    tokens = torch.tensor([[draw.randrange(len(TEXTS) + 2) for _ in range(60)] for _ in range(40)])
+    found = []
+    for step in tokens.unbind(1):
+        states, completed = follow(table, states, step, numbers)
+        found.append(completed.tolist())
+    expected = [completing(sets[number], row) for number, row in zip(numbers, tokens.tolist(), strict=True)]
+    assert [list(row) for row in zip(*found, strict=True)] == expected
 
 
 def test_the_states_after_texts_are_those_after_their_tokens_one_by_one():

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from prefect_rlhf.rlhf_tasks.parallel.generate import slots
+from prefect_rlhf.rlhf_tasks.parallel.generate import places, slots
 from prefect_rlhf.rlhf_tasks.parallel.generate.generation import generate
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order
 from prefect_rlhf.rlhf_tasks.parallel.generate.sampling import SamplingParams, StopStrings, TokenTexts
@@ -136,6 +137,7 @@ def after_prompts(samples: SampleBatch, lengths: Sequence[int] = LENGTHS) -> dic
     return {sample: ids[length:].tolist() for sample, length, ids in parts}
 
 
+SETS = partial(StopStrings, texts=TokenTexts(TEXTS))
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "few slots": {"micro_batches": 4},
@@ -309,11 +311,13 @@ class Visitors:
         return Following(place, new, most, number, anew)
 
 
-def visited(engine: Engine, visitors: Visitors, places: int = 4, **options: Any) -> None:
+def visited(engine: Engine, visitors: Visitors, places: int = 4, stops: Any = None, **options: Any) -> None:
     given = {key: options.pop(key) for key in OF_GENERATE if key in options}
     params = SamplingParams(max_new_tokens=80, stop_ids=STOPS, **options)
     empty = {"prompt_ids": Packed(torch.zeros(0, dtype=torch.int64), (0,) * places)}
-    turns = Turns(80, visitors if engine.is_head else None)
+    turns = Turns(80, visitors if engine.is_head else None, stop_strings=stops)
+    if engine.is_head and isinstance(visitors, Hearing):
+        turns = turns._replace(listener=visitors)
     generate(engine, SampleBatch(tuple(range(places)), empty), params, 7, 2, turns=turns, **given)
 
 
@@ -323,6 +327,11 @@ def assert_drawn_alone(visitors: Visitors, **options: Any) -> None:
     drawn = {key: value for key, value in options.items() if key not in OF_GENERATE}
     for number, (context, most, turn) in visitors.told.items():
         one = SampleBatch((number,), {"prompt_ids": Packed.of([torch.tensor(context)])})
+        if (stop := visitors.asked.get(number) if isinstance(visitors, Stopping) else None) is not None:
+            drawn["stop_strings"] = SETS(stop)
+        else:
+            drawn["stop_strings"] = options.get("stop_strings")
+        drawn["min_new_tokens"] = min(options.get("min_new_tokens", 0), most)
         found = generate(
             engine, one, SamplingParams(most, stop_ids=STOPS, **drawn), 7, 2, record_kept=recorded
         )
@@ -351,6 +360,77 @@ def test_of_sequences_that_begin_alike_one_is_read_and_of_those_that_go_on_what_
     lengths = [17, 4, 33, 2, 21]
     later = len(visitors.told) - 7
     assert visitors.read == sum(lengths) - len(lengths) + 2 * later
+
+
+STRINGS = [("ab", "ce"), None, ("d",), (), ("aba", "é", "bcd")]
+
+
+class Stopping(Visitors):
+    """Each turn ends with strings of its own. asked: those of turns by number"""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.asked: dict[int, tuple[str, ...] | None] = {}
+
+    def _following(self, place: int) -> Following:
+        following = super()._following(place)
+        if following.number is not None:
+            self.asked[following.number] = stop = STRINGS[following.number % len(STRINGS)]
+            following = following._replace(stop=stop, most=following.most + 8)
+            self._at[place] = (*self._at[place][:2], following.most)
+        return following
+
+
+def test_turns_end_with_strings_of_their_own_beside_others(monkeypatch):
+    monkeypatch.setattr(places, "KEPT_SETS", 2)  # others take the room of those that are not in use
+    visitors, of_order = Stopping(), OPTIONS["strings"]
+    visited(build("llama", torch.float64), visitors, stops=SETS, **of_order)
+    assert_drawn_alone(visitors, **of_order)
+    ended = [number for number, (_, most, turn) in visitors.told.items() if len(turn.ids) < most]
+    assert len({visitors.asked[number] for number in ended}) > 3
+
+
+def test_turns_have_strings_though_the_order_has_none():
+    visitors = Stopping()
+    visited(build("llama", torch.float64), visitors, stops=SETS)
+    assert_drawn_alone(visitors)
+
+
+class Hearing(Stopping):
+    """Hears the turns of even numbers while they are drawn."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.heard: dict[int, list[tuple[int, float]]] = {}
+
+    def listened(self) -> dict[int, int]:
+        even = {place: number for place, (number, _, _) in self._at.items() if number % 2 == 0}
+        return {place: len(self.heard.setdefault(number, [])) for place, number in even.items()}
+
+    def drawn(self, sample: int, ids: Sequence[int], logprobs: torch.Tensor) -> None:
+        number = self._at[sample][0]
+        assert number not in self.told, "it has not ended"
+        self.heard[number] += zip(ids, logprobs.tolist(), strict=True)
+
+
+@pytest.mark.parametrize("check_every", [1, 4])
+@pytest.mark.parametrize("name", ["plain", "few slots"])
+def test_turns_are_heard_while_they_are_drawn(monkeypatch, name: str, check_every: int):
+    monkeypatch.setitem(slots.PACES, "cpu", slots.DecodingPace(check_every, 1, graphs=False))
+    visitors = Hearing()
+    visited(build("llama", torch.float64), visitors, stops=SETS, **OPTIONS[name])
+    assert_heard(visitors)
+    assert_drawn_alone(visitors)
+
+
+def assert_heard(visitors: Hearing) -> None:
+    """What was heard of each even turn is what it begins with, all but what its last check has found."""
+    assert sum(map(bool, visitors.heard.values())) > 1
+    for number, heard in visitors.heard.items():
+        _, _, turn = visitors.told[number]
+        assert len(heard) < len(turn.ids)
+        whole = list(zip(turn.ids, turn.logprobs.tolist(), strict=True))
+        assert heard == whole[: len(heard)]
 
 
 class Twins(Visitors):
@@ -423,16 +503,14 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy):
     assert_alike(of_ranks, alone, strategy.dp)
 
 
-def _visit_on(
-    rank: int, world: int, strategy: ParallelStrategy
-) -> dict[int, tuple[list[int], int, Turn]] | None:
+def _visit_on(rank: int, world: int, strategy: ParallelStrategy) -> dict[str, Any] | None:
     placement = Placement(tuple(range(world)), strategy)
     groups = ProcessGroups(device_sets(placement), 240.0, CPU)
-    visitors = Visitors(1)
+    visitors = Hearing(1)
     engine = build("llama", torch.float64, strategy, groups)
-    visited(engine, visitors, micro_batches=2)
+    visited(engine, visitors, stops=SETS, micro_batches=2)
     groups.close()
-    return visitors.told if engine.is_head else None
+    return {key: getattr(visitors, key) for key in ("told", "asked", "heard")} if engine.is_head else None
 
 
 @pytest.mark.dist
@@ -446,7 +524,9 @@ def _visit_on(
     ids=str,
 )
 def test_nor_do_those_of_places_that_begin_later(ranks, strategy: ParallelStrategy):
-    visitors = Visitors()
-    (visitors.told,) = [told for told in ranks.run(strategy.size, _visit_on, strategy) if told]
-    assert len(visitors.told) > 12
+    visitors = Hearing()
+    (found,) = [each for each in ranks.run(strategy.size, _visit_on, strategy) if each]
+    vars(visitors).update(found)
+    assert len(visitors.told) >= 12
     assert_drawn_alone(visitors)
+    assert_heard(visitors)

@@ -15,6 +15,7 @@ import pytest
 
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import RAW, Choice, Drawing
 from prefect_rlhf.rlhf_tasks.user_code.agents.process import STARTING_S, AgentProcess, longest_agents_s
+from prefect_rlhf.rlhf_tasks.user_code.agents.streams import Piece
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S
 from tests.rlhf_tasks.test_environments import grpo_config
@@ -270,3 +271,57 @@ def test_the_openai_client_is_answered(begin, monkeypatch):
     told = next(each.messages for each in requests if each.messages and each.messages[-1]["role"] == "tool")
     assert told[1][RAW] == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert told[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+STREAMS = """
+import openai
+client = openai.OpenAI()
+hi = [{"role": "user", "content": "hello"}]
+usage = {"include_usage": True}
+stream = iter(client.chat.completions.create(
+    model="policy", messages=hi, stream=True, logprobs=True, stream_options=usage))
+first = next(stream)
+assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "o")
+assert complete("go on") == "no og"  # only now the policy ends the other answer
+*rest, end, used = stream
+assert "".join(each.choices[0].delta.content or "" for each in rest) == "lleh"
+assert [len(each.choices[0].logprobs.content) for each in (first, *rest)] == [1, 4]
+assert end.choices[0].finish_reason == "stop"
+assert used.usage.completion_tokens == 5
+with client.completions.create(model="policy", prompt="leave", stream=True) as stream:
+    assert next(iter(stream)).choices[0].text == "e"  # it hangs up
+assert complete("go on") == "no og"
+pieces = client.completions.create(model="policy", prompt="abc", stream=True)
+assert "".join(each.choices[0].text for each in pieces) == "cba"
+try:
+    client.completions.create(model="policy", prompt="much", stream=True)
+except openai.BadRequestError as error:
+    assert error.code == "context_length_exceeded"
+else:
+    raise SystemExit("what is refused is no stream")
+print('{"reward": 1}')
+"""
+
+
+def test_the_openai_client_reads_an_answer_that_is_not_over(begin):
+    """An answer that is streamed ends when another was asked for: its first character is there before."""
+    process, held, ended = begin(), [], []
+    episodes, until_s = [(0, json.dumps(STREAMS), 7)], time.monotonic() + WITHIN_S
+    answers, pieces = [], []
+    while not ended:
+        assert time.monotonic() < until_s, "the agent does not end"
+        process.tell(episodes, answers, pieces)
+        asked, ended = process.heard(1.0)
+        answers, pieces, episodes = [], [], []
+        for request in asked:
+            answer = (request.number, backwards(request))
+            if request.stream and "choices" in answer[1]:
+                (choice,) = answer[1]["choices"]
+                pieces.append((request.number, Piece(0, choice.text[0], "", choice.tokens[:1], [-1.0])))
+                held.append(answer)
+            else:
+                answers.append(answer)
+            if not request.stream or request.text == "abc":
+                answers += held
+                held.clear()
+    assert [(each.fault, each.reward) for each in ended] == [("", 1.0)]
