@@ -25,7 +25,8 @@ Medians over the rounds; the ways take turns.
 
 With `--agents` so many programs ask through the endpoint, six times each, for 8 to 64 tokens (log-uniform), and
 really sleep in between, log-uniformly from a tenth of `longest` seconds on. `turns`: their requests are turns of
-one generation; `draws`: as engines beside the run are asked, those together that wait at the same time. Both draw
+one generation; `streams`: so, and each answer is streamed; `stops`: so, and each agent has a stop string of its own,
+which ends nothing; `draws`: as engines beside the run are asked, those together that wait at the same time. All draw
 the same tokens, but for rounding. `wall`: seconds; `cpu`: those of the rank, without endpoint and agents. Medians,
 and what the rounds span.
 """
@@ -133,14 +134,18 @@ class Work:
 
 ASKS = """
 import http.client, json, os, random, sys, time
-row, longest_s = json.loads(sys.stdin.readline()), float(sys.argv[1])
+row, longest_s, way = json.loads(sys.stdin.readline()), float(sys.argv[1]), sys.argv[2]
+more = {"streams": {"stream": True}, "stops": {"stop": "|" * 9 + os.environ["AGENT_SEED"]}}.get(way, {})
 chance = random.Random(int(os.environ["AGENT_SEED"]))
 policy = http.client.HTTPConnection(os.environ["OPENAI_BASE_URL"].split("/")[2])
 text = row["prompt"]
 for _ in range(6):
-    body = json.dumps({"prompt": text, "max_tokens": int(8 * 2 ** (3 * chance.random()))})
+    body = json.dumps({"prompt": text, "max_tokens": int(8 * 2 ** (3 * chance.random())), **more})
     policy.request("POST", "/v1/completions", body, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-    text += json.loads(policy.getresponse().read())["choices"][0]["text"] + f"<{chance.randrange(10**8):08}>"
+    said = policy.getresponse().read().decode()
+    events = said.split("data: ")[1:-1] if way == "streams" else [said]
+    said = "".join(json.loads(each)["choices"][0]["text"] for each in events)
+    text += said + f"<{chance.randrange(10**8):08}>"
     time.sleep(longest_s * 10 ** -chance.random())
 print('{"reward": 1}')
 """
@@ -165,11 +170,13 @@ def with_agents(agents: int, rounds: int, longest: list[float]) -> None:
         write_prompts(folder / "prompts.jsonl")
         (folder / "agent.py").write_text(ASKS)
         for longest_s in longest:
-            command = f"{sys.executable} {folder}/agent.py {longest_s}"
             changes = {"environment": None, "batch_size": agents, "dtype": "float32"}
             changes |= {"sampling": {"max_completion_length": 1200}}
-            run = begin(agent={"command": command, "at_once": agents}, **changes)
-            ways = {way: partial(Asked, run, agents, way == "turns") for way in ("turns", "draws")}
+            ways = {}
+            for way in ("turns", "streams", "stops", "draws"):
+                command = f"{sys.executable} {folder}/agent.py {longest_s} {way}"
+                run = begin(agent={"command": command, "at_once": agents}, **changes)
+                ways[way] = partial(Asked, run, agents, way != "draws")
             took = in_turn(ways, rounds, warm_up=1)
             for way, of_way in took.items():
                 wall, cpu = (

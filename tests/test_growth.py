@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 372,
-    "hundreds of lines": 806,
+    "files": 374,
+    "hundreds of lines": 811,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 160,
