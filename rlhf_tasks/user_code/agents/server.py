@@ -258,11 +258,11 @@ class Agents:
         @cache
         def said() -> tuple[list[Choice], dict[str, Any]]:
             """What the policy has said, and the answer that has it."""
-            told = reply.whole.result()
-            if "refused" in told:
-                raise Refused(400, told["refused"], told["code"])
-            choices = [Choice(*each) for each in told["choices"]]
-            whole, raws = answer(document, is_chat, choices, told["prompt_tokens"], number, self._tool_format)
+            drawn = reply.whole.result()
+            if "refused" in drawn:
+                raise Refused(400, drawn["refused"], drawn["code"])
+            choices = [Choice(*each) for each in drawn["choices"]]
+            whole, raws = answer(document, is_chat, choices, drawn["prompt_tokens"], number, self._tool_format)
             episode.raws |= raws
             return choices, whole
 
