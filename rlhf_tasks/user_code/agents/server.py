@@ -262,7 +262,9 @@ class Agents:
             if "refused" in drawn:
                 raise Refused(400, drawn["refused"], drawn["code"])
             choices = [Choice(*each) for each in drawn["choices"]]
-            whole, raws = answer(document, is_chat, choices, drawn["prompt_tokens"], number, self._tool_format)
+            whole, raws = answer(
+                document, is_chat, choices, drawn["prompt_tokens"], number, self._tool_format
+            )
             episode.raws |= raws
             return choices, whole
 
