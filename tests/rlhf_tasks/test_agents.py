@@ -18,6 +18,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.agents import _Episodes
 from prefect_rlhf.rlhf_tasks.algorithms.shared.chains import Chain
 from prefect_rlhf.rlhf_tasks.data.chat_template import _environment
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import Asked, Drawing, read_request
+from prefect_rlhf.rlhf_tasks.user_code.agents.process import AgentProcess
 from prefect_rlhf.rlhf_tasks.user_code.errors import RewardError
 from tests.rlhf_tasks.algorithms.one_rank import runs_of_one
 from tests.rlhf_tasks.parallel.generate.test_generation import tokens_of_prompts, watched
@@ -120,6 +121,19 @@ def test_a_stream_comes_while_others_are_drawn_and_gives_the_same_sample(run, mo
         beside = run(streamed, sampling=WIDE)
         monkeypatch.setattr(beside.generator, "draws_turns", False, raising=False)
         assert drawn(beside)["environment_rewards"].values.sum() == requests, "others stream what is whole"
+
+
+def test_the_log_probabilities_of_a_stream_are_those_of_its_sample(run, monkeypatch):
+    tell, told = AgentProcess.tell, []
+
+    def heard(process, *args, **fields):
+        told.extend(value for _, piece in fields.get("pieces", ()) for value in piece.logprobs)
+        tell(process, *args, **fields)
+
+    monkeypatch.setattr(AgentProcess, "tell", heard)
+    batch = drawn(run("streams", sampling=WIDE, dtype="float32"))
+    assert told
+    assert set(told) <= set(batch["old_logprobs"].values.tolist())
 
 
 def test_requests_with_other_stop_strings_enter_the_same_draw(run, monkeypatch):

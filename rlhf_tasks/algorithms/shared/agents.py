@@ -292,7 +292,8 @@ class _Episodes:
     def drawn(self, sample: int, ids: Sequence[int], logprobs: Tensor) -> None:
         """Tell a part of an answer that is streamed."""
         if self._of[self._now[sample].request.sample].ended is None:
-            self._process.tell(pieces=[self._streamed[sample].piece(ids, logprobs)])
+            recorded = logprobs.to("cpu", self._engine.dtype_of_rows)
+            self._process.tell(pieces=[self._streamed[sample].piece(ids, recorded)])
 
     def _place(self, draw: _Draw, samples: Collection[int]) -> int | None:
         """The place of these in which a draw enters: where its chain is parked; else one whose chain none continues

@@ -53,7 +53,9 @@ class Spoken:
         """The text that further tokens settle."""
         self._open += ids
         text = after(self._tokenizer, self._before, self._open, self._special)
-        if not text or text.endswith(NO_CHARACTER) or self._tokenizer.is_byte(ids[-1]):
+        # A token without a text, as a special one is, may stand between bytes.
+        last = self._tokenizer.decode(ids[-1:], special_tokens=self._special)
+        if not (text and last) or text.endswith(NO_CHARACTER) or self._tokenizer.is_byte(ids[-1]):
             return ""
         # Some text is to stand before a token: at the beginning some tokenizers leave out a space.
         self._before, self._open = self._open, []

@@ -28,6 +28,16 @@ def test_what_was_told_stays_whatever_is_drawn(backend, tmp_path: Path, special_
     assert told > 300
 
 
+def test_bytes_on_both_sides_of_a_special_token_are_told_together(tmp_path: Path):
+    """What the special token hides makes them one run of bytes, of which none is a character."""
+    tokenizer = opened(byte_fallback(), tmp_path)
+    first = next(token for token in range(tokenizer.size) if tokenizer.is_byte(token))
+    before, ids = [first + ord("B")], [first + ord("A"), 0, first + 0xFF]
+    spoken = Spoken(tokenizer, before, [], special_tokens=False)
+    told = "".join(spoken.add([each]) for each in ids)
+    assert after(tokenizer, before, ids, special_tokens=False).startswith(told)
+
+
 @pytest.mark.parametrize("strings", [["END"], ["é!"], ["aa", "aab", "é"]], ids=str)
 def test_the_beginning_of_a_stop_string_is_held_back(tmp_path: Path, strings: list[str]):
     """Each byte is a token: what was told never has a part of what ends the turn."""
