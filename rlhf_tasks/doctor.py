@@ -499,8 +499,8 @@ def _rank(
     die_with_parent(parent)
     on_gpus = torch.cuda.device_count() >= n
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if not on_gpus:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)

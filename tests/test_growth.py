@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 374,
-    "hundreds of lines": 810,
+    "hundreds of lines": 811,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 160,

@@ -10,7 +10,8 @@ dask scheduler --host "$head" --port 8786 --protocol tls --no-dashboard &
 dask worker "$address" --host "$head" --nthreads 1 --memory-limit 0 --no-dashboard \
     --name controller --resources controller=1 &
 srun --kill-on-bad-exit=0 bash -c '
-  export CUDA_VISIBLE_DEVICES=$SLURM_LOCALID
+  # of those that SLURM gives the job: the one of this task, which may see no others
+  export CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLURM_LOCALID + 1)) <<< "${CUDA_VISIBLE_DEVICES:-$SLURM_LOCALID}")
   while true; do
     dask worker "'"$address"'" --nthreads 1 --memory-limit 0 --no-dashboard \
         --name "rank-$SLURM_PROCID" --resources "${RLHF_OFFERS:-GPU=1}"

@@ -248,9 +248,11 @@ def _worker_spec(
         return {"cls": nanny, "options": options}
 
     ranks = {
-        f"rank-{rank}": worker("GPU", CUDA_VISIBLE_DEVICES=gpus[rank])
-        if gpus
-        else worker("slot", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
+        f"rank-{rank}": worker(
+            "GPU" if gpus else "slot",
+            CUDA_VISIBLE_DEVICES=gpus[rank] if gpus else "",
+            GLOO_SOCKET_IFNAME="lo",
+        )
         for rank in range(n_ranks)
     }
     controller = worker(CONTROLLER_RESOURCE, **dict.fromkeys(THREADS, "1"), CUDA_VISIBLE_DEVICES="")

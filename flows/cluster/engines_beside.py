@@ -91,6 +91,11 @@ def check_generation(config: RunConfig, shape: ModelShape) -> None:
                 f"generation.python: {python} has {what} {has}, and this needs {wanted}. {_MAKE_IT}, or install "
                 f"{what} {wanted} there."
             )
+    if gpus_here() and str(torch).endswith("+cpu"):
+        raise ConfigError(
+            f"generation.python: {python} has vLLM for CPUs, and the run takes this machine's GPUs. Name the Python "
+            "of an environment with vLLM for GPUs, or leave CUDA_VISIBLE_DEVICES empty to run on CPUs."
+        )
     for architecture in read_json(folder / "config.json").get("architectures") or ():
         if f'"{architecture}"' not in registry:
             raise ConfigError(

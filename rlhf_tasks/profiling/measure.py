@@ -576,5 +576,6 @@ class ProfileExecutor:
 
     def close(self) -> None:
         """Leave the groups."""
+        self.abort()
         self._groups = None
         leave_world()

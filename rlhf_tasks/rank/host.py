@@ -62,7 +62,8 @@ from prefect_rlhf.rlhf_tasks.user_code.errors import UserCodeError
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
 CONTROLLER_RESOURCE = "controller"
-RANK_RESOURCES = ("GPU", "slot")
+GPU, SLOT = RANK_RESOURCES = ("GPU", "slot")
+REQUIRE_GPU = "prefect_rlhf.rlhf_tasks.system.rank_process:require_gpu"
 CLASSES = {
     CONTROLLER_RESOURCE: "prefect_rlhf.rlhf_tasks.controller.controller:Controller",
     **dict.fromkeys(RANK_RESOURCES, "prefect_rlhf.rlhf_tasks.rank.host:EngineHost"),
@@ -81,6 +82,8 @@ class ProcessPlugin(WorkerPlugin):
         global process
         kind = offered(worker.state.total_resources)
         if kind is not None:
+            if kind == SLOT:
+                os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rank on the CPU, whatever its host has
             logging.getLogger(Worker.__module__).addFilter(is_news)
             if (
                 worker.nanny
@@ -204,6 +207,8 @@ class EngineThread:
                 value = error
             self.finished += 1
             self._loop.call_soon_threadsafe(done, value)
+            # An error keeps what the node had: memory, and CUDA graphs, without whose end NCCL closes no group.
+            del job, done, value
 
 
 class EngineHost:
@@ -346,6 +351,8 @@ class EngineHost:
             return self._inbox.loaded(instruction.key)
 
         def load() -> None:
+            if offered(self.worker.state.total_resources) == GPU:
+                resolve_name(REQUIRE_GPU)()
             executor.load(spec)
             reach(Point.LOADED)
 
@@ -405,8 +412,8 @@ class EngineHost:
     def _abort(self, target: int) -> None:
         """Abort the groups. If the job does not end within INTERRUPT_GRACE_S, exit: the process is of no more use."""
         deadline = time.monotonic() + INTERRUPT_GRACE_S
-        if self._executor is not None:
-            self._executor.abort()
+        if self._executor is not None:  # NCCL may wait without end for a rank that is gone
+            threading.Thread(target=self._executor.abort, name="abort groups", daemon=True).start()
         while self._engine.finished < target:
             if time.monotonic() > deadline:
                 logger.error(

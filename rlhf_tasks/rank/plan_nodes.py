@@ -231,15 +231,17 @@ class RankRun:
 
     def abort(self) -> None:
         """From another thread: abort the groups. NCCL's blocked collectives raise; gloo's wait for their timeout."""
-        self._groups.abort()
         self._generator.abort()
+        self._groups.abort()
 
     def close(self) -> None:
         """End the processes of rewards and environments, the engines' copies and the background writer.
 
         Nobody waits for parts that are not written: an attempt that ends in order ends at a commit, and after a fault
-        no commit can have them any more.
+        no commit can have them any more. For the same reason the groups are aborted: to close them, NCCL would wait
+        for all their ranks, of which one may be lost.
         """
+        self._groups.abort()
         self._rewards.close()
         self._rewards_of_evaluation.close()
         self._environment.close()

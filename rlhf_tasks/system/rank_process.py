@@ -25,6 +25,20 @@ class OutOfMemory(RuntimeError):
     """A device, or the host, has too little memory for a rank's work."""
 
 
+def require_gpu() -> None:
+    """Raises RuntimeError where torch cannot use this rank's GPU: it would compute on the CPU instead."""
+    try:
+        torch.cuda.init()
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch's words for no driver, an old one, a build for CPUs
+        raise RuntimeError(
+            f"this worker offers a GPU, and torch {torch.__version__} cannot use it: {error}. Install a torch for "
+            "the host's driver, or leave CUDA_VISIBLE_DEVICES empty to run on CPUs."
+        ) from error
+
+
 @contextlib.contextmanager
 def told_when_out(what: str, device: torch.device) -> Iterator[None]:
     """Raises OutOfMemory when memory runs out inside, with what needed it and how to need less.

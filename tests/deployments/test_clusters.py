@@ -1,5 +1,6 @@
 """The files of clusters of several hosts: their syntax, and that Dask's commands know their options."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,26 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "several-hosts.md"
 
 def test_the_job_is_a_script_that_bash_can_read():
     subprocess.run(["bash", "-n", str(FOLDER / "slurm.sh")], check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "its"),
+    [("4,5,GPU-7f", 2, "GPU-7f"), ("0", 3, "0"), ("", 3, "3"), ("NoDevFiles", 1, "NoDevFiles")],
+    ids=["one of the job's", "its own alone", "nothing said", "none"],
+)
+def test_each_task_of_a_job_has_a_gpu_of_those_that_slurm_gives(given: str, task: int, its: str):
+    (line,) = re.findall(
+        r"^ *(export CUDA_VISIBLE_DEVICES=.*)", (FOLDER / "slurm.sh").read_text(), re.MULTILINE
+    )
+    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": given, "SLURM_LOCALID": str(task)}
+    told = subprocess.run(
+        ["bash", "-c", f"{line}; echo $CUDA_VISIBLE_DEVICES"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == its
 
 
 def test_the_manifest_is_a_list_whose_pods_share_their_volumes():

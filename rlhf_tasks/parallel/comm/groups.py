@@ -12,6 +12,8 @@ A message from rank to rank is one flat buffer of bytes, for tensors of any dtyp
 import copy
 import json
 import math
+import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
@@ -32,13 +34,15 @@ def join_world(store: Store, rank: int, world_size: int, timeout_s: float, devic
 
     store      the rendezvous of this generation only (give each generation its own `PrefixStore`)
     rank       this process's device id, 0 .. world_size - 1
-    timeout_s  seconds after which a collective raises on this rank when a peer does not join it
+    timeout_s  seconds after which a collective of gloo raises on this rank when a peer does not join it
     device     the device of this rank's tensors; a CUDA device becomes the current one
     Raises RuntimeError when this process is still in a world (see `leave_world`).
     """
     if dist.is_initialized():
         raise RuntimeError("this process is still in a world of ranks. Call leave_world() first.")
     if device.type == "cuda":
+        # A rank that loses a peer is cleared, and stays. By default torch would end its process, perhaps later.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         torch.cuda.set_device(device)
         # Of torch's attention kernels only cuDNN's may give other bits when it is called again. A run that is killed
         # and continues must draw the tokens that it would have drawn.
@@ -117,10 +121,14 @@ class ProcessGroups:
         """Make collectives that other threads wait for raise soon. Afterwards the groups can only be closed.
 
         This works with NCCL only. With gloo a waiting thread raises when its peer dies or after the timeout.
+        All are aborted at once: to free what one has on the device, NCCL waits for the kernels of the others, too.
         """
-        for group in self._groups.values():
-            if group is not None:
-                group.abort()
+        groups = [group for group in self._groups.values() if group is not None]
+        aborts = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+        for each in aborts:
+            each.start()
+        for each in aborts:
+            each.join()
 
     def close(self) -> None:
         """Destroy the groups (not the world). All their ranks must call it."""

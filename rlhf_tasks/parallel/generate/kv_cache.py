@@ -427,7 +427,8 @@ class DecodeGraphs:
         self._forward(self._x, micro, self._cache)
         self._cache.forget_masks()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Meanwhile the thread that writes commits reads from the device.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = self._forward(self._x, micro, self._cache)
         self._cache.forget_masks()
         return graph, output

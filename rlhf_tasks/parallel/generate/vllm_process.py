@@ -27,6 +27,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import base_of
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 from prefect_rlhf.rlhf_tasks.system.child_pipes import END_S, ChildOutput, Lines, end_keeper
 from prefect_rlhf.rlhf_tasks.system.child_processes import kept_call_of, users_environment
+from prefect_rlhf.rlhf_tasks.system.rank_process import give_back
 
 SERVE = "prefect_rlhf.rlhf_tasks.parallel.generate.vllm_server:serve"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -144,6 +145,11 @@ class Vllm:
 
     draws_turns = False
 
+    @staticmethod
+    def shares_gpu(engine: Engine) -> bool:
+        """Whether vLLM has its memory where the rank has, and so only while it draws."""
+        return engine.device.type == "cuda"
+
     def __init__(self, terms: Terms) -> None:
         self.version = -1
         self._terms = terms
@@ -166,6 +172,8 @@ class Vllm:
         if not needs:
             return
         self._taken = None
+        if self.shares_gpu(engine):
+            give_back()  # vLLM needs what torch keeps for later tensors
         visible = visible_together(engine) if starts else None
         if engine.is_head and starts:
             self._start(engine, visible)
@@ -206,8 +214,7 @@ class Vllm:
         return self._process.ask(request)
 
     def _start(self, engine: Engine, visible: str | None) -> None:
-        terms, on_gpu = self._terms, engine.device.type == "cuda"
-        strategy = engine.placement.strategy
+        terms, strategy = self._terms, engine.placement.strategy
         process = VllmProcess(
             terms.settings["python"],
             {
@@ -218,7 +225,7 @@ class Vllm:
                 "most_tokens": terms.most_tokens,
                 "kv_bytes": terms.settings["kv_bytes"],
                 "tp": strategy.tp * strategy.pp,
-                "sleeps": on_gpu,
+                "sleeps": self.shares_gpu(engine),
             },
             terms.patience,
             self.serve,
@@ -230,11 +237,18 @@ class Vllm:
             process.kill()
 
     def free(self) -> None:
-        """On GPUs vLLM sleeps: its weights and caches are freed until the next `take`."""
+        """On GPUs vLLM sleeps: its weights and caches are freed until the next `take`.
+
+        Collective over the replica: vLLM has memory of all its GPUs, and only its head can ask for it.
+        """
         # Awake it has taken weights. After a call of another role, which our engine drew for, it sleeps already.
-        if self._taken is not None and self._engine is not None and self._engine.device.type == "cuda":
+        engine = self._engine
+        if self._taken is None or engine is None or not self.shares_gpu(engine):
+            return
+        self._taken = None
+        if engine.is_head:
             self._reply_to({"sleep": True})
-            self._taken = None
+        _said_by_head(engine, None)
 
     def abort(self) -> None:
         """End the process: what waits for it raises."""
@@ -266,7 +280,8 @@ def visible_together(engine: Engine) -> str | None:
 
 
 def _said_by_head(engine: Engine, value: Any) -> Any:
-    """What the replica's head has, on all its ranks."""
+    """What the replica's head has, on all its ranks. They wait by gloo: NCCL would keep the GPUs busy on which vLLM
+    draws meanwhile."""
     dp = engine.coordinate.dp
     replica = engine.placement.replica(dp)
-    return broadcast_json(value, engine.placement.heads[dp], engine.groups[replica], engine.device)
+    return broadcast_json(value, engine.placement.heads[dp], engine.groups[replica], torch.device("cpu"))

@@ -1,6 +1,7 @@
 """What is said of vLLM's environment before a run takes anything."""
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def test_each_fault_of_an_environment_has_its_sentence(
         return
     with pytest.raises(ConfigError, match=said):
         check_generation(config, shape)
+
+
+def test_vllm_for_cpus_is_refused_where_the_run_takes_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engines_beside, "gpus_here", lambda: ("0",))
+    config = make_config(
+        document("grpo", folder, num_generations=2, generation={"engine": "vllm", "python": sys.executable})
+    )
+    shape = read_shape(config.models.actor)
+    for torch, refused in (("2.13.0+cpu", True), ("2.13.0", False)):
+        monkeypatch.setattr(engines_beside, "_probed", lambda python, torch=torch: ("0.32.0", torch, KNOWS))
+        with pytest.raises(ConfigError, match="has vLLM for CPUs") if refused else nullcontext():
+            check_generation(config, shape)
 
 
 def test_an_environment_without_vllm_is_probed_by_its_own_interpreter(folder: Path):

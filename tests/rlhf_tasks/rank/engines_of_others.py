@@ -82,7 +82,8 @@ class FakeVllm(Vllm):
 
 
 def serve() -> None:
-    """vLLM's messages without vLLM: tokens follow from a request's seed. MODE says how it misbehaves."""
+    """vLLM's messages without vLLM: tokens follow from a request's seed. MODE says how it misbehaves, or names the
+    file that is there once it has slept."""
     requests, mode, sum_of_bits = Requests(), os.environ.get(MODE, ""), 0
     lines = iter(requests)
     begin = next(lines)
@@ -99,6 +100,11 @@ def serve() -> None:
             digests = memory.digests(places)
             memory.close()
             requests.reply({"version": value["version"], "digests": digests})
+            continue
+        if what == "sleep":
+            time.sleep(0.3)  # freeing takes a while
+            Path(mode).touch()
+            requests.reply({})
             continue
         assert value["requests"], "vLLM is not asked for nothing"
         if mode == "hang":

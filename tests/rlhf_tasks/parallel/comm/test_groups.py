@@ -1,6 +1,9 @@
 """Process groups over two gloo ranks, and the device sets of a placement."""
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -107,6 +110,16 @@ def test_groups_over_two_ranks(ranks):
         assert (total, alone, size) == (3.0, None, 2)
         assert all(f"rank {rank} has no group" in said for said in refused)
         assert "call of one: rank" in refused[-1]
+
+
+def test_all_groups_are_aborted_at_once():
+    """NCCL ends none while kernels of another run, which only that one's abort ends."""
+    together = threading.Barrier(3)
+    groups = object.__new__(ProcessGroups)
+    aborts = SimpleNamespace(abort=lambda: together.wait(10.0))
+    groups._groups = cast(Any, {(0,): None} | {(0, peer): aborts for peer in (1, 2, 3)})
+    groups.abort()
+    assert not together.broken
 
 
 def _worlds(rank: int, world: int, path: str) -> tuple[str, int, int]:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import (
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from tests.rlhf_tasks.parallel.comm.test_reallocation import whole_model
 from tests.rlhf_tasks.parallel.generate.test_handover import CPU, engine_of
-from tests.rlhf_tasks.rank.engines_of_others import FakeVllm
+from tests.rlhf_tasks.rank.engines_of_others import MODE, FakeVllm
 from tests.rlhf_tasks.roles_in_layouts import model, place
 
 TERMS = Terms("/none", "/none", "float32", 17, 64, 1.0, {"python": "/none/python", "kv_bytes": 1})
@@ -42,7 +43,7 @@ def takes_in_turn(rank, world) -> list[bool]:
     nothing of either.
     """
     both, alone = place([0, 1], tp=2), place([0])
-    groups = ProcessGroups([*device_sets(both), *device_sets(alone)], 30.0, CPU)
+    groups = ProcessGroups([*device_sets(both), *device_sets(alone)], 240.0, CPU)
     engine, generator = engine_on(both, groups), FakeVllm(TERMS)
     prompts = SampleBatch((5,), {"prompt_ids": Packed.of([torch.tensor([1, 2])])})
     heads = []
@@ -67,12 +68,39 @@ def test_all_ranks_of_a_replica_hand_weights_over_when_its_head_needs_them(ranks
     assert ranks.run(2, takes_in_turn) == [[True] * 3, [False] * 3]
 
 
+class OnGpus(FakeVllm):
+    shares_gpu = staticmethod(lambda engine: True)
+
+
+def sleeps_between_draws(rank, world, path: str) -> list[bool]:
+    """Whether this rank's `free` came back when vLLM slept, and whether its head has drawn again since."""
+    os.environ[MODE] = path
+    both = place([0, 1], tp=2)
+    engine, generator = engine_on(both, ProcessGroups(device_sets(both), 240.0, CPU)), OnGpus(TERMS)
+    prompts = SampleBatch((5,), {"prompt_ids": Packed.of([torch.tensor([1, 2])])})
+    try:
+        generator.take(engine)
+        generator.draw(prompts, ORDER)
+        generator.free()
+        slept = Path(path).exists()
+        generator.free()  # of a call that another engine drew for: it sleeps already
+        generator.take(engine)
+        return [slept, generator.draw(prompts, ORDER) is not None]
+    finally:
+        generator.close()
+
+
+@pytest.mark.dist
+def test_no_rank_needs_its_gpu_before_vllm_has_left_it(ranks, tmp_path: Path):
+    assert ranks.run(2, sleeps_between_draws, str(tmp_path / "slept")) == [[True, True], [True, False]]
+
+
 def seen_by_vllm(rank, world, named: list[str | None]) -> str | None:
     both = place([0, 1], tp=2)
     os.environ.pop(VISIBLE, None)
     if named[rank] is not None:
         os.environ[VISIBLE] = named[rank]
-    return visible_together(engine_on(both, ProcessGroups(device_sets(both), 30.0, CPU)))
+    return visible_together(engine_on(both, ProcessGroups(device_sets(both), 240.0, CPU)))
 
 
 @pytest.mark.dist
@@ -87,7 +115,7 @@ def test_vllm_sees_the_gpus_of_all_ranks_of_its_replica(ranks, named, together):
 
 
 def drawn_of_nothing(rank, world) -> dict[str, Any]:
-    groups = ProcessGroups(device_sets(place([0])), 30.0, CPU)
+    groups = ProcessGroups(device_sets(place([0])), 240.0, CPU)
     generator = FakeVllm(TERMS)
     try:
         generator.take(engine_on(place([0]), groups))
